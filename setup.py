@@ -82,8 +82,8 @@ setup(
             "kernels/tuned/*.json",
             "convert/known.json",
             "expected/*.json",
-            "weights/*.json",
-            "weights/*.txt",
+            "models/weights/*.json",
+            "models/weights/*.txt",
         ]
     },
     python_requires=">=3.10",

@@ -12,7 +12,7 @@ from timm.models._registry import _model_default_cfgs
 
 from fastvit_triton.files import replacing
 from fastvit_triton.models import CATALOGUE
-from fastvit_triton.weights.pretrained import CLASSES, TABLE
+from fastvit_triton.models.weights.pretrained import CLASSES, TABLE
 
 FIELDS = """hf_hub_id hf_hub_filename input_size fixed_input_size interpolation crop_pct crop_mode mean std num_classes
 license""".split()

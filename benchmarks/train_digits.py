@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from benchmarks.digits import provenance
 from fastvit_triton.files import replacing
 from fastvit_triton.models import create_model
+from fastvit_triton.models.weights import load_weights
 from fastvit_triton.train import extract_features, few_shot, sample_per_class
 from fastvit_triton.train.build import build_masked_model, configure_model
 from fastvit_triton.train.data import DIGITS_MEAN, DIGITS_STD, Data, TensorBatches, affine_augmentation, digits
@@ -31,7 +32,6 @@ from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.train.loop import Score
 from fastvit_triton.train.recipes import DIGITS, Recipe
 from fastvit_triton.train.trainer import build_trainer
-from fastvit_triton.weights import load_weights
 
 RESULT = Path(__file__).parent / "results" / "learn.json"
 TRANSFORM = Transform((8, 8), (DIGITS_MEAN,), (DIGITS_STD,))

@@ -28,12 +28,12 @@ from .kernels.rms_norm import rms_norm as rms_norm
 from .kernels.window import window_attention as window_attention
 from .measure.tune import tune as tune
 from .models.config import ViTConfig as ViTConfig
+from .models.weights.create import create_model as create_model
+from .models.weights.load import load_model as load_model
+from .models.weights.load import load_weights as load_weights
+from .models.weights.load import save_weights as save_weights
+from .models.weights.pretrained import list_models as list_models
 from .preparation import data_config as data_config
 from .train.data.model_input import transforms as transforms
-from .weights import load_model as load_model
-from .weights import load_weights as load_weights
-from .weights import save_weights as save_weights
-from .weights.create import create_model as create_model
-from .weights.pretrained import list_models as list_models
 
 __version__: str

@@ -6,7 +6,7 @@ Pickles of whole models name modules too, so one that an earlier version wrote i
 import sys
 from importlib.abc import MetaPathFinder
 
-MOVED = {  # old name → new name, both without "fastvit_triton."; a package's modules moved with it
+MOVED = {  # old name → new name, both without "fastvit_triton."; a package's modules moved with it unless listed
     "convert.from_timm": "convert.readers.timm",
     "convert.from_torch": "convert.readers.torch",
     "convert.from_torchvision": "convert.readers.torchvision",
@@ -27,8 +27,19 @@ MOVED = {  # old name → new name, both without "fastvit_triton."; a package's 
     "layers.source": "engine.source",
     "layers.spatial": "engine.attention",
     "layers.ways": "engine.ways",
+    "models.compact": "models.cct",
     "packed_graphs": "deploy.packed_graphs",
     "warm_up": "deploy.warm_up",
+    "weights": "models.weights",
+    "weights.adapt": "checkpoints.tensors",
+    "weights.convolutional": "models.cvt",
+    "weights.layouts": "checkpoints.layout",
+    "weights.one_scale": "models.cct",
+    "weights.places": "checkpoints.places",
+    "weights.pyramid": "models.swin",
+    "weights.reading": "checkpoints.reading",
+    "weights.stems": "models.pit",
+    "weights.vit": "models.fit",
 }
 PACKAGE = __package__
 
@@ -40,7 +51,10 @@ class Finder(MetaPathFinder):
         """Returns None for every module that was not moved."""
         name = fullname.removeprefix(f"{PACKAGE}.")
         if name in MOVED and fullname != name:
-            raise ImportError(f"{fullname} was moved in version 0.2; import {PACKAGE}.{MOVED[name]}", name=fullname)
+            inside = [f"{new} for {old}" for old, new in MOVED.items() if old.startswith(f"{name}.")]
+            others = f" ({', '.join(inside)})" if inside else ""
+            text = f"{fullname} was moved in version 0.2; import {PACKAGE}.{MOVED[name]}{others}"
+            raise ImportError(text, name=fullname)
 
 
 def install() -> None:

@@ -13,11 +13,11 @@ from pyramids import CASES, pair
 from torch import nn
 
 from fastvit_triton import create_model, explain, load_weights
+from fastvit_triton.checkpoints import WeightsError
 from fastvit_triton.layers.boxes import draw_box, mix_box
 from fastvit_triton.layers.mixing import ReAttention
 from fastvit_triton.layers.one_query import sequence_pool
 from fastvit_triton.train import mix_tokens
-from fastvit_triton.weights import WeightsError
 
 ROUNDINGS = 84  # as in test_models.py
 EPS64 = torch.finfo(torch.float64).eps

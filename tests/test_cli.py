@@ -813,7 +813,7 @@ def test_doctor_reports_a_missing_package(name, monkeypatch, capsys: pytest.Capt
 
 def test_convert_round_trip_keeps_every_tensor(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: every tensor of the original model."""
-    from fastvit_triton.weights import load_model
+    from fastvit_triton.models.weights import load_model
 
     there, back = tmp_path / "timm.safetensors", tmp_path / "back.safetensors"
     assert main(["convert", str(digits_run), str(there), "--to", "timm"]) == 0

@@ -10,12 +10,12 @@ from sklearn.linear_model import Ridge
 from sklearn.neighbors import KNeighborsClassifier
 
 from fastvit_triton.models import create_model
+from fastvit_triton.models.weights import load_weights
 from fastvit_triton.train import fewshot
 from fastvit_triton.train.data import DIGITS_MEAN, DIGITS_STD, TensorBatches, digits
 from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.train.loop import evaluate, fit
 from fastvit_triton.train.optim import reinit_pos_embed
-from fastvit_triton.weights import load_weights
 
 CLOSE = torch.testing.assert_close
 

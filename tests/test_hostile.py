@@ -23,14 +23,15 @@ from PIL import EpsImagePlugin, Image
 from safetensors.torch import save_file
 
 from fastvit_triton import create_model, load_model, load_weights
+from fastvit_triton.checkpoints import WeightsError, reading
 from fastvit_triton.cli import build_parser, main
 from fastvit_triton.cli.explain import _read_log
+from fastvit_triton.models.weights import rebuild
 from fastvit_triton.train.data import load, load_test, tar
 from fastvit_triton.train.data.folder import list_images, scan_folder
 from fastvit_triton.train.data.shards import pack, scan_shards
 from fastvit_triton.train.data.transform import MAX_PIXELS, Transform, find_defect, read_image
 from fastvit_triton.train.recipes import FOLDER, override_recipe
-from fastvit_triton.weights import WeightsError, reading, rebuild
 
 RECIPE = override_recipe(FOLDER, img_size=8, batch_size=4)
 

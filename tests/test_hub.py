@@ -29,12 +29,13 @@ from transformers.activations import QuickGELUActivation
 
 from benchmarks import pretrained_table
 from fastvit_triton import create_model, data_config, list_models, load_model, load_weights, save_weights, transforms
+from fastvit_triton.checkpoints import WeightsError
 from fastvit_triton.models import CATALOGUE, model_config
 from fastvit_triton.models.deit import DistilledVisionTransformer
 from fastvit_triton.models.transformer import VisionTransformer
+from fastvit_triton.models.weights import pretrained
+from fastvit_triton.models.weights.publish import save_pretrained
 from fastvit_triton.train.data.model_input import transform_of
-from fastvit_triton.weights import WeightsError, pretrained
-from fastvit_triton.weights.publish import save_pretrained
 
 # 24-bit significand: 1e-5 is 84 roundings, for sums through two blocks in another order.
 TOLERANCE = 1e-5

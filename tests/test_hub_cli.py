@@ -13,9 +13,9 @@ from timm.data import create_transform, resolve_data_config
 
 from fastvit_triton import create_model, data_config, list_models, load_model
 from fastvit_triton.cli import main
+from fastvit_triton.models.weights.pretrained import imagenet_classes
 from fastvit_triton.train.checkpoint import load_state
 from fastvit_triton.train.outputs import STATE
-from fastvit_triton.weights.pretrained import imagenet_classes
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from torch import nn
 from transformers import ViTMAEConfig, ViTMAEForPreTraining
 
 from fastvit_triton.models import create_model
+from fastvit_triton.models.weights import load_weights, save_weights
 from fastvit_triton.train import masked
 from fastvit_triton.train.data import DIGITS_MEAN, DIGITS_STD, digits
 from fastvit_triton.train.data.transform import Transform
-from fastvit_triton.weights import load_weights, save_weights
 
 CLOSE = torch.testing.assert_close
 SHAPE = dict(img_size=32, patch_size=8, num_heads=2, num_classes=0)

@@ -18,6 +18,7 @@ from torch import nn
 from fastvit_triton.cli import main
 from fastvit_triton.layers import DropPath
 from fastvit_triton.models import create_model
+from fastvit_triton.models.weights import load_model
 from fastvit_triton.train.augment import policy
 from fastvit_triton.train.augment.mix import mixup
 from fastvit_triton.train.build import DISTILLATION
@@ -29,7 +30,6 @@ from fastvit_triton.train.optim import Lamb
 from fastvit_triton.train.outputs import BEST, LOG, STATE, WEIGHTS
 from fastvit_triton.train.settings import RECIPES
 from fastvit_triton.train.step import Step
-from fastvit_triton.weights import load_model
 
 CLOSE = torch.testing.assert_close
 SMALL = ("--model", "vit_digits_patch2_8", "--img-size", "8", "--batch-size", "8", "--workers", "0")

@@ -24,6 +24,7 @@ from test_train import RECIPE, save, stripes, tiny
 from fastvit_triton.cli.loading import load_trained
 from fastvit_triton.files import replacing, sweep
 from fastvit_triton.models import create_model
+from fastvit_triton.models.weights import save_weights
 from fastvit_triton.train import checkpoint, outputs, trainer
 from fastvit_triton.train.data import Data, TensorBatches, load
 from fastvit_triton.train.data.folder import FolderBatches, ImageFiles
@@ -31,7 +32,6 @@ from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.train.loop import Diverged
 from fastvit_triton.train.recipes import FOLDER, override_recipe
 from fastvit_triton.train.settings import check_unchanged
-from fastvit_triton.weights import save_weights
 
 
 def build() -> trainer.Trainer:

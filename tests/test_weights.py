@@ -30,7 +30,7 @@ from timm.models.vision_transformer import _load_weights, checkpoint_filter_fn
 from torch import Tensor, nn
 
 from fastvit_triton import create_model, load_model, load_weights, save_weights
-from fastvit_triton.weights import WeightsError
+from fastvit_triton.checkpoints import WeightsError
 
 # Ours
 

@@ -13,8 +13,8 @@ import torchvision
 from checkpoints import assert_equal, build, jax_arrays
 from safetensors.torch import save_file
 
-from fastvit_triton import create_model, load_model, load_weights, save_weights, weights
-from fastvit_triton.weights import WeightsError
+from fastvit_triton import create_model, load_model, load_weights, save_weights
+from fastvit_triton.checkpoints import WeightsError
 
 
 class Hostile:
@@ -264,7 +264,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(weights, "save_file", full)
+    monkeypatch.setattr("fastvit_triton.models.weights.load.save_file", full)
     with pytest.raises(WeightsError, match=r"cannot write .*No space left on device"):
         save_weights(build("vit_tiny_patch16_224"), tmp_path / "a.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]

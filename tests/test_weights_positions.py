@@ -12,7 +12,7 @@ from timm.layers import resample_abs_pos_embed
 from torch import nn
 
 from fastvit_triton import load_weights, save_weights
-from fastvit_triton.weights import WeightsError
+from fastvit_triton.checkpoints import WeightsError
 
 # Positions
 

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fastvit_triton import create_model, load_model, load_weights, save_weights
+from fastvit_triton.checkpoints import WeightsError
 from fastvit_triton.layers import resize_pos_embed
-from fastvit_triton.weights import WeightsError, stems
+from fastvit_triton.models import tnt
 
 # Hierarchical models
 
@@ -256,7 +257,7 @@ def test_official_tnt_at_another_size():
     """Oracle: timm's converter of the authors' names, which also resizes positions, antialiased."""
     case, larger = CASES["tnt"], pyramid("tnt", img_size=(24, 32))
     theirs = randomize(case.build(img_size=(16, 16), **case.options, num_classes=7))
-    names = {ours: official for official, ours in stems.TNT_NAMES.items()}
+    names = {ours: official for official, ours in tnt.TNT_NAMES.items()}
     state = {".".join(names.get(part, part) for part in key.split(".")): t for key, t in theirs.state_dict().items()}
     state["inner_pos"] = state["inner_pos"].flatten(2).transpose(1, 2)
     state["outer_tokens"] = torch.zeros(1, 4, 12)

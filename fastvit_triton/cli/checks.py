@@ -34,7 +34,7 @@ def check_size(option: str, size: tuple[int, int] | str) -> None:
 def check_model(option: str, name: str) -> None:
     """Raises ValueError if `create_model` knows no such name, or if the name has a tag."""
     from ..models import model_config
-    from ..weights.pretrained import split_tag
+    from ..models.weights.pretrained import split_tag
 
     base, tag = split_tag(name)
     model_config(base)
@@ -45,7 +45,7 @@ def check_model(option: str, name: str) -> None:
 def check_tagged_model(option: str, name: str) -> None:
     """Raises ValueError if `create_model` knows no such name, or if the name has no such tag."""
     from ..models import model_config
-    from ..weights.pretrained import pretrained_cfg, split_tag
+    from ..models.weights.pretrained import pretrained_cfg, split_tag
 
     model_config(split_tag(name)[0])
     pretrained_cfg(name)
@@ -53,7 +53,7 @@ def check_tagged_model(option: str, name: str) -> None:
 
 def check_checkpoint(option: str, source: str) -> None:
     """Raises ValueError if there is no file and no folder of a run at `source`, and it names nothing on the Hub."""
-    from ..weights.places import find_place
+    from ..models.weights.pretrained import find_place
 
     try:
         place = find_place(source)

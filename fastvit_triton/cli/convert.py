@@ -34,10 +34,10 @@ def _check_new(option: str, path: Path) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Rewrites a checkpoint with the parameter names of another library."""
+    from ..models.weights.create import create_model
+    from ..models.weights.load import load_model, load_weights, save_weights
+    from ..models.weights.publish import save_pretrained
     from ..preparation import data_config
-    from ..weights import load_model, load_weights, save_weights
-    from ..weights.create import create_model
-    from ..weights.publish import save_pretrained
 
     if args.model is None:
         if args.num_classes is not None:

@@ -61,9 +61,9 @@ def load_trained(source: str, mean: str | None = None, std: str | None = None) -
         ValueError: there is no checkpoint, its checksum is wrong, or its header is not what `train` writes.
     """
     from ..models.naflex import NaFlexVisionTransformer
+    from ..models.weights.load import load_model
     from ..preparation import data_config
     from ..train.checkpoint import checksum
-    from ..weights import load_model
 
     held, header = load_model(source)
     model = held
@@ -110,10 +110,10 @@ def follow_weights(source: str, given: dict[str, Any]) -> dict[str, Any]:
     """
     from ..models import model_config
     from ..models.config import sides
+    from ..models.weights.describe import describe
+    from ..models.weights.pretrained import find_place
     from ..preparation import DEFAULTS
     from ..train.settings import RECIPES
-    from ..weights.describe import describe
-    from ..weights.places import find_place
 
     if (found := describe(find_place(source))) is None:
         return given
@@ -140,11 +140,11 @@ def follow_weights(source: str, given: dict[str, Any]) -> dict[str, Any]:
 def _read_training(model: "VisionTransformer", text: str) -> tuple[TrainedModel, int | None]:
     """The header's entry `training`, with the checksum in it; what it lacks comes from `model.pretrained_cfg`."""
     from ..models.config import sides
+    from ..models.weights.pretrained import class_names
     from ..preparation import data_config
     from ..train.data.model_input import transform_of
     from ..train.data.transform import Transform
     from ..train.ranges import PositiveInt, check
-    from ..weights.pretrained import class_names
 
     config, entries = model.config, json.loads(text)
     check("training", entries, dict)
@@ -192,7 +192,7 @@ def readable_images(files: list[Path], max_pixels: int) -> Iterator[Path]:
 
 def classes_in(trained: TrainedModel, data: str) -> tuple[str, ...]:
     """The names of the model's classes as the folders of the data have them: ImageNet's are named by WordNet synset."""
-    from ..weights.pretrained import imagenet_classes
+    from ..models.weights.pretrained import imagenet_classes
 
     names = imagenet_classes()
     if trained.classes == tuple(names.values()) and any((Path(data) / "val" / synset).is_dir() for synset in names):

@@ -49,7 +49,7 @@ def _joined(number: object) -> str:
 
 def _list_pretrained(typed: str, pattern: str) -> int:
     """Lists the pretrained weights, the default of a name first; errors name the pattern as it was typed."""
-    from ..weights.pretrained import list_models, pretrained_cfg
+    from ..models.weights.pretrained import list_models, pretrained_cfg
 
     rows: list[tuple[str, ...]] = [("name", "image", "classes", "licence")]
     for name in list_models(pattern, pretrained=True):

@@ -107,13 +107,13 @@ def _train_in(out: Path, args: argparse.Namespace, world: "World") -> int:
     """Trains in an output folder that rank 0 has locked."""
     import torch
 
+    from ..models.weights.rebuild import skeleton
     from ..train.checkpoint import newest_state
     from ..train.data import load
     from ..train.rng import use_deterministic_algorithms
     from ..train.settings import RECIPE_FIELDS, SETTINGS, check_unchanged, recipe_of, resolve_settings
     from ..train.step import autocast_dtype
     from ..train.trainer import build_trainer
-    from ..weights.rebuild import skeleton
 
     state, damage = newest_state(out) if _is_resumed(args, out) else (None, "")
     names = {"recipe", *SETTINGS, *RECIPE_FIELDS} & vars(args).keys()
@@ -214,13 +214,13 @@ def _print_task(trainer: "Trainer", settings: dict, parallel: str | None) -> Non
 
 def _run(trainer: "Trainer", out: Path, settings: dict, state: dict | None, save_every: int | None) -> int:
     """Trains with a progress display; returns the exit code."""
+    from ..models.weights.load import save_weights
     from ..train.checkpoint import PREVIOUS, STATE
     from ..train.outputs import log_row, summary
     from ..train.progress import show_progress
     from ..train.settings import imported
     from ..train.trackers import Run, tracking
     from ..train.trainer import run
-    from ..weights import save_weights
 
     world, finished = trainer.step.world, len(state["history"]) if state else 0
     steps, tracked = len(trainer.data.train), settings["log_to"] if world.is_main else None

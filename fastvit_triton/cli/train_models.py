@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def build_model(settings: dict, recipe: "Recipe", data: "Data", resumed: bool) -> "nn.Module":
     """The model to train, on the CPU, with its initial weights."""
     from ..models import create_model
+    from ..models.weights.load import load_weights
     from ..train.build import build_masked_model, configure_model
-    from ..weights import load_weights
 
     options: dict[str, object] = {
         "img_size": recipe.img_size,

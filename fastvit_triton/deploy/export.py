@@ -23,8 +23,8 @@ from ..convert import revert
 from ..files import replacing, write_failure
 from ..kernels.backend import using_backend
 from ..models.naflex import NaFlexVisionTransformer
+from ..models.weights.pretrained import class_names
 from ..preparation import data_config
-from ..weights.pretrained import class_names
 
 SUFFIXES = {"onnx": ".onnx", "torch-export": ".pt2", "aotinductor": ".pt2"}
 OPSETS = range(18, 26)  # of ONNX; torch.onnx converts to no others

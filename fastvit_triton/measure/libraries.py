@@ -16,7 +16,7 @@ from torch import nn
 from ..convert import optimize
 from ..models.config import ViTConfig
 from ..models.transformer import VisionTransformer
-from ..weights import save_weights
+from ..models.weights.load import save_weights
 from .compare import leaves
 from .timeout import capturing
 from .variants import Variant, absent, compiled

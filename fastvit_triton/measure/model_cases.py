@@ -19,7 +19,7 @@ from ..kernels.plan import forcing
 from ..layers.embed import sides
 from ..models import create_model, list_models
 from ..models.transformer import VisionTransformer
-from ..weights import load_weights
+from ..models.weights.load import load_weights
 from .compare import Named
 from .libraries import (
     TORCHVISION,

@@ -9,17 +9,20 @@ Differs from ViT:
   4. Each norm follows its residual, as in BERT.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.tensors import State
 from ..layers import Mlp, PatchEmbed, PostNormBlock, drop_path_rates
 from ..layers.embed import sides
 from ..layers.quadratic import QuadraticAttention
 from ..layers.recompute import recomputed
-from .config import check_only, check_patches
+from .config import Options, check_only, check_patches
 from .tokens import TokenConfig, TokenModel
 
 
@@ -60,9 +63,12 @@ class AttentionConv(TokenModel):
 
     def __init__(self, config: AttentionConvConfig) -> None:
         super().__init__(config)
-        D, drop, sizes = config.embed_dim, config.proj_drop_rate, (sides(config.img_size), sides(config.patch_size))
+        D = config.embed_dim
+        drop = config.proj_drop_rate
+        sizes = (sides(config.img_size), sides(config.patch_size))
         self.patch_embed = PatchEmbed(*sizes, config.in_chans, D)
-        self.pos_drop, grid = nn.Dropout(config.pos_drop_rate), self.patch_embed.grid_size
+        self.pos_drop = nn.Dropout(config.pos_drop_rate)
+        grid = self.patch_embed.grid_size
         for rate in drop_path_rates(config.drop_path_rate, config.depth):
             attn = QuadraticAttention(D, config.num_heads, grid, config.isotropic, config.qkv_bias, drop)
             mlp = Mlp(D, int(D * config.mlp_ratio), drop=drop)
@@ -86,7 +92,53 @@ class AttentionConv(TokenModel):
         return dict(stem=r"^patch_embed", blocks=[(r"^blocks\.(\d+)", None)])
 
 
+CONFIG = AttentionConvConfig
 MODEL = AttentionConv
-VARIANTS = {"attention_conv": AttentionConvConfig()}
+VARIANTS: dict[str, Options] = {"attention_conv": {}}
 ORACLE: dict[str, str] = {}  # see the equations in the tests
 PARAMS = {"attention_conv": 12_483_834}  # 12.1 M with 10 classes, as in the paper
+
+# Names in checkpoints: the authors', models/bert.py and models/transformer.py; and ours.
+
+POSITIONAL_LAYOUTS = (
+    Layout(
+        name="attention-cnn",
+        mark="features_upscale.weight",
+        beside="encoder.layer.0.attention.self.attention_centers",
+        resize="linear",
+        stem={"patch_embed.proj": "features_upscale", "head": "classifier"},
+        blocks="encoder.layer.{}",
+        block={
+            "attn.attention_centers": "attention.self.attention_centers",
+            "attn.attention_spreads": "attention.self.attention_spreads",
+            "attn.value": "attention.self.value",
+            "attn.proj": "attention.output.dense",
+            "norm1": "attention.output.LayerNorm",
+            "mlp.fc1": "intermediate.dense",
+            "mlp.fc2": "output.dense",
+            "norm2": "output.LayerNorm",
+        },
+    ),
+    Layout(
+        name="fastvit_triton", mark="patch_embed.proj.weight", beside="blocks.0.attn.attention_centers", resize="linear"
+    ),
+)
+
+
+def fit_positional(
+    model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str
+) -> tuple[list[str], str]:
+    """Makes the authors' tensors fit: a linear layer of concatenated pixels [D, p · p · C] becomes a convolution, and
+    a table of positions and embeddings that their classifier does not read are dropped; see `fit.fit`."""
+    names = ("attention_mask", "mask_embedding", "cls_embedding", "features_downscale.", "pixelizer.")
+    useless = [key for key in state if key.endswith("attention.self.R") or key.startswith(names)]
+    for key in useless:
+        del state[key]
+    weight = state.get("patch_embed.proj.weight")
+    size = model.config.patch_size
+    if weight is not None and weight.dim() == 2 and weight.shape[1] % math.prod(size) == 0:
+        state["patch_embed.proj.weight"] = weight.unflatten(1, (*size, -1)).permute(0, 3, 1, 2)
+    return useless, ""
+
+
+CHECKPOINTS = Spelling("attention as convolution", POSITIONAL_LAYOUTS, fit_positional)

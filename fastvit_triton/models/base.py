@@ -22,7 +22,7 @@ class ImageModel(HubMethods, nn.Module):
         config: every option.
         variant: the name passed to `create_model`.
         num_classes, num_features: outputs of the head, and its inputs.
-        layout: parameter naming of its published checkpoints, a key of `weights.SPELLINGS`.
+        layout: parameter naming of its published checkpoints, a key of `weights.load.SPELLINGS`.
         head_names: classifier modules, as prefixes of their keys in the state dict.
         feature_formats: values of `output_fmt`; the first is the default of `FeatureGetterNet`.
         feature_indices: its default `out_indices`; None means every stage.
@@ -121,7 +121,9 @@ class ImageModel(HubMethods, nn.Module):
         self, image: Tensor, take: list[int], norm: bool, stop_early: bool, stages: Iterator[Any] | None = None
     ) -> tuple[list[Any], Any, int]:
         """(outputs of the stages to take, output of the last one that ran, its number), see `forward_intermediates`."""
-        found, x, i = [], image, 0
+        found = []
+        x = image
+        i = 0
         for i, x in enumerate(self.stages(image) if stages is None else stages):
             if i in take:
                 found.append(self.normalize_stage(x, i) if norm else x)

@@ -6,14 +6,19 @@ Differs from ViT:
   3. Attention has no output projection; a BatchNorm and ReLU follow it. Means of 2 x 2 halve the last map.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch.nn.functional as F
 from torch import nn
 
+from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.tensors import State
 from ..layers.embed import sides
 from ..layers.rel2d import Grid
 from ..layers.residual import AttentionBottleneck, Bottleneck
+from .config import Options
 from .residual import ResidualConfig, ResidualNetwork
 
 
@@ -39,13 +44,36 @@ class BottleneckTransformer(ResidualNetwork):
         self, stage: int, index: int, inputs: int, outputs: int, stride: int, drop_path: float, grid: Grid
     ) -> nn.Module:
         """A bottleneck, with attention in the stages that have heads."""
-        heads, drop = self.config.num_heads[stage], self.config.proj_drop_rate
+        heads = self.config.num_heads[stage]
+        drop = self.config.proj_drop_rate
         if heads:
             return AttentionBottleneck(inputs, outputs, stride, drop_path, heads, grid, drop)
         return Bottleneck(inputs, outputs, stride, drop_path)
 
 
+CONFIG = BotnetConfig
 MODEL = BottleneckTransformer
-VARIANTS = {"botnet50": BotnetConfig()}
+VARIANTS: dict[str, Options] = {"botnet50": {}}
 ORACLE: dict[str, str] = {}  # timm's ByobNet builds it, under no name; see the tests
 PARAMS = {"botnet50": 20_852_008}  # by timm 1.0.31
+
+# Names in checkpoints, from timm 1.0.31.
+
+BOTNET = Layout(name="timm", mark="stem.conv1.conv.weight", beside="head.fc.weight", resize="linear")
+
+
+def fit_distances(
+    model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str
+) -> tuple[list[str], str]:
+    """Interpolates embeddings of distances for the grids of a BoTNet, as SAM does; for the arguments see `fit.fit`."""
+    notes = []
+    for key in (key for key in state if key.endswith(("pos_embed.height_rel", "pos_embed.width_rel"))):
+        old = state[key]
+        new = target[key].shape if key in target else state[key].shape
+        if old.shape != new and old.shape[1:] == new[1:]:
+            state[key] = F.interpolate(old.mT[None], new[0], mode=mode)[0].mT.contiguous()
+            notes.append(f"{key.split('.')[-1]} {len(old)} resized to {new[0]} ({mode})")
+    return [], ", ".join(dict.fromkeys(notes))
+
+
+CHECKPOINTS = Spelling("BoTNet", (BOTNET,), fit_distances)

@@ -6,16 +6,20 @@ Differs from ViT:
   3. Stochastic depth has the same rate in all blocks of the patches. Adds the class blocks and the talking heads.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.tensors import State, split
 from ..layers import Attention, Block, Mlp, normalize
 from ..layers.mixing import TalkingHeads
 from ..layers.one_query import ClassAttention, ClassBlock, ClassBlocks
 from ..layers.scaled_block import ScaledBlock
-from .config import ViTConfig, check_only, check_positive
+from . import fit
+from .config import Options, ViTConfig, check_only, check_positive
 from .transformer import VisionTransformer
 
 
@@ -65,7 +69,9 @@ class Cait(VisionTransformer):
 
     def build_block(self, i: int, drop_path: float, attention: type[Attention]) -> Block:
         """Creates block i of the patches."""
-        config, D, drop = self.config, self.config.embed_dim, self.config.proj_drop_rate
+        config = self.config
+        D = config.embed_dim
+        drop = config.proj_drop_rate
         attn = TalkingHeads(D, config.num_heads, config.qkv_bias, config.attn_drop_rate, drop)
         mlp = Mlp(D, int(D * config.mlp_ratio), config.act, drop=drop)
         return ScaledBlock(D, attn, mlp, config.eps, config.init_values, config.drop_path_rate)
@@ -106,9 +112,10 @@ SIZES = {  # D, heads, blocks, LayerScale, image sides
     "m48": (768, 16, 48, 1e-6, (448,)),
 }
 
+CONFIG = CaitConfig
 MODEL = Cait
-VARIANTS = {
-    f"cait_{size}_{side}": CaitConfig(embed_dim=D, num_heads=heads, depth=depth, init_values=init, img_size=side)
+VARIANTS: dict[str, Options] = {
+    f"cait_{size}_{side}": dict(embed_dim=D, num_heads=heads, depth=depth, init_values=init, img_size=side)
     for size, (D, heads, depth, init, image_sides) in SIZES.items()
     for side in image_sides
 }
@@ -117,3 +124,24 @@ ORACLE = dict.fromkeys(VARIANTS, "timm")
 # Counted by timm 1.0.31.
 COUNTS = (11_956_264, 12_029_224, 17_299_720, 17_372_680, 26_670_088, 46_916_200, 47_062_120, 68_366_632)
 PARAMS = dict(zip(VARIANTS, (*COUNTS, 271_221_352, 356_460_520), strict=True))
+
+# Names in checkpoints, from timm 1.0.31.
+
+CAIT = Layout(
+    name="timm",
+    mark="blocks_token_only.0.attn.q.weight",
+    beside="patch_embed.proj.weight",
+    resize="bicubic_antialias",
+    home="blocks_token_only.{}",
+    blocks="blocks_token_only.{}",
+)
+
+
+def fit_cait(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+    """Makes the positions of `state` fit a CaiT, whose class attention has three projections; see `fit.fit`."""
+    for key in [key for key in state if key.startswith("blocks_token_only.") and ".attn.qkv." in key]:
+        state |= split({key: state.pop(key)}, "attn.qkv")
+    return fit.fit(model, target, state, metadata, mode)
+
+
+CHECKPOINTS = Spelling("CaiT", (CAIT,), fit_cait, {"timm": (CAIT,)})

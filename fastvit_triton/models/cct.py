@@ -8,10 +8,21 @@ Differs from ViT:
 Adds the block, the pooling and the tokenizer. `compact_cvt_*` is the authors' CVT, and not CvT (arXiv:2103.15808).
 """
 
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from .compact import CompactTransformer
-from .config import ALIASES, BaseConfig, check_types
+from torch import Tensor, nn
+
+from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.tensors import State, WeightsError
+from ..layers import Attention, Blocks, drop_path_rates, normalize, resize_pos_embed
+from ..layers.compact import CompactBlock, CompactClassifier, ConvTokenizer
+from ..layers.embed import sides
+from ..layers.one_query import sequence_pool
+from .base import ImageModel
+from .config import ALIASES, BaseConfig, Options, check_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,20 +83,139 @@ class CctConfig(BaseConfig):
 
 
 # number of blocks → heads, MLP ratio, D
+class CompactTransformer(ImageModel):
+    """CCT, CVT or ViT-Lite. Positions are resampled for images of another size than `img_size`."""
+
+    config: CctConfig
+    layout = "cct"
+    head_names = ("classifier.fc",)
+    feature_formats = ("NCHW", "NLC")
+    feature_indices = 3
+    position_resize = "bilinear"
+
+    def __init__(self, config: CctConfig) -> None:
+        super().__init__()
+        D = config.embed_dim
+        self.config = config
+        self.num_classes = config.num_classes
+        self.num_features = D
+        self.grad_checkpointing = config.grad_checkpointing
+        self.num_prefix_tokens = int(config.class_token)
+        self.tokenizer = ConvTokenizer(config.in_chans, D, config.kernel_size, config.conv_layers)
+        self.grid_size = self.grid_of(sides(config.img_size))
+        blocks = Blocks()
+        attn_drop = config.attn_drop_rate
+        drop = config.proj_drop_rate
+        for rate in drop_path_rates(config.drop_path_rate, config.depth):
+            attn = Attention(D, config.num_heads, None, False, attn_drop=attn_drop, proj_drop=drop)
+            blocks.append(CompactBlock(D, attn, int(D * config.mlp_ratio), config.eps, drop, rate))
+        rows = self.grid_size[0] * self.grid_size[1] + self.num_prefix_tokens
+        self.classifier: Any = CompactClassifier(
+            blocks,
+            D,
+            rows,
+            config.pos_embed,
+            config.class_token,
+            nn.LayerNorm(D, eps=config.eps) if config.final_norm else nn.Identity(),
+            config.global_pool == "seq",
+            config.pos_drop_rate,
+        )
+        self.classifier.fc = nn.Linear(D, self.num_classes) if self.num_classes else nn.Identity()
+        self.classifier.reset_parameters()
+
+    def grid_of(self, size: tuple[int, ...]) -> tuple[int, int]:
+        """(rows, columns) of tokens of an image of (height, width); raises ValueError if there are none."""
+        rows, columns = self.tokenizer.grid_of(size)
+        if not rows * columns:
+            raise ValueError(f"image is {size[0]}x{size[1]} pixels, too small for a token of this model")
+        return rows, columns
+
+    def stages(self, image: Tensor) -> Iterator[Tensor]:
+        """Yields the tokens [B, T + N, D] after each block."""
+        if image.dim() != 4 or image.shape[1] != self.config.in_chans:
+            raise ValueError(f"image must have axes [B, {self.config.in_chans}, H, W], got shape {list(image.shape)}")
+        parts = self.classifier
+        grid = self.grid_of(image.shape[2:])
+        pos = self.classifier.positional_emb
+        if pos is not None and grid != self.grid_size:
+            pos = resize_pos_embed(pos, self.grid_size, grid, self.num_prefix_tokens, self.position_resize)
+        x = parts.dropout(self.tokenizer(image, pos, parts.class_emb))
+        yield from parts.blocks.outputs(x, recompute=self.recomputes)
+
+    def forward_features(self, image: Tensor) -> Tensor:
+        """image [B, C, H, W] → tokens [B, T + N, D] after the final norm."""
+        x = image
+        for y in self.stages(image):
+            x = y
+        return self.normalize_stage(x, 0)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Tokens [B, T + N, D] → logits [B, num_classes], or the pooled features with `pre_logits`."""
+        pool = self.config.global_pool
+        x = sequence_pool(x, self.classifier.attention_pool) if pool == "seq" else x[:, 0] if pool == "token" else x
+        return x if pre_logits else self.classifier.fc(x)
+
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        """For each block: `num_chs`, its channels; `reduction`, pixels a token; `module`, its name."""
+        shared = dict(num_chs=self.num_features, reduction=self.tokenizer.reduction)
+        return [dict(module=f"classifier.blocks.{i}", **shared) for i in range(len(self.classifier.blocks))]
+
+    def normalize_stage(self, x: Tensor, stage: int) -> Tensor:
+        """The final norm of a block's output."""
+        return normalize(x, self.classifier.norm)
+
+    def to_map(self, x: Tensor, image: Tensor, output_fmt: str) -> tuple[Tensor, Tensor | None]:
+        """Tokens [B, T + N, D] → patch tokens, as [B, D, h, w] or [B, N, D], and the class token [B, 1, D] or None."""
+        T = self.num_prefix_tokens
+        prefix = x[:, :T] if T else None
+        x = x[:, T:]
+        return (x.mT.unflatten(2, self.grid_of(image.shape[2:])) if output_fmt == "NCHW" else x).contiguous(), prefix
+
+    def prune(self, stages: int, norm: bool, head: bool) -> None:
+        """Keeps the first `stages` blocks; removes the final norm if `norm`, pooling and classifier if `head`."""
+        self.classifier.blocks = self.classifier.blocks[:stages]
+        if norm:
+            self.classifier.norm = nn.Identity()
+        if head:
+            self.reset_classifier(0, "none")
+        kept = dict(depth=stages, drop_path_rate=self.classifier.blocks[-1].drop_path.p)
+        self.config = self.config.replace(**kept, final_norm=isinstance(self.classifier.norm, nn.LayerNorm))
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replaces the head, as `ImageModel` does; without global_pool="seq" the pooling is removed."""
+        if global_pool == "seq" and self.classifier.attention_pool is None:
+            raise ValueError("global_pool is 'seq', but the model has no sequence pooling; create it with that option")
+        super().reset_classifier(num_classes, global_pool)
+        if self.config.global_pool != "seq":
+            self.classifier.attention_pool = None
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Regular expressions that assign parameters to layers, for timm's layer-wise learning rates."""
+        stem = r"^tokenizer|^classifier\.(?:class|positional)_emb"
+        last = (r"^classifier\.norm", (99999,))
+        return dict(stem=stem, blocks=[(r"^classifier\.blocks\.(\d+)", None), last])
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters to exclude from weight decay: positions and class token, as in ViT."""
+        return {"classifier.positional_emb", "classifier.class_emb"} & dict(self.named_parameters()).keys()
+
+
 SIZES = {2: (2, 1.0, 128), 4: (2, 1.0, 128), 6: (4, 2.0, 256), 7: (4, 2.0, 256), 14: (6, 3.0, 384)}
 
 
-def of(depth: int, kernel_size: int, conv_layers: int = 0, img_size: int = 32, num_classes: int = 10) -> CctConfig:
-    """The authors' config of this depth."""
+def of(depth: int, kernel_size: int, conv_layers: int = 0, img_size: int = 32, num_classes: int = 10) -> Options:
+    """The authors' options of a model of this depth."""
     heads, ratio, D = SIZES[depth]
-    stem = CctConfig(kernel_size=kernel_size, conv_layers=conv_layers, img_size=img_size, num_classes=num_classes)
-    return stem.replace(depth=depth, num_heads=heads, mlp_ratio=ratio, embed_dim=D)
+    stem = dict(kernel_size=kernel_size, conv_layers=conv_layers, img_size=img_size, num_classes=num_classes)
+    return dict(stem, depth=depth, num_heads=heads, mlp_ratio=ratio, embed_dim=D)
 
 
 TOKEN = dict(class_token=True, global_pool="token")
 
+CONFIG = CctConfig
 MODEL = CompactTransformer
-VARIANTS = {
+VARIANTS: dict[str, Options] = {
     "cct_2_3x2_32": of(2, 3, 2),
     "cct_4_3x2_32": of(4, 3, 2),
     "cct_6_3x1_32": of(6, 3, 1),
@@ -97,11 +227,11 @@ VARIANTS = {
     "cct_14_7x2_384": of(14, 7, 2, 384, 1000),
 }
 VARIANTS |= {f"compact_cvt_{depth}_4_32": of(depth, 4) for depth in (2, 4, 6, 7)}
-VARIANTS |= {f"vit_lite_{depth}_4_32": of(depth, 4).replace(**TOKEN) for depth in (2, 4, 6, 7)}
+VARIANTS |= {f"vit_lite_{depth}_4_32": dict(of(depth, 4), **TOKEN) for depth in (2, 4, 6, 7)}
 ORACLE: dict[str, str] = {}  # vit-pytorch has cct, with other constructors
 
 # Counted by the authors' code with their number of classes; a class has D + 1 weights.
-COUNTS: tuple[int, ...] = (
+COUNTS = (
     283_723,
     482_123,
     3_233_803,
@@ -111,9 +241,45 @@ COUNTS: tuple[int, ...] = (
     4_573_735,
     22_367_273,
     22_513_193,
+    214_539,
+    412_939,
+    3_190_283,
+    3_716_619,
+    214_666,
+    413_066,
+    3_190_538,
+    3_716_874,
 )
-COUNTS += (214_539, 412_939, 3_190_283, 3_716_619, 214_666, 413_066, 3_190_538, 3_716_874)
 PARAMS = {
-    name: count + (1000 - config.num_classes) * (config.embed_dim + 1)
-    for (name, config), count in zip(VARIANTS.items(), COUNTS, strict=True)
+    name: count + (1000 - options["num_classes"]) * (options["embed_dim"] + 1)
+    for (name, options), count in zip(VARIANTS.items(), COUNTS, strict=True)
 }
+
+# Names in checkpoints: the authors', src/utils/transformers.py and helpers.py.
+
+CCT = Layout(
+    name="CCT",
+    mark="classifier.blocks.0.pre_norm.weight",
+    beside="tokenizer.conv_layers.0.0.weight",
+    resize="bilinear",
+    home="classifier.blocks.{}",
+    blocks="classifier.blocks.{}",
+)
+
+
+def fit_cct(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+    """Makes the positions of `state` fit the grid of a compact transformer; for the arguments see `fit.fit`."""
+    key = "classifier.positional_emb"
+    T = model.num_prefix_tokens
+    grid = model.grid_size
+    if key not in target or key not in state or state[key].shape == target[key].shape or state[key].dim() != 3:
+        return [], ""
+    rows = state[key].shape[1]
+    side = math.isqrt(max(rows - T, 0))
+    if not side or side * side != rows - T:
+        raise WeightsError(f"{key} has {rows} rows, no square grid; create the model with its img_size")
+    state[key] = resize_pos_embed(state[key], (side, side), grid, T, mode)
+    return [], f"{side}x{side} resized to {grid[0]}x{grid[1]} ({mode})"
+
+
+CHECKPOINTS = Spelling("a compact transformer", (CCT,), fit_cct)

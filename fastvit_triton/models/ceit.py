@@ -6,7 +6,7 @@ Differs from ViT:
   3. The class tokens of all blocks attend to each other at the end; the last of them goes to the head.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -14,11 +14,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.tensors import State
 from ..layers import Attention, Mlp, drop_path_rates, normalize
 from ..layers.embed import sides
 from ..layers.enhanced import EnhancedBlock, EnhancedFeedForward, ImageToTokens, LayerAttention
 from ..layers.recompute import recomputed
-from .config import check_multiple, check_patches
+from .config import Options, check_multiple, check_patches
+from .fit import fit_table
 from .tokens import TokenConfig, TokenModel
 
 
@@ -52,8 +55,12 @@ class ConvolutionalTransformer(TokenModel):
 
     def __init__(self, config: CeitConfig) -> None:
         super().__init__(config)
-        D, (side, _), (height, width) = config.embed_dim, sides(config.patch_size), sides(config.img_size)
-        grid, drop, hidden = (height // side, width // side), config.proj_drop_rate, int(D * config.mlp_ratio)
+        D = config.embed_dim
+        side, _ = sides(config.patch_size)
+        height, width = sides(config.img_size)
+        grid = (height // side, width // side)
+        drop = config.proj_drop_rate
+        hidden = int(D * config.mlp_ratio)
         options: Any = dict(qkv_bias=config.qkv_bias, attn_drop=config.attn_drop_rate, proj_drop=drop)
         attention = partial(Attention, D, config.num_heads, **options)
         self.i2t = ImageToTokens(config.in_chans, D, side)
@@ -109,12 +116,30 @@ class ConvolutionalTransformer(TokenModel):
         return dict(stem=r"^cls_token|pos_embed|i2t", blocks=blocks)
 
 
-SIZES = {"tiny": CeitConfig(embed_dim=192, num_heads=3), "small": CeitConfig()}
-SIZES["base"] = CeitConfig(embed_dim=768, num_heads=12)
+SIZES: dict[str, Options] = {
+    "tiny": dict(embed_dim=192, num_heads=3),
+    "small": {},
+    "base": dict(embed_dim=768, num_heads=12),
+}
 
+CONFIG = CeitConfig
 MODEL = ConvolutionalTransformer
-VARIANTS = {f"ceit_{n}_224": config for n, config in SIZES.items()}
-VARIANTS |= {f"ceit_{n}_384": SIZES[n].replace(img_size=384) for n in ("tiny", "small")}
+VARIANTS: dict[str, Options] = {f"ceit_{n}_224": size for n, size in SIZES.items()}
+VARIANTS |= {f"ceit_{n}_384": dict(SIZES[n], img_size=384) for n in ("tiny", "small")}
 ORACLE: dict[str, str] = {}  # timm has no such model; see the equations in the tests
 
 PARAMS = dict(zip(VARIANTS, (6_356_904, 24_204_840, 94_405_416, 6_429_864), strict=False))  # by the authors' code
+
+# Names in checkpoints: the authors', coeusguo/ceit, ceit_model.py.
+
+CEIT = Layout(name="CeiT", mark="i2t.proj.weight", resize="bicubic")
+
+
+def fit_ceit(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+    """Makes the positions of `state` fit the grid of a CeiT; for the arguments see `fit.fit`."""
+    side = model.config.patch_size[0]
+    height, width = model.config.img_size
+    return [], fit_table(state, target, "pos_embed", (height // side, width // side), 1, mode)
+
+
+CHECKPOINTS = Spelling("CeiT", (CEIT,), fit_ceit)

@@ -1,6 +1,6 @@
 """`BaseConfig`: options of every model; `ViTConfig`: all options of a plain Vision Transformer.
 
-Names are timm's where timm has one. A variant is a `ViTConfig`; `create_model(name, **overrides)` replaces fields.
+Names are timm's where timm has one. A variant is a dictionary of options, from which `create_model` builds a config.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args
 from ..layers.embed import sides
 
 Config = TypeVar("Config", bound="BaseConfig")
+Options = dict[str, Any]  # fields of a config, which are checked when it is built
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +57,22 @@ class BaseConfig:
             TypeError: a field is unknown; the message suggests names.
             ValueError: a value is outside its range.
         """
-        kinds = {field.name: field.type for field in dataclasses.fields(self)}
+        return dataclasses.replace(self, **self.known(overrides))
+
+    @classmethod
+    def known(cls, overrides: Options) -> Options:
+        """The overrides, but for those that are None of fields that cannot be None.
+
+        Raises:
+            TypeError: a field is unknown; the message suggests names.
+        """
+        kinds = {field.name: field.type for field in dataclasses.fields(cls)}
         for name in overrides:
             if name not in kinds:
                 near = difflib.get_close_matches(name, kinds, n=3, cutoff=0.3) or kinds
-                raise TypeError(f"{type(self).__name__} has no option {name!r}; the nearest are {', '.join(near)}")
+                raise TypeError(f"{cls.__name__} has no option {name!r}; the nearest are {', '.join(near)}")
         left = {name for name, value in overrides.items() if value is None and NoneType not in get_args(kinds[name])}
-        return dataclasses.replace(self, **{name: v for name, v in overrides.items() if name not in left})
+        return {name: value for name, value in overrides.items() if name not in left}
 
 
 CHOICES = {
@@ -186,7 +196,8 @@ class ViTConfig(BaseConfig):
 def check_types(config: BaseConfig) -> None:
     """Raises ValueError unless each field has its annotated type; numbers must be finite."""
     for field in dataclasses.fields(config):
-        value, kind = getattr(config, field.name), field.type
+        value = getattr(config, field.name)
+        kind = field.type
         kinds: tuple[Any, ...] = get_args(kind) if isinstance(kind, UnionType) else (kind,)
         if not any(_is_a(value, kind) for kind in kinds):
             words = " or ".join("None" if kind is NoneType else getattr(kind, "__name__", str(kind)) for kind in kinds)
@@ -196,7 +207,8 @@ def check_types(config: BaseConfig) -> None:
 def check_positive(config: BaseConfig, zeros: tuple[str, ...] = ("num_classes",)) -> None:
     """Raises ValueError unless all numbers are above 0, except rates, and the fields `zeros`, which may be 0."""
     for field in dataclasses.fields(config):
-        value, may = getattr(config, field.name), field.name in zeros
+        value = getattr(config, field.name)
+        may = field.name in zeros
         if not field.name.endswith("_rate") and any(v < 0 or (v == 0 and not may) for v in _numbers(value)):
             raise ValueError(f"{field.name} is {value}; use numbers {'of at least' if may else 'above'} 0")
 

@@ -8,16 +8,21 @@ Differs from ViT:
 Adds the cross attention.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.tensors import State
 from ..layers import Attention, Block, Blocks, Mlp, drop_path_rates
 from ..layers.cross import BranchEmbed, CrossAttention, CrossBlock, MultiScaleBlock, scaled_image
 from .branches import BranchConfig, BranchModel, num_rates
+from .config import Options
+from .fit import fit_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +78,9 @@ class CrossVit(BranchModel):
 
 def build_block(config: CrossVitConfig, counts: tuple[int, ...], rates: list[float]) -> MultiScaleBlock:
     """Builds the blocks of both branches with their cross attentions."""
-    bias, drops, branches = config.qkv_bias, (config.attn_drop_rate, config.proj_drop_rate), []
+    bias = config.qkv_bias
+    drops = (config.attn_drop_rate, config.proj_drop_rate)
+    branches = []
     fusion: list[nn.Module] = []
     for i, (D, heads) in enumerate(zip(config.embed_dim, config.num_heads, strict=True)):
         hidden = int(D * config.mlp_ratio[i])
@@ -95,10 +102,10 @@ def build_block(config: CrossVitConfig, counts: tuple[int, ...], rates: list[flo
     return MultiScaleBlock(config.embed_dim, branches, fusion[1:] + fusion[:1], config.eps)
 
 
-def of(D: int, heads: int, blocks: int, ratio: float, **options: Any) -> CrossVitConfig:
-    """A config by channels and heads of the first branch, blocks of the second, and ratio of the MLP."""
-    shape: Any = dict(embed_dim=(D, 2 * D), num_heads=(heads, heads), depth=((1, blocks, 0),) * 3)
-    return CrossVitConfig(**shape, mlp_ratio=(ratio, ratio, 1), **options)
+def of(D: int, heads: int, blocks: int, ratio: float, **options: Any) -> Options:
+    """Options by channels and heads of the first branch, blocks of the second, and ratio of the MLP."""
+    shape = dict(embed_dim=(D, 2 * D), num_heads=(heads, heads), depth=((1, blocks, 0),) * 3)
+    return dict(**shape, mlp_ratio=(ratio, ratio, 1), **options)
 
 
 SIZES = {"tiny": (96, 3, 4, 4), "small": (192, 6, 4, 4), "base": (384, 12, 4, 4)}
@@ -106,8 +113,9 @@ SIZES |= {"9": (128, 4, 3, 3), "15": (192, 6, 5, 3), "18": (224, 7, 6, 3)}
 DAGGER = {f"{n}_dagger": SIZES[n] for n in ("9", "15", "18")}
 LARGER: Any = dict(img_size=408, img_scale=(1.0, 384 / 408))
 
+CONFIG = CrossVitConfig
 MODEL = CrossVit
-VARIANTS = {f"crossvit_{n}_240": of(*size) for n, size in SIZES.items()}
+VARIANTS: dict[str, Options] = {f"crossvit_{n}_240": of(*size) for n, size in SIZES.items()}
 VARIANTS |= {f"crossvit_{n}_240": of(*size, multi_conv=True) for n, size in DAGGER.items()}
 VARIANTS |= {f"crossvit_{n}_408": of(*DAGGER[n], multi_conv=True, **LARGER) for n in ("15_dagger", "18_dagger")}
 ORACLE = dict.fromkeys(VARIANTS, "timm")
@@ -116,3 +124,29 @@ ORACLE = dict.fromkeys(VARIANTS, "timm")
 COUNTS: tuple[int, ...] = 7_014_800, 26_856_272, 105_025_232, 8_553_296, 27_528_464, 43_271_408
 COUNTS += 8_776_592, 28_209_008, 44_266_976, 28_500_080, 44_606_560
 PARAMS = dict(zip(VARIANTS, COUNTS, strict=True))
+
+# Names in checkpoints, from timm 1.0.31 and the authors' models/crossvit.py (IBM/CrossViT).
+
+CROSS: dict[str, Any] = dict(beside="blocks.0.revert_projs.0.0.weight", resize="bicubic_antialias")
+TIMM_CROSS = Layout(name="timm", mark="pos_embed_0", **CROSS)
+CROSS_LAYOUTS = (
+    TIMM_CROSS,
+    Layout(
+        name="CrossViT",
+        mark="pos_embed.0",
+        number=lambda key: re.sub(r"^(pos_embed|cls_token)\.", r"\1_", key),
+        **CROSS,
+    ),
+)
+
+
+def fit_branches(
+    model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str
+) -> tuple[list[str], str]:
+    """Makes the positions of `state` fit the grids of a CrossViT; for the arguments see `fit.fit`."""
+    grids = [embed.grid_size for embed in model.patch_embed]
+    notes = [fit_table(state, target, f"pos_embed_{i}", grid, 1, mode) for i, grid in enumerate(grids)]
+    return [], ", ".join(note for note in notes if note)
+
+
+CHECKPOINTS = Spelling("CrossViT", CROSS_LAYOUTS, fit_branches, {"timm": (TIMM_CROSS,)})

@@ -8,14 +8,18 @@ Differs from ViT:
 Adds the convolutional projections. No relation to the CVT of arXiv:2104.05704 (`compact_cvt_*`).
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from ..checkpoints.layout import Layout, Spelling
 from ..layers import Blocks, Mlp, drop_path_rates
 from ..layers.conv_projection import ConvAttention, ConvBlock, ConvEmbed, ConvStage
 from ..layers.embed import sides
+from .config import Options
+from .fit import keep
 from .pyramid import PyramidConfig, PyramidTransformer
 
 
@@ -60,7 +64,9 @@ class ConvolutionalVisionTransformer(PyramidTransformer):
 
     def __init__(self, config: CvtConfig) -> None:
         super().__init__(config)
-        stride, widths, last = sides(config.patch_size), (config.in_chans, *config.widths), self.num_stages - 1
+        stride = sides(config.patch_size)
+        widths = (config.in_chans, *config.widths)
+        last = self.num_stages - 1
         for i, (D, rates) in enumerate(zip(config.widths, self.drop_path_rates(), strict=True)):
             blocks = Blocks(*(build_block(config, i, p) for p in rates))
             embed = ConvEmbed(widths[i], D, (2, 2) if i else stride, config.eps)
@@ -80,7 +86,8 @@ class ConvolutionalVisionTransformer(PyramidTransformer):
         """A stage's map [B, H, W, D], or its tokens [B, 1 + N, D], in another format, and the class token or None."""
         if x.dim() == 4:
             return super().to_map(x, image, output_fmt)
-        T, grid = int(self.config.class_token), image.shape[2:]
+        T = int(self.config.class_token)
+        grid = image.shape[2:]
         for i in range(self.num_stages):
             grid = getattr(self, f"stage{i}").patch_embed.grid_of(grid)
         return super().to_map(x[:, T:].unflatten(1, grid), image, output_fmt)[0], x[:, :T] if T else None
@@ -106,15 +113,61 @@ class ConvolutionalVisionTransformer(PyramidTransformer):
 
 def build_block(config: CvtConfig, stage: int, drop_path: float) -> ConvBlock:
     """Builds one block of a stage."""
-    D, drop = config.widths[stage], config.proj_drop_rate
+    D = config.widths[stage]
+    drop = config.proj_drop_rate
     attn = ConvAttention(D, config.num_heads[stage], attn_drop=config.attn_drop_rate, proj_drop=drop)
     mlp = Mlp(D, int(D * config.mlp_ratio), "quick_gelu", drop=drop)
     return ConvBlock(D, attn, mlp, config.eps, drop_path=drop_path)
 
 
+CONFIG = CvtConfig
 MODEL = ConvolutionalVisionTransformer
-SIZES = {"13": CvtConfig(), "21": CvtConfig(depths=(1, 4, 16))}
-VARIANTS = {f"cvt_{name}_{side}": size.replace(img_size=side) for side in (224, 384) for name, size in SIZES.items()}
-VARIANTS["cvt_w24_384"] = CvtConfig(img_size=384, embed_dim=(192, 768, 1024), depths=(2, 2, 20), num_heads=(3, 12, 16))
+SIZES: dict[str, Options] = {"13": {}, "21": dict(depths=(1, 4, 16))}
+VARIANTS: dict[str, Options] = {
+    f"cvt_{name}_{side}": dict(size, img_size=side) for side in (224, 384) for name, size in SIZES.items()
+}
+VARIANTS["cvt_w24_384"] = dict(img_size=384, embed_dim=(192, 768, 1024), depths=(2, 2, 20), num_heads=(3, 12, 16))
 ORACLE: dict[str, str] = {}  # transformers has the model, with other parameter names and GELU; it counts
 PARAMS = dict(zip(VARIANTS, (19_997_480, 31_622_696, 19_997_480, 31_622_696, 277_196_392), strict=True))
+
+# Names in checkpoints, from transformers 5.23 and the authors' lib/models/cls_cvt.py (microsoft/CvT).
+
+
+def _from_cvt(key: str) -> str:
+    """Stages and their blocks have shorter paths in the authors' code."""
+    key = re.sub(r"^encoder\.stages\.(\d+)\.", r"stage\1.", key)
+    key = re.sub(r"^(stage\d+)\.layers\.", r"\1.blocks.", key)
+    key = key.replace("embedding.convolution_embeddings.projection", "patch_embed.proj")
+    return key.replace("embedding.convolution_embeddings.normalization", "patch_embed.norm")
+
+
+CONVOLVED = "attention.attention.convolution_projection_{{query,key,value}}.convolution_projection.{}"
+CVT_LAYOUTS = (
+    Layout(
+        name="transformers CvT",
+        mark="encoder.stages.0.embedding.convolution_embeddings.projection.weight",
+        resize="bilinear",
+        number=_from_cvt,
+        stem={"norm": "layernorm", "head": "classifier"},
+        home="stage{}.blocks.{}",
+        blocks="stage{}.blocks.{}",
+        block={
+            "norm{1,2}": "layernorm_{before,after}",
+            "attn.conv_proj_{q,k,v}.conv": CONVOLVED.format("convolution"),
+            "attn.conv_proj_{q,k,v}.bn": CONVOLVED.format("normalization"),
+            "attn.proj_{q,k,v}": "attention.attention.projection_{query,key,value}",
+            "attn.proj": "attention.output.dense",
+            "mlp.fc{1,2}": "{intermediate,output}.dense",
+        },
+        base="cvt.",
+    ),
+    Layout(
+        name="CvT",
+        mark="stage0.patch_embed.proj.weight",
+        resize="bilinear",
+        home="stage{}.blocks.{}",
+        blocks="stage{}.blocks.{}",
+    ),
+)
+
+CHECKPOINTS = Spelling("CvT", CVT_LAYOUTS, keep)

@@ -10,12 +10,14 @@ Adds re-attention and the stem. vit-pytorch's DeepViT has a LayerNorm over the h
 from dataclasses import dataclass
 from typing import Any
 
+from ..checkpoints.layout import Layout, Spelling
 from ..layers import Attention, Block, Mlp
 from ..layers.embed import sides
 from ..layers.mixing import ReAttention
 from ..layers.scaled_block import ScaledBlock
 from ..layers.stems import ConvStem
-from .config import ViTConfig, check_only
+from .config import Options, ViTConfig, check_only
+from .fit import fit
 from .transformer import VisionTransformer
 
 
@@ -64,7 +66,9 @@ def check_parts(config: Any) -> None:
 
 def build_stem(config: ViTConfig, widths: tuple[int, ...]) -> ConvStem | None:
     """The stem with convolutions of these widths; None for none."""
-    size, patch, strict = sides(config.img_size), sides(config.patch_size), not config.dynamic_img_size
+    size = sides(config.img_size)
+    patch = sides(config.patch_size)
+    strict = not config.dynamic_img_size
     return ConvStem(size, patch, config.in_chans, config.embed_dim, strict, widths) if widths else None
 
 
@@ -80,7 +84,9 @@ class DeepVisionTransformer(VisionTransformer):
 
     def build_block(self, i: int, drop_path: float, attention: type[Attention]) -> Block:
         """Creates block i."""
-        config, D, drop = self.config, self.config.embed_dim, self.config.proj_drop_rate
+        config = self.config
+        D = config.embed_dim
+        drop = config.proj_drop_rate
         bias = config.qkv_bias
         if i < config.plain_depth:
             attn: Any = attention(D, config.num_heads, None, bias, attn_drop=config.attn_drop_rate, proj_drop=drop)
@@ -90,17 +96,25 @@ class DeepVisionTransformer(VisionTransformer):
         mlp = Mlp(D, int(D * config.mlp_ratio), config.act, drop=drop)
         if config.adjust == 1.0:
             return Block(D, attn, mlp, config.eps, drop_path=drop_path)
-        eps, factor = config.eps / config.adjust**2, 1 / config.adjust
+        eps = config.eps / config.adjust**2
+        factor = 1 / config.adjust
         return ScaledBlock(D, attn, mlp, eps, drop_path=drop_path, factor=factor)
 
 
-SMALL = DeepvitConfig(embed_dim=396, depth=16, plain_depth=11, scale_maps=True, adjust=0.5, stem_widths=(64, 64))
-LARGE = SMALL.replace(embed_dim=420, depth=32, plain_depth=20, scale_maps=False)
+SMALL: Options = dict(embed_dim=396, depth=16, plain_depth=11, scale_maps=True, adjust=0.5, stem_widths=(64, 64))
+LARGE: Options = dict(SMALL, embed_dim=420, depth=32, plain_depth=20, scale_maps=False)
 
+CONFIG = DeepvitConfig
 MODEL = DeepVisionTransformer
-VARIANTS = {f"deepvit_{depth}b": DeepvitConfig(depth=depth) for depth in (16, 24, 32)}
-VARIANTS |= {"deepvit_s": SMALL, "deepvit_l": LARGE, "deepvit_l_384": LARGE.replace(img_size=384)}
+VARIANTS: dict[str, Options] = {f"deepvit_{depth}b": dict(depth=depth) for depth in (16, 24, 32)}
+VARIANTS |= {"deepvit_s": SMALL, "deepvit_l": LARGE, "deepvit_l_384": dict(LARGE, img_size=384)}
 ORACLE: dict[str, str] = {}  # see the equations in the tests
 
 # Counted by the authors' code.
 PARAMS = dict(zip(VARIANTS, (24_426_664, 36_261_448, 48_096_232, 27_312_632, 58_883_708, 59_043_308), strict=True))
+
+# Names in checkpoints: the authors', zhoudaquan/dvit_repo, models/layers.py.
+
+DEEPVIT = Layout(name="DeepViT", mark="patch_embed.proj.weight", beside="blocks.0.attn.qkv.weight", resize="bicubic")
+
+CHECKPOINTS = Spelling("DeepViT", (DEEPVIT,), fit)

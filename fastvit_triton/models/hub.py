@@ -1,6 +1,5 @@
 """Methods of every model that load it from the Hugging Face Hub or a folder, save it, and publish it."""
 
-import importlib
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -110,5 +109,7 @@ class HubMethods:
 
 
 def _publish() -> Any:
-    """The functions behind these methods, imported when called: the weights import the models, not the reverse."""
-    return importlib.import_module("fastvit_triton.weights.publish")
+    """The functions behind these methods, imported when called: they import all models, which have these methods."""
+    from .weights import publish
+
+    return publish

@@ -8,15 +8,19 @@ Differs from ViT:
   5. Two heads on the mean of the tokens; the second learns from a teacher.
 """
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.tensors import State
 from ..layers import Blocks
 from ..layers import levit as layers
 from ..layers.embed import sides
-from .config import check_patches
+from .config import Options, check_patches
 from .distilled import Distilled, NormedHead
 from .pyramid import PyramidConfig
 
@@ -65,8 +69,11 @@ class Levit(NormedHead):
 
     def __init__(self, config: LevitConfig) -> None:
         super().__init__(config)
-        (height, width), (stride, _), D = sides(config.img_size), sides(config.patch_size), config.widths[0]
-        grid, stages = (height // stride, width // stride), nn.ModuleList()
+        height, width = sides(config.img_size)
+        stride, _ = sides(config.patch_size)
+        D = config.widths[0]
+        grid = (height // stride, width // stride)
+        stages = nn.ModuleList()
         self.stem = layers.stem(config.in_chans, D, stride)
         for i, (D, rates) in enumerate(zip(config.widths, self.drop_path_rates(), strict=True)):
             down: nn.Module = nn.Identity()
@@ -105,15 +112,98 @@ def build_block(config: LevitConfig, stage: int, grid: tuple[int, int], drop_pat
     return layers.NormedBlock(attn, layers.NormedMlp(D, int(D * config.mlp_ratio), config.proj_drop_rate), drop_path)
 
 
+CONFIG = LevitConfig
 MODEL = LevitDistilled
-VARIANTS = {
-    "levit_128s": LevitConfig(num_heads=(4, 6, 8), depths=(2, 3, 4)),
-    "levit_128": LevitConfig(),
-    "levit_192": LevitConfig(embed_dim=(192, 288, 384), key_dim=32, num_heads=(3, 5, 6)),
-    "levit_256": LevitConfig(embed_dim=(256, 384, 512), key_dim=32, num_heads=(4, 6, 8)),
-    "levit_384": LevitConfig(embed_dim=(384, 512, 768), key_dim=32, num_heads=(6, 9, 12)),
+VARIANTS: dict[str, Options] = {
+    "levit_128s": dict(num_heads=(4, 6, 8), depths=(2, 3, 4)),
+    "levit_128": {},
+    "levit_192": dict(embed_dim=(192, 288, 384), key_dim=32, num_heads=(3, 5, 6)),
+    "levit_256": dict(embed_dim=(256, 384, 512), key_dim=32, num_heads=(4, 6, 8)),
+    "levit_384": dict(embed_dim=(384, 512, 768), key_dim=32, num_heads=(6, 9, 12)),
 }
 ORACLE = dict.fromkeys(VARIANTS, "timm")
 
 # Counted by timm 1.0.31.
 PARAMS = dict(zip(VARIANTS, (7_777_058, 9_213_936, 10_947_069, 18_893_876, 39_128_836), strict=True))
+
+# Names in checkpoints, from timm 1.0.31, transformers 5.23 and the authors' levit.py.
+
+
+def _flat(state: State) -> State:
+    """Convolutions of 1 x 1 pixels, but in the stem, as linear layers."""
+    return {k: t.flatten(1) if t.dim() == 4 and not k.startswith("stem.") else t for k, t in state.items()}
+
+
+LAYER = re.compile(r"(?:encoder\.stages\.(\d+)\.layers|blocks)\.(\d+)\.(?:m\.|module\.)?(.+)")
+INSIDE = {  # names of modules in a layer: the authors', then those of transformers
+    "q.1": "q.ln",
+    "proj.1": "proj.ln",
+    "0": "ln1",
+    "2": "ln2",
+    "queries_keys_values": "qkv",
+    "keys_values": "kv",
+    "queries": "q.ln",
+    "projection": "proj.ln",
+    "linear_up": "ln1",
+    "linear_down": "ln2",
+}
+LEAVES = {"c": "linear", "l": "linear", "convolution": "linear", "batch_norm": "bn"}
+LEVIT_HEADS = {"classifier": "head", "classifier_distill": "head_dist"}
+
+
+def _from_levit(key: str) -> str:
+    """Names of a layer, of the stem and of the heads; the layers keep their numbers."""
+    found = LAYER.fullmatch(key)
+    head, inside = (key[: found.start(3)], found[3]) if found else ("", key)
+    if inside.count(".") < 2:
+        return key
+    module, part, leaf = inside.rsplit(".", 2)
+    if conv := re.fullmatch(r"(patch_embed\.|patch_embeddings\.embedding_layer_)(\d+)", module):
+        number = int(conv[2])
+        module = f"stem.conv{number // 2 + 1 if conv[1] == 'patch_embed.' else number}"
+    module = (INSIDE if found else LEVIT_HEADS).get(module, module)
+    return f"{head}{module}.{LEAVES.get(part, part)}.{leaf}"
+
+
+def _read_levit(state: State) -> State:
+    """Attentions and MLPs are one list of layers for the authors, and one per stage in transformers; each attention
+    with a stride ends a stage there and begins the next one in timm, with the MLP after it."""
+    layers: dict[tuple[int, int], dict[str, Any]] = {}
+    read: State = {}
+    for key, tensor in state.items():
+        key = _from_levit(key)
+        if found := LAYER.fullmatch(key):
+            layers.setdefault((int(found[1] or 0), int(found[2])), {})[found[3]] = tensor
+        else:
+            read[key] = tensor
+    stage, block = 0, -1
+    for _, layer in sorted(layers.items()):
+        if "kv.linear.weight" in layer:
+            stage, block, home = stage + 1, -1, f"stages.{stage + 1}.downsample.attn_downsample"
+        elif "qkv.linear.weight" in layer:
+            block, home = block + 1, f"stages.{stage}.blocks.{block + 1}.attn"
+        else:
+            home = f"stages.{stage}.downsample.mlp" if block < 0 else f"stages.{stage}.blocks.{block}.mlp"
+        read |= {f"{home}.{name}": tensor for name, tensor in layer.items()}
+    return read
+
+
+LEVIT: dict[str, Any] = dict(resize="bicubic", read=_read_levit)
+TIMM_LEVIT = Layout(name="timm", mark="stem.conv1.linear.weight", resize="bicubic", read=_flat)
+LEVIT_LAYOUTS = (
+    Layout(name="transformers LeViT", mark="patch_embeddings.embedding_layer_1.convolution.weight", **LEVIT),
+    Layout(name="LeViT", mark="patch_embed.0.c.weight", **LEVIT),
+    TIMM_LEVIT,
+)
+
+
+def fit_levit(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+    """Drops heads that the model has not, and tables of indices; for the arguments see `fit.fit`."""
+    absent = [key for key in state if key.startswith(("head.", "head_dist.")) and key not in target]
+    useless = [key for key in state if key.endswith("attention_bias_idxs")] + absent
+    for key in useless:
+        del state[key]
+    return useless, ""
+
+
+CHECKPOINTS = Spelling("LeViT", LEVIT_LAYOUTS, fit_levit, {"timm": (TIMM_LEVIT,)})

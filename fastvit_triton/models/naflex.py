@@ -8,15 +8,18 @@ Differs from ViT:
 Adds nothing: the weights are those of the `VisionTransformer` with the same config.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from ..checkpoints.tensors import State
 from ..kernels.attention import attention
 from ..kernels.linear import linear
 from ..layers import Attention, normalize
-from .config import ViTConfig
+from .config import Options, ViTConfig
 from .transformer import VisionTransformer
-from .vit import BASE
+from .vit import BASE, TIMM
 
 
 class NaFlexAttention(Attention):
@@ -53,7 +56,8 @@ class NaFlexVisionTransformer(VisionTransformer):
 
     def embed(self, image: Tensor) -> Tensor:
         """patches [B, L, 2 + P·P·C] → tokens [B, T + L, D] before the first block; padding tokens are undefined."""
-        places, patches = image[..., :2].long(), image[..., 2:]
+        places = image[..., :2].long()
+        patches = image[..., 2:]
         valid = places[..., 0] >= 0  # [B, L]
         projection = self.patch_embed.proj
         weight = projection.weight.permute(0, 2, 3, 1).flatten(1)  # [D, P·P·C], in the patches' order
@@ -94,15 +98,38 @@ class NaFlexVisionTransformer(VisionTransformer):
         return (x[:, T:] * own[..., None]).sum(1) / own.sum(1, keepdim=True)
 
 
-SO150M2 = ViTConfig(embed_dim=832, depth=21, num_heads=13, mlp_ratio=34 / 13)
+SO150M2: Options = dict(embed_dim=832, depth=21, num_heads=13, mlp_ratio=34 / 13)
 FLEX = dict(img_size=256, class_token=False, no_embed_class=True, global_pool="avg", init_values=1e-5)
 
+CONFIG = ViTConfig
 MODEL = NaFlexVisionTransformer
 ORACLE: dict[str, str] = {}  # timm's have other parameter names, which `load_weights` converts
-VARIANTS = {
-    "naflexvit_base_patch16_gap": BASE.replace(**FLEX, reg_tokens=4),
-    "naflexvit_so150m2_patch16_reg1_gap": SO150M2.replace(**FLEX, qkv_bias=False, reg_tokens=1),
+VARIANTS: dict[str, Options] = {
+    "naflexvit_base_patch16_gap": dict(BASE, **FLEX, reg_tokens=4),
+    "naflexvit_so150m2_patch16_reg1_gap": dict(SO150M2, **FLEX, qkv_bias=False, reg_tokens=1),
 }
 
 # Counted by timm 1.0.31 with 1000 classes.
 PARAMS = {"naflexvit_base_patch16_gap": 86_633_704, "naflexvit_so150m2_patch16_reg1_gap": 136_058_728}
+
+# Names in checkpoints, from timm 1.0.31.
+
+
+def read_naflex(tensors: State) -> State:
+    """Flattens positions [1, h, w, D] to [1, h·w, D]."""
+    key = "embeds.pos_embed"
+    return {**tensors, key: tensors[key].flatten(1, 2)} if tensors[key].dim() == 4 else tensors
+
+
+TIMM_NAFLEX = replace(
+    TIMM,
+    name="timm NaFlexViT",
+    mark="embeds.pos_embed",
+    stem={
+        "cls_token": "embeds.cls_token",
+        "reg_token": "embeds.reg_token",
+        "pos_embed": "embeds.pos_embed",
+        "patch_embed.proj": "embeds.proj",
+    },
+    read=read_naflex,
+)

@@ -6,15 +6,20 @@ Differs from ViT:
   3. Positions are added to the patches only, and the final norm is of the class token only.
 """
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.tensors import State
 from ..layers import Attention, Block, Blocks, Mlp
 from ..layers.embed import sides
-from ..layers.pooling import OverlapEmbed, PooledStage, TokenPooling, joined
+from ..layers.pooling import OverlapEmbed, PooledStage, TokenPooling, joined, resize_map
+from .config import Options
 from .distilled import Distilled, TokenPyramid
 from .pyramid import PyramidConfig
 
@@ -62,11 +67,13 @@ class PoolingVisionTransformer(TokenPyramid):
 
     def __init__(self, config: PitConfig) -> None:
         super().__init__(config)
-        D, sizes = config.widths[0], (sides(config.img_size), sides(config.patch_size))
+        D = config.widths[0]
+        sizes = (sides(config.img_size), sides(config.patch_size))
         self.patch_embed = OverlapEmbed(*sizes, config.stride, config.in_chans, D)
         self.pos_embed = nn.Parameter(torch.empty(1, D, *self.patch_embed.grid_size))
         self.cls_token = nn.Parameter(torch.empty(1, self.num_prefix_tokens, D))
-        self.pos_drop, self.transformers = nn.Dropout(config.pos_drop_rate), nn.ModuleList()
+        self.pos_drop = nn.Dropout(config.pos_drop_rate)
+        self.transformers = nn.ModuleList()
         for i, rates in enumerate(self.drop_path_rates()):
             pool = TokenPooling(*config.widths[i - 1 : i + 1]) if i else None
             self.transformers.append(PooledStage(pool, Blocks(*(build_block(config, i, p) for p in rates))))
@@ -103,18 +110,50 @@ class DistilledPooling(Distilled, PoolingVisionTransformer):
 
 def build_block(config: PitConfig, stage: int, drop_path: float) -> Block:
     """Builds one block of a stage."""
-    D, heads, drop = config.widths[stage], config.num_heads[stage], config.proj_drop_rate
+    D = config.widths[stage]
+    heads = config.num_heads[stage]
+    drop = config.proj_drop_rate
     attn = Attention(D, heads, attn_drop=config.attn_drop_rate, proj_drop=drop)
     return Block(D, attn, Mlp(D, int(D * config.mlp_ratio), drop=drop), config.eps, drop_path=drop_path)
 
 
-SIZES = dict(ti=PitConfig(base_dims=(32, 32, 32)), xs=PitConfig(), s=PitConfig(num_heads=(3, 6, 12)))
-SIZES["b"] = PitConfig(patch_size=14, stride=7, base_dims=(64, 64, 64), depths=(3, 6, 4), num_heads=(4, 8, 16))
+SIZES: dict[str, Options] = {
+    "ti": dict(base_dims=(32, 32, 32)),
+    "xs": {},
+    "s": dict(num_heads=(3, 6, 12)),
+    "b": dict(patch_size=14, stride=7, base_dims=(64, 64, 64), depths=(3, 6, 4), num_heads=(4, 8, 16)),
+}
 
+CONFIG = PitConfig
 MODEL = PoolingVisionTransformer
-VARIANTS = {f"pit_{n}{kind}_224": config for kind in ("", "_distilled") for n, config in SIZES.items()}
+VARIANTS: dict[str, Options] = {f"pit_{n}{kind}_224": size for kind in ("", "_distilled") for n, size in SIZES.items()}
 MODELS = {name: DistilledPooling for name in VARIANTS if "_distilled_" in name}
 ORACLE = dict.fromkeys(VARIANTS, "timm")
 
 COUNTS = 4_847_272, 10_618_888, 23_461_912, 73_764_840, 5_104_336, 11_003_984, 24_039_056, 74_790_096  # by timm 1.0.31
 PARAMS = dict(zip(VARIANTS, COUNTS, strict=True))
+
+# Names in checkpoints, from timm 1.0.31 and the authors' pit.py.
+
+
+def _from_pit(key: str) -> str:
+    """The authors' poolings lie beside the stages; in timm they begin the next one."""
+    return re.sub(r"^pools\.(\d+)\.", lambda m: f"transformers.{int(m[1]) + 1}.pool.", key)
+
+
+PIT: dict[str, Any] = dict(mark="patch_embed.conv.weight", resize="bicubic_antialias")
+TIMM_PIT = Layout(name="timm", beside="transformers.0.blocks.0.attn.qkv.weight", **PIT)
+PIT_LAYOUTS = (Layout(name="PiT", number=_from_pit, **PIT | dict(mark="pools.0.conv.weight")), TIMM_PIT)
+
+
+def fit_map(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+    """Makes the positions [1, D, h, w] of `state` fit the grid of a PiT; for the arguments see `fit.fit`."""
+    new = model.patch_embed.grid_size
+    pos = state.get("pos_embed")
+    if pos is None or pos.dim() != 4 or tuple(pos.shape[2:]) == new:
+        return [], ""
+    state["pos_embed"] = resize_map(pos, new, mode)
+    return [], f"{pos.shape[2]}x{pos.shape[3]} resized to {new[0]}x{new[1]} ({mode})"
+
+
+CHECKPOINTS = Spelling("PiT", PIT_LAYOUTS, fit_map, {"timm": (TIMM_PIT,)})

@@ -7,15 +7,23 @@ Differs from ViT:
 Adds the reduced attention.
 """
 
+import json
+import math
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.tensors import State, WeightsError, variant
 from ..layers import Block, Blocks, Mlp, NormedPatchEmbed, ReducedAttention, resize_pos_embed
 from ..layers.embed import sides
+from . import fit
+from .config import Options
 from .pyramid import PyramidTransformer, ReducedConfig
 
 
@@ -56,12 +64,16 @@ class PyramidVisionTransformer(PyramidTransformer):
 
     def __init__(self, config: PvtConfig) -> None:
         super().__init__(config)
-        size, patch, channels = sides(config.img_size), sides(config.patch_size), config.in_chans
+        size = sides(config.img_size)
+        patch = sides(config.patch_size)
+        channels = config.in_chans
         self.cls_token = nn.Parameter(torch.empty(1, 1, self.num_features)) if config.class_token else None
         self.prefix_tokens = [0] * (self.num_stages - 1) + [int(config.class_token)]
         for i, (D, rates) in enumerate(zip(config.widths, self.drop_path_rates(), strict=True), 1):
             embed = NormedPatchEmbed(size, patch, channels, D, strict_img_size=False)
-            size, patch, channels = embed.grid_size, (2, 2), D
+            size = embed.grid_size
+            patch = (2, 2)
+            channels = D
             pos = nn.Parameter(torch.empty(1, embed.num_patches + self.prefix_tokens[i - 1], D))
             blocks = Blocks(*(build_block(config, i - 1, p) for p in rates))
             for name, part in zip(PARTS, (embed, pos, nn.Dropout(config.pos_drop_rate), blocks), strict=True):
@@ -70,7 +82,8 @@ class PyramidVisionTransformer(PyramidTransformer):
 
     def stage(self, x: Tensor, i: int) -> Tensor:
         """Stage i: image [B, C, H, W] or map [B, H, W, D] → map [B, H', W', D']; [B, 1, 1 + N, D] for the last one."""
-        image, T = x.permute(0, 3, 1, 2) if i else x, self.prefix_tokens[i]
+        image = x.permute(0, 3, 1, 2) if i else x
+        T = self.prefix_tokens[i]
         embed, pos, drop, blocks = (getattr(self, f"{name}{i + 1}") for name in PARTS)
         grid = embed.grid_of(image)
         pos = resize_pos_embed(pos, embed.grid_size, grid, T, self.position_resize)
@@ -81,7 +94,8 @@ class PyramidVisionTransformer(PyramidTransformer):
         """Removes the modules of all but the first `kept` stages, and the class token."""
         for name in (f"{part}{i + 1}" for part in PARTS for i in range(kept, self.num_stages)):
             delattr(self, name)
-        self.cls_token, self.prefix_tokens = None, [0] * kept
+        self.cls_token = None
+        self.prefix_tokens = [0] * kept
         self.config = self.config.replace(class_token=False, global_pool="none")
 
     def pool(self, x: Tensor) -> Tensor:
@@ -105,16 +119,127 @@ class PyramidVisionTransformer(PyramidTransformer):
 
 def build_block(config: PvtConfig, stage: int, drop_path: float) -> Block:
     """Builds one block of a stage."""
-    D, drop = config.widths[stage], config.proj_drop_rate
+    D = config.widths[stage]
+    drop = config.proj_drop_rate
     sizes = D, config.num_heads[stage], config.sr_ratios[stage]
     attn = ReducedAttention(*sizes, config.qkv_bias, drop, config.attn_drop_rate)
     return Block(D, attn, Mlp(D, int(D * config.mlp_ratios[stage]), drop=drop), config.eps, drop_path=drop_path)
 
 
+CONFIG = PvtConfig
 MODEL = PyramidVisionTransformer
 DEPTHS = dict(tiny=(2, 2, 2, 2), small=(3, 4, 6, 3), medium=(3, 4, 18, 3), large=(3, 8, 27, 3))
-VARIANTS = {f"pvt_{size}": PvtConfig(depths=depths) for size, depths in DEPTHS.items()}
+VARIANTS: dict[str, Options] = {f"pvt_{size}": dict(depths=depths) for size, depths in DEPTHS.items()}
 ORACLE: dict[str, str] = {}  # transformers has the model, with other parameter names
 
 # Counted by the authors' code.
 PARAMS = dict(zip(VARIANTS, (13_229_288, 24_485_864, 44_208_104, 61_369_320), strict=True))
+
+# Names in checkpoints, from state dicts of transformers 4.56 and 5.23, and the authors' classification/pvt.py.
+
+
+def _from_pvt(key: str) -> str:
+    """Stages are numbered from 1 by the authors."""
+    if found := re.fullmatch(r"encoder\.(block|patch_embeddings)\.(\d+)\.(.+)", key):
+        stage = int(found[2]) + 1
+        rest = found[3]
+        if found[1] == "block":
+            return f"block{stage}.{rest}"
+        rest = rest.replace("projection.", "proj.").replace("layer_norm.", "norm.")
+        return {"cls_token": rest, "position_embeddings": f"pos_embed{stage}"}.get(rest, f"patch_embed{stage}.{rest}")
+    return key
+
+
+def _write_pvt(tensors: State) -> State:
+    """The inverse of `_from_pvt`; the class token is in the last stage."""
+    last = max(int(found[1]) for key in tensors if (found := re.match(r"patch_embed(\d+)\.", key)))
+    parts = {"proj": "projection", "norm": "layer_norm"}
+
+    def name(key: str) -> str:
+        if key == "cls_token":
+            return f"encoder.patch_embeddings.{last - 1}.cls_token"
+        found = re.fullmatch(r"(block|patch_embed|pos_embed)(\d+)\.?(.*)", key)
+        if found is None:
+            return key
+        stage = int(found[2]) - 1
+        rest = found[3]
+        if found[1] == "block":
+            return f"encoder.block.{stage}.{rest}"
+        module, _, leaf = rest.partition(".")
+        rest = f"{parts[module]}.{leaf}" if module else "position_embeddings"
+        return f"encoder.patch_embeddings.{stage}.{rest}"
+
+    return {name(key): tensor for key, tensor in tensors.items()}
+
+
+PVT_LAYOUTS = (
+    Layout(
+        name="transformers PVT",
+        mark="encoder.patch_embeddings.0.projection.weight",
+        resize="bilinear",
+        number=_from_pvt,
+        stem={"norm": "encoder.layer_norm", "head": "classifier"},
+        home="block{}.{}",
+        blocks="block{}.{}",
+        block={
+            "norm{1,2}": "layer_norm_{1,2}",
+            "attn.q": "attention.self.query",
+            "attn.{key,value}": "attention.self.{key,value}",
+            "attn.{sr,norm}": "attention.self.{sequence_reduction,layer_norm}",
+            "attn.proj": "attention.output.dense",
+            "mlp.fc{1,2}": "mlp.dense{1,2}",
+        },
+        write=_write_pvt,
+        base="pvt.",
+        needs=dict(final_norm=True, class_token=True, global_pool="token", patch_size=((4, 4),)),
+    ),
+    Layout(name="PVT", mark="patch_embed1.proj.weight", resize="bilinear", home="block{}.{}", blocks="block{}.{}"),
+)
+PVT_SAVED: dict[str, tuple[Layout, ...]] = {"transformers": (PVT_LAYOUTS[0],)}
+
+
+def fit_positions(
+    model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str
+) -> tuple[list[str], str]:
+    """Makes the positions of `state` fit the grid of each stage of a PVT; for the arguments see `fit.fit`."""
+    notes = []
+    for i, T in enumerate(model.prefix_tokens):
+        key = f"pos_embed{i + 1}"
+        h, w = getattr(model, f"patch_embed{i + 1}").grid_size
+        if key not in state or state[key].shape == target[key].shape or state[key].dim() != 3:
+            continue
+        old = _grid(state[key].shape[1] - T, i, metadata)
+        if old is None:
+            rows = state[key].shape[1]
+            raise WeightsError(f"{key} has {rows} rows, no square grid; create the model with its img_size")
+        state[key] = resize_pos_embed(state[key], old, (h, w), T, mode)
+        notes.append(f"{old[0]}x{old[1]} resized to {h}x{w} ({mode})")
+    return [], ", ".join(notes)
+
+
+def _grid(patches: int, stage: int, metadata: Mapping[str, str]) -> tuple[int, int] | None:
+    """(h, w) of a table: from the file's config, else a square; None if there is none."""
+    with suppress(ValueError, LookupError, TypeError):  # no config, or one of another library
+        config = json.loads(metadata["config"])
+        h, w = (side // (p << stage) for side, p in zip(config["img_size"], config["patch_size"], strict=True))
+        if h * w == patches:
+            return h, w
+    side = math.isqrt(max(patches, 0))
+    return (side, side) if side and side * side == patches else None
+
+
+def choose_pvt(model: Any, layouts: tuple[Layout, ...]) -> Layout:
+    """The layout of transformers, if the images are square.
+
+    Raises:
+        WeightsError: they are not, or the layout does not support the model.
+    """
+    layout = fit.choose(model, layouts)
+    size = model.config.img_size
+    if size[0] != size[1]:
+        sides = "x".join(map(str, size))
+        raise WeightsError(f"{variant(model)} cannot be written so: {layout.name} needs square images, not {sides}")
+    return layout
+
+
+CHECKPOINTS = Spelling("PVT", PVT_LAYOUTS, fit_positions, PVT_SAVED, choose_pvt, fit.write)

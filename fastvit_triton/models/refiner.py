@@ -11,9 +11,12 @@ Adds the refinement.
 
 from dataclasses import dataclass
 
+from ..checkpoints.layout import Layout, Spelling
 from ..layers import Attention, Block
 from ..layers.mixing import RefinedAttention
 from ..layers.scaled_block import RefinedBlock, RefinedBlocks, ScaledMlp
+from .config import Options
+from .fit import fit
 from .lvvit import LvvitConfig, TokenLabelingTransformer
 
 
@@ -52,20 +55,30 @@ class RefinedTransformer(TokenLabelingTransformer):
 
     def build_block(self, i: int, drop_path: float, attention: type[Attention]) -> Block:
         """Creates block i."""
-        config, D, a, drop = self.config, self.config.embed_dim, self.config.skip_lam, self.config.proj_drop_rate
+        config = self.config
+        D = config.embed_dim
+        a = config.skip_lam
+        drop = config.proj_drop_rate
         drops = config.attn_drop_rate, drop
         attn = RefinedAttention(D, config.num_heads, i % 2 == 1, config.expansion, config.qkv_bias, *drops)
         mlp = ScaledMlp(D, int(D * config.mlp_ratio), config.act, drop)
         return RefinedBlock(D, attn, mlp, config.eps / a**2, drop_path=drop_path, factor=1 / a)
 
 
+CONFIG = RefinerConfig
 MODEL = RefinedTransformer
-VARIANTS = {
-    "refiner_vit_small": RefinerConfig(),
-    "refiner_vit_medium": RefinerConfig(embed_dim=420, depth=32),
-    "refiner_vit_large": RefinerConfig(embed_dim=512, depth=32, num_heads=16),
+VARIANTS: dict[str, Options] = {
+    "refiner_vit_small": {},
+    "refiner_vit_medium": dict(embed_dim=420, depth=32),
+    "refiner_vit_large": dict(embed_dim=512, depth=32, num_heads=16),
 }
 ORACLE: dict[str, str] = {}  # see the equations in the tests
 
 # Counted by the authors' code.
 PARAMS = dict(zip(VARIANTS, (25_408_656, 55_450_932, 81_150_192), strict=True))
+
+# Names in checkpoints: the authors', which are those of LV-ViT.
+
+REFINER = Layout(name="Refiner", mark="patch_embed.proj.weight", beside="blocks.0.attn.qkv.weight", resize="bicubic")
+
+CHECKPOINTS = Spelling("Refiner", (REFINER,), fit)

@@ -10,14 +10,22 @@ Differs from the authors' code: where windows do not divide the map, it is rolle
 Adds windows and merging.
 """
 
+import math
+import re
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.tensors import State, WeightsError, variant
 from ..layers import Block, Blocks, Mlp, NormedPatchEmbed, PatchMerging, Window, WindowAttention
 from ..layers.embed import sides
+from ..layers.window import resize_table
+from . import fit
+from .config import Options
 from .pyramid import PyramidConfig, PyramidTransformer, Stage
 
 
@@ -75,7 +83,8 @@ class SwinTransformer(PyramidTransformer):
         super().__init__(config)
         sizes = sides(config.img_size), sides(config.patch_size)
         self.patch_embed = NormedPatchEmbed(*sizes, config.in_chans, config.embed_dim, strict_img_size=False)
-        self.layers, grid = nn.ModuleList(), self.patch_embed.grid_size
+        self.layers = nn.ModuleList()
+        grid = self.patch_embed.grid_size
         for i, rates in enumerate(self.drop_path_rates()):
             grid = (-(-grid[0] // 2), -(-grid[1] // 2)) if i else grid
             blocks = Blocks(*(build_block(config, i, config.window(grid, j), p) for j, p in enumerate(rates)))
@@ -97,24 +106,162 @@ class SwinTransformer(PyramidTransformer):
 
 def build_block(config: SwinConfig, stage: int, window: Window, drop_path: float) -> Block:
     """Builds one block of a stage."""
-    D, drop = config.widths[stage], config.proj_drop_rate
+    D = config.widths[stage]
+    drop = config.proj_drop_rate
     attn = WindowAttention(D, config.num_heads[stage], window, config.qkv_bias, True, drop, config.attn_drop_rate)
     return Block(D, attn, Mlp(D, int(D * config.mlp_ratio), drop=drop), config.eps, drop_path=drop_path)
 
 
-SMALL = SwinConfig(depths=(2, 2, 18, 2))
-BASE = SMALL.replace(embed_dim=128, num_heads=(4, 8, 16, 32))
-LARGE = BASE.replace(embed_dim=192, num_heads=(6, 12, 24, 48))
+SMALL: Options = dict(depths=(2, 2, 18, 2))
+BASE: Options = dict(SMALL, embed_dim=128, num_heads=(4, 8, 16, 32))
+LARGE: Options = dict(BASE, embed_dim=192, num_heads=(6, 12, 24, 48))
 
+CONFIG = SwinConfig
 MODEL = SwinTransformer
-VARIANTS = {
-    "swin_tiny_patch4_window7_224": SwinConfig(),
+VARIANTS: dict[str, Options] = {
+    "swin_tiny_patch4_window7_224": {},
     "swin_small_patch4_window7_224": SMALL,
     "swin_base_patch4_window7_224": BASE,
-    "swin_base_patch4_window12_384": BASE.replace(window_size=12, img_size=384),
+    "swin_base_patch4_window12_384": dict(BASE, window_size=12, img_size=384),
     "swin_large_patch4_window7_224": LARGE,
-    "swin_large_patch4_window12_384": LARGE.replace(window_size=12, img_size=384),
+    "swin_large_patch4_window12_384": dict(LARGE, window_size=12, img_size=384),
 }
 ORACLE = dict.fromkeys(VARIANTS, "timm")
 # Counted by timm 1.0.31.
 PARAMS = dict(zip(VARIANTS, (28_288_354, 49_606_258, 87_768_224, 87_903_584, 196_532_476, 196_735_516), strict=True))
+
+# Names in checkpoints, from state dicts of timm 1.0.31, transformers 4.56 and 5.23, torchvision 0.28, and the authors'
+# models/swin_transformer.py. Libraries number the stages differently: `number` comes first.
+
+TABLE = ".relative_position_bias_table"
+
+
+def _merges_last(key: str) -> str:
+    """Patch merging ends a stage, and begins the next one in timm."""
+    return re.sub(r"^(encoder\.)?layers\.(\d+)\.downsample", lambda m: f"layers.{int(m[2]) + 1}.downsample", key)
+
+
+def _from_torchvision(key: str) -> str:
+    """Stem, stages and mergings are numbered together: features.1 is stage 0, features.2 the merging of stage 1."""
+    if found := re.fullmatch(r"features\.(\d+)\.(.+)", key):
+        n = int(found[1])
+        rest = found[2]
+        if n == 0:
+            return {"0": "patch_embed.proj", "2": "patch_embed.norm"}.get(rest[0], rest) + rest[1:]
+        return f"layers.{n // 2}.{'blocks' if n % 2 else 'downsample'}.{rest}"
+    return key
+
+
+def _write_swin(tensors: State) -> State:
+    """The inverse of `_merges_last`."""
+
+    def name(key: str) -> str:
+        return re.sub(r"^layers\.(\d+)\.downsample", lambda m: f"encoder.layers.{int(m[1]) - 1}.downsample", key)
+
+    return {name(key): tensor for key, tensor in tensors.items()}
+
+
+HEAD = {"head.fc": "head.fc head"}
+SWIN: dict[str, Any] = dict(resize="bilinear", home="layers.{}.blocks.{}", blocks="layers.{}.blocks.{}")
+TIMM_SWIN = Layout(
+    name="timm", mark=f"layers.0.blocks.0.attn{TABLE}", beside="patch_embed.proj.weight", stem=HEAD, **SWIN
+)
+SWIN_LAYOUTS = (
+    Layout(
+        name="torchvision Swin",
+        mark="features.0.0.weight",
+        number=_from_torchvision,
+        stem=HEAD,
+        block={"mlp.fc{1,2}": "mlp.{0,3}"},
+        **SWIN,
+    ),
+    Layout(
+        name="transformers Swin",
+        mark="embeddings.patch_embeddings.projection.weight",
+        number=_merges_last,
+        stem={
+            "patch_embed.proj": "embeddings.patch_embeddings.projection",
+            "patch_embed.norm": "embeddings.norm",
+            "norm": "layernorm",
+            "head.fc": "classifier",
+        },
+        block={
+            "norm{1,2}": "layernorm_{before,after}",
+            "attn.{q,k,v}": "attention.{q,k,v}_proj attention.self.{query,key,value}",
+            f"attn{TABLE}": f"attention.relative_position_bias{TABLE} attention.self{TABLE}",
+            "attn.proj": "attention.o_proj attention.output.dense",
+            "mlp.fc{1,2}": "mlp.fc{1,2} {intermediate,output}.dense",
+        },
+        write=_write_swin,
+        base="swin.",
+        needs=dict(final_norm=True, global_pool="avg", eps=1e-5, always_partition=False),
+        **SWIN | dict(blocks="encoder.layers.{}.blocks.{}"),
+    ),
+    Layout(
+        name="Swin",
+        mark="layers.0.downsample.reduction.weight",
+        beside="patch_embed.proj.weight",
+        number=_merges_last,
+        stem=HEAD,
+        **SWIN,
+    ),
+    TIMM_SWIN,
+)
+SWIN_SAVED: dict[str, tuple[Layout, ...]] = {"timm": (TIMM_SWIN,), "transformers": (SWIN_LAYOUTS[1],)}
+
+
+def fit_tables(
+    model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str
+) -> tuple[list[str], str]:
+    """Makes the bias tables of `state` fit the windows of a Swin; for the arguments see `fit.fit`."""
+    notes = set()
+    for key in [key for key in target if key.endswith(TABLE) and key in state]:
+        rows = len(state[key])
+        new = model.get_submodule(key.removesuffix(TABLE)).window.size
+        if rows == len(target[key]) or state[key].dim() != 2:
+            continue
+        side = math.isqrt(rows)
+        if side * side != rows or not side % 2:
+            raise WeightsError(f"{key} has {rows} rows, no square window; create the model with its window_size")
+        old = (side // 2 + 1, side // 2 + 1)
+        state[key] = resize_table(state[key], old, new)
+        notes.add(f"windows of {old[0]}x{old[1]} resized to {new[0]}x{new[1]}")
+    return [], ", ".join(sorted(notes))
+
+
+def choose_swin(model: Any, layouts: tuple[Layout, ...]) -> Layout:
+    """The layout of timm, or that of transformers if all windows are those of transformers.
+
+    Raises:
+        WeightsError: they are not, or the layout does not support the model.
+    """
+    layout = fit.choose(model, layouts)
+    if layout is not TIMM_SWIN:
+        _check_windows(model)
+    return layout
+
+
+def _check_windows(model: Any) -> None:
+    """Raises WeightsError unless all windows are those of transformers.
+
+    It has square windows, pads before it shifts them, and shifts both axes of a map or none.
+    """
+    h, w = sides(model.config.window_size)
+    for rows, columns in _maps(model):
+        same = not rows % h and not columns % h and (rows == h) == (columns == h)
+        if h != w or not same:
+            raise WeightsError(
+                f"{variant(model)} cannot be written so: transformers has other windows of {h}x{w} on a map of "
+                f"{rows}x{columns}; create the model with a window_size, as an integer, that divides all maps"
+            )
+
+
+def _maps(model: Any) -> Iterator[tuple[int, int]]:
+    """(rows, columns) of the map of each stage."""
+    grid = model.patch_embed.grid_size
+    for _ in model.config.depths:
+        yield grid
+        grid = -(-grid[0] // 2), -(-grid[1] // 2)
+
+
+CHECKPOINTS = Spelling("Swin", SWIN_LAYOUTS, fit_tables, SWIN_SAVED, choose_swin, fit.write)

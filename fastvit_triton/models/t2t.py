@@ -9,17 +9,19 @@ Differs from ViT:
 Adds the token layers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.tensors import State
 from ..layers import Attention, Block, Blocks, Mlp, drop_path_rates, sincos1d
 from ..layers.embed import sides
 from ..layers.soft_split import SPLITS, TokenPerformer, TokensToToken, TokenTransformer, split_size
-from .config import check_multiple
+from .config import Options, check_multiple
 from .tokens import TokenConfig, TokenModel
 
 KINDS = {"performer": TokenPerformer, "transformer": TokenTransformer}
@@ -64,7 +66,8 @@ class TokensToTokenViT(TokenModel):
 
     def __init__(self, config: T2tConfig) -> None:
         super().__init__(config)
-        D, kind = config.embed_dim, KINDS[config.tokens_type]
+        D = config.embed_dim
+        kind = KINDS[config.tokens_type]
         self.tokens_to_token = TokensToToken(kind, config.in_chans, config.token_dim, D, config.token_drop_rate)
         rows, columns = split_size(sides(config.img_size), *SPLITS)
         self.cls_token = nn.Parameter(torch.empty(1, 1, D))
@@ -103,17 +106,40 @@ def build_block(config: T2tConfig, drop_path: float) -> Block:
     return Block(D, attn, Mlp(D, int(D * config.mlp_ratio), drop=drop), config.eps, drop_path=drop_path)
 
 
-SMALL = T2tConfig(embed_dim=256, num_heads=4, mlp_ratio=2)
-SIZES = {"7": SMALL.replace(depth=7), "10": SMALL.replace(depth=10), "12": SMALL, "14": T2tConfig(depth=14)}
-SIZES |= {"19": T2tConfig(embed_dim=448, num_heads=7, depth=19), "24": T2tConfig(embed_dim=512, num_heads=8, depth=24)}
-SIZES |= {f"t_{n}": SIZES[n].replace(tokens_type="transformer") for n in ("14", "19", "24")}
-SIZES |= {"14_resnext": SIZES["14"].replace(num_heads=32), "14_wide": T2tConfig(embed_dim=768, num_heads=12, depth=4)}
+SMALL: Options = dict(embed_dim=256, num_heads=4, mlp_ratio=2)
+SIZES: dict[str, Options] = {
+    "7": dict(SMALL, depth=7),
+    "10": dict(SMALL, depth=10),
+    "12": SMALL,
+    "14": dict(depth=14),
+    "19": dict(embed_dim=448, num_heads=7, depth=19),
+    "24": dict(embed_dim=512, num_heads=8, depth=24),
+}
+SIZES |= {f"t_{n}": dict(SIZES[n], tokens_type="transformer") for n in ("14", "19", "24")}
+SIZES |= {"14_resnext": dict(SIZES["14"], num_heads=32), "14_wide": dict(embed_dim=768, num_heads=12, depth=4)}
 
+CONFIG = T2tConfig
 MODEL = TokensToTokenViT
-VARIANTS = {f"t2t_vit_{n}": config for n, config in SIZES.items()}
+VARIANTS: dict[str, Options] = {f"t2t_vit_{n}": size for n, size in SIZES.items()}
 ORACLE: dict[str, str] = {}  # timm has no such model; see the equations in the tests
 
 # Counted by the authors' code, with positions and random features, which are not trained.
 COUNTS: tuple[int, ...] = 4_310_222, 5_889_230, 6_941_902, 21_545_550, 39_177_422, 64_105_934, 21_541_070
 COUNTS += 39_177_422 - 4_480, 64_105_934 - 4_480, 21_545_550, 25_156_302
 PARAMS = dict(zip(VARIANTS, COUNTS, strict=True))
+
+# Names in checkpoints: the authors', models/t2t_vit.py.
+
+T2T = Layout(name="T2T-ViT", mark="tokens_to_token.project.weight", resize="bicubic")
+
+
+def fit_t2t(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+    """Takes the model's fixed positions where those of `state` are for another size; see `fit.fit`."""
+    pos = state.get("pos_embed")
+    if pos is None or pos.shape == target["pos_embed"].shape or pos.shape[2:] != target["pos_embed"].shape[2:]:
+        return [], ""
+    state["pos_embed"] = target["pos_embed"]
+    return [], f"sinusoids for {pos.shape[1]} tokens replaced by those for {target['pos_embed'].shape[1]}"
+
+
+CHECKPOINTS = Spelling("T2T-ViT", (T2T,), fit_t2t)

@@ -16,8 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints.layout import Layout, Spelling
 from ..layers import Block, Blocks, Mlp, NormedPatchEmbed, Peg, ReducedAttention, Window, WindowAttention
 from ..layers.embed import sides
+from .config import Options
+from .fit import keep
 from .pyramid import PyramidTransformer, ReducedConfig
 
 
@@ -47,10 +50,14 @@ class Twins(PyramidTransformer):
         super().__init__(config)
         self.patch_embeds, self.pos_drops = nn.ModuleList(), nn.ModuleList()
         self.blocks, self.pos_block = nn.ModuleList(), nn.ModuleList()
-        size, patch, channels = sides(config.img_size), sides(config.patch_size), config.in_chans
+        size = sides(config.img_size)
+        patch = sides(config.patch_size)
+        channels = config.in_chans
         for i, (D, rates) in enumerate(zip(config.widths, self.drop_path_rates(), strict=True)):
             embed = NormedPatchEmbed(size, patch, channels, D, strict_img_size=False)
-            size, patch, channels = embed.grid_size, (2, 2), D
+            size = embed.grid_size
+            patch = (2, 2)
+            channels = D
             self.patch_embeds.append(embed)
             self.pos_drops.append(nn.Dropout(config.pos_drop_rate))
             self.blocks.append(Blocks(*(build_block(config, i, j, p) for j, p in enumerate(rates))))
@@ -66,7 +73,8 @@ class Twins(PyramidTransformer):
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Regular expressions that assign parameters to layers, for timm's layer-wise learning rates."""
-        norm, coarser = (r"^norm", (99999,)), (r"^(?:blocks|patch_embeds|pos_block)\.(\d+)", None)
+        norm = (r"^norm", (99999,))
+        coarser = (r"^(?:blocks|patch_embeds|pos_block)\.(\d+)", None)
         fine = [(r"^blocks\.(\d+)\.(\d+)", None), (r"^(?:patch_embeds|pos_block)\.(\d+)", (0,)), norm]
         return dict(stem=r"^patch_embeds.0", blocks=[coarser, norm] if coarse else fine)
 
@@ -83,7 +91,9 @@ class Twins(PyramidTransformer):
 
 def build_block(config: TwinsConfig, stage: int, block: int, drop_path: float) -> Block:
     """Builds one block of a stage."""
-    D, heads, drop = config.widths[stage], config.num_heads[stage], config.proj_drop_rate
+    D = config.widths[stage]
+    heads = config.num_heads[stage]
+    drop = config.proj_drop_rate
     drops: Any = dict(proj_drop=drop, attn_drop=config.attn_drop_rate)
     if config.wss is None or block % 2:
         attn: nn.Module = ReducedAttention(D, heads, config.sr_ratios[stage], **drops)
@@ -93,19 +103,28 @@ def build_block(config: TwinsConfig, stage: int, block: int, drop_path: float) -
     return Block(D, attn, Mlp(D, int(D * config.mlp_ratios[stage]), drop=drop), config.eps, drop_path=drop_path)
 
 
-PCPVT = TwinsConfig(depths=(3, 4, 6, 3))
-SVT = TwinsConfig(mlp_ratios=(4, 4, 4, 4), wss=(7, 7, 7, 7), depths=(2, 2, 18, 2))
+PCPVT: Options = dict(depths=(3, 4, 6, 3))
+SVT: Options = dict(mlp_ratios=(4, 4, 4, 4), wss=(7, 7, 7, 7), depths=(2, 2, 18, 2))
 
+CONFIG = TwinsConfig
 MODEL = Twins
-VARIANTS = {
+VARIANTS: dict[str, Options] = {
     "twins_pcpvt_small": PCPVT,
-    "twins_pcpvt_base": PCPVT.replace(depths=(3, 4, 18, 3)),
-    "twins_pcpvt_large": PCPVT.replace(depths=(3, 8, 27, 3)),
-    "twins_svt_small": SVT.replace(embed_dims=(64, 128, 256, 512), num_heads=(2, 4, 8, 16), depths=(2, 2, 10, 4)),
-    "twins_svt_base": SVT.replace(embed_dims=(96, 192, 384, 768), num_heads=(3, 6, 12, 24)),
-    "twins_svt_large": SVT.replace(embed_dims=(128, 256, 512, 1024), num_heads=(4, 8, 16, 32)),
+    "twins_pcpvt_base": dict(PCPVT, depths=(3, 4, 18, 3)),
+    "twins_pcpvt_large": dict(PCPVT, depths=(3, 8, 27, 3)),
+    "twins_svt_small": dict(SVT, embed_dims=(64, 128, 256, 512), num_heads=(2, 4, 8, 16), depths=(2, 2, 10, 4)),
+    "twins_svt_base": dict(SVT, embed_dims=(96, 192, 384, 768), num_heads=(3, 6, 12, 24)),
+    "twins_svt_large": dict(SVT, embed_dims=(128, 256, 512, 1024), num_heads=(4, 8, 16, 32)),
 }
 ORACLE = dict.fromkeys(VARIANTS, "timm")
 
 # Counted by timm 1.0.31.
 PARAMS = dict(zip(VARIANTS, (24_106_216, 43_828_456, 60_989_672, 24_060_776, 56_070_952, 99_271_400), strict=True))
+
+# Names in checkpoints, from timm 1.0.31.
+
+TIMM_TWINS = Layout(
+    name="timm", mark="pos_block.0.proj.0.weight", resize="bilinear", home="blocks.{}.{}", blocks="blocks.{}.{}"
+)
+
+CHECKPOINTS = Spelling("Twins", (TIMM_TWINS,), keep, {"timm": (TIMM_TWINS,)})

@@ -13,10 +13,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..checkpoints.layout import Layout, Spelling
 from ..layers.recompute import recomputed
 from ..layers.rel2d import Grid
 from ..layers.residual import BasicBlock
 from ..layers.visual_tokens import VisualTransformer
+from .config import Options
+from .fit import keep
 from .residual import ResidualConfig, ResidualNetwork
 
 
@@ -73,7 +76,9 @@ class VisualTransformerResNet(ResidualNetwork):
         """As that of `ResidualNetwork`; visual transformers return the pair (map [B, H, W, D], tokens [B, L, D])."""
         if not self.config.num_heads[i]:
             return super().stage(x, i)
-        tokens, grid, x = None, x.shape[1:3], x.flatten(1, 2)
+        tokens = None
+        grid = x.shape[1:3]
+        x = x.flatten(1, 2)
         for block in self.stages[i]:
             x, tokens = recomputed(block, x, tokens) if self.recomputes else block(x, tokens)
         return x.unflatten(1, grid), tokens
@@ -94,7 +99,14 @@ class VisualTransformerResNet(ResidualNetwork):
         self.num_features = width
 
 
+CONFIG = VtConfig
 MODEL = VisualTransformerResNet
-VARIANTS = {"vt_resnet18": VtConfig()}
+VARIANTS: dict[str, Options] = {"vt_resnet18": {}}
 ORACLE: dict[str, str] = {}  # see the equations in the tests
 PARAMS = {"vt_resnet18": 11_807_272}  # by the equations in the tests; the paper says 11.7 M
+
+# Names in checkpoints of ours; nobody else has published any.
+
+VT = Layout(name="VT-ResNet", mark="stem.conv1.conv.weight", resize="linear")
+
+CHECKPOINTS = Spelling("VT-ResNet", (VT,), keep)

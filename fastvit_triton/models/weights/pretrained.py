@@ -7,13 +7,16 @@ import difflib
 import fnmatch
 import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from .. import models
-from .adapt import WeightsError
+from ... import models
+from ...checkpoints import places
+from ...checkpoints.places import Place, Repository
+from ...checkpoints.tensors import WeightsError
 
 TABLE = Path(__file__).with_name("pretrained.json")
 CLASSES = Path(__file__).with_name("imagenet_classes.txt")
@@ -65,6 +68,44 @@ def pretrained_cfg(name: str) -> dict[str, Any]:
     return {"architecture": name, "tag": tag, **row}
 
 
+def find_place(source: str | os.PathLike, **options: Any) -> Place:
+    """The place that a source names, see `load_model` for its forms; downloads nothing.
+
+    Args:
+        source: as for `places.find_place`, also a name of the table, with or without a tag.
+        **options: of `huggingface_hub.hf_hub_download`.
+
+    Raises:
+        WeightsError, TypeError: as `places.find_place`, or the name has no weights.
+    """
+
+    def named(text: str) -> Place | None:
+        return find_tagged(text, options) if split_tag(text)[0] in models.CATALOGUE else None
+
+    place = places.find_place(source, named, options)
+    if isinstance(place, Repository) and not place.cfg:
+        organisation, _, name = place.name.partition("/")
+        if organisation == "timm" and name in list_models(pretrained=True):
+            place.cfg = pretrained_cfg(name)
+    return place
+
+
+def find_tagged(name: str, options: dict[str, Any]) -> Place:
+    """The repository of a name with a tag, or of a name's default tag.
+
+    Raises:
+        WeightsError: it has no weights, or there is no such tag.
+    """
+    cfg = pretrained_cfg(name)
+    if not cfg.get("hf_hub_id"):
+        others = list_models(split_tag(name)[0], pretrained=True)
+        remedy = f"use {' or '.join(others[:3])}" if others else "give checkpoint_path, or leave out pretrained"
+        raise WeightsError(f"{name} has no pretrained weights on the Hub; {remedy}")
+    place = Repository(cfg["hf_hub_id"], options)
+    place.cfg = cfg  # several names may share a repository
+    return place
+
+
 @functools.cache
 def imagenet_classes() -> dict[str, str]:
     """The WordNet synset of each class of ImageNet-1k → its name, in the order of the logits."""
@@ -78,7 +119,8 @@ def class_names(model: nn.Module) -> tuple[str, ...] | None:
     They are those of its weights or, if these name none and have 1000 classes, as timm has it, those of ImageNet-1k.
     """
     cfg: Any = getattr(model, "pretrained_cfg", None) or {}
-    names, classes = cfg.get("label_names"), getattr(model, "num_classes", None)
+    names = cfg.get("label_names")
+    classes = getattr(model, "num_classes", None)
     if not names:
         return tuple(imagenet_classes().values()) if cfg.get("num_classes") == classes == 1000 else None
     if isinstance(names, dict):

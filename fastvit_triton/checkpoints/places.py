@@ -8,12 +8,12 @@ import importlib
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import pretrained
-from .adapt import WeightsError
+from .tensors import WeightsError
 
 # In this order, as in timm; an index lists the files of a checkpoint that was saved in parts.
 WEIGHT_FILES: tuple[str, ...] = (
@@ -21,8 +21,9 @@ WEIGHT_FILES: tuple[str, ...] = (
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
+    "open_clip_model.safetensors",
+    "open_clip_pytorch_model.bin",
 )
-WEIGHT_FILES += ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".npz")
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 PART = re.compile(r"[\w-][\w.-]*\.(safetensors|bin)")
@@ -36,7 +37,7 @@ class Place:
         text: how messages name it.
         folder: its path.
         file: the weights, if a file was named.
-        cfg: its configuration in the table of pretrained weights; {} if it has none.
+        cfg: its configuration in a table of pretrained weights; {} if it has none.
         is_local: nothing is downloaded.
     """
 
@@ -109,7 +110,8 @@ class Repository(Place):
         """
         from .. import __version__
 
-        client, text = hub_client(), self.text
+        client = hub_client()
+        text = self.text
         errors: Any = importlib.import_module("huggingface_hub.errors")
         library = dict(library_name="fastvit_triton", library_version=__version__)
         try:
@@ -163,12 +165,13 @@ def hub_client() -> ModuleType:
         raise WeightsError("models of the Hub need huggingface_hub; pip install 'fastvit_triton[hub]'") from error
 
 
-def find_place(source: str | os.PathLike, **options: Any) -> Place:
-    """The place that a source names, see `load_model` for its forms; downloads nothing.
+def find_place(source: str | os.PathLike, named: Callable[[str], Place | None], options: dict[str, Any]) -> Place:
+    """The place that a source names; downloads nothing.
 
     Args:
-        source: a path, "local-dir:PATH", "hf-hub:org/name", "org/name", or a name with or without a tag.
-        **options: of `huggingface_hub.hf_hub_download`.
+        source: a path, "local-dir:PATH", "hf-hub:org/name", "org/name", or a name that `named` knows.
+        named: text → the place of a name in a table of pretrained weights; None if the table has no such name.
+        options: of `huggingface_hub.hf_hub_download`.
 
     Raises:
         WeightsError: there is no such file or folder, and it is no name of the Hub, or the name has no weights.
@@ -180,12 +183,13 @@ def find_place(source: str | os.PathLike, **options: Any) -> Place:
         raise TypeError(f"the checkpoint is of type {type(source).__name__}; give {FORMS}")
     if not os.fspath(source):
         raise WeightsError(f"the checkpoint's name is empty; give {FORMS}")
-    text, path = os.fspath(source), Path(source)
+    text = os.fspath(source)
+    path = Path(source)
     scheme, _, rest = text.partition(":")
     if scheme in ("hf-hub", "hf_hub"):
         if not REPOSITORY.fullmatch(rest):
             raise WeightsError(f"{text} names no repository; use hf-hub:org/name or hf-hub:org/name@revision")
-        return find_repository(rest, options)
+        return Repository(rest, options)
     if scheme == "local-dir":
         if not Path(rest).is_dir():
             raise WeightsError(f"there is no folder {rest}; local-dir: takes the path of a folder")
@@ -199,36 +203,11 @@ def find_place(source: str | os.PathLike, **options: Any) -> Place:
         remedy = f"use hf-hub:{hub[1]}" if hub else f"download the file, or give {FORMS}"
         raise WeightsError(f"{text} is a URL, and checkpoints are not loaded from URLs; {remedy}")
     if path.suffix not in SUFFIXES:
-        if pretrained.split_tag(text)[0] in pretrained.models.CATALOGUE:
-            return find_tagged(text, options)
+        if (place := named(text)) is not None:
+            return place
         if REPOSITORY.fullmatch(text) and not path.parent.exists():
-            return find_repository(text, options)
+            return Repository(text, options)
     raise WeightsError(f"there is no checkpoint {text}; give {FORMS}")
-
-
-def find_tagged(name: str, options: dict[str, Any]) -> Place:
-    """The repository of a name with a tag, or of a name's default tag.
-
-    Raises:
-        WeightsError: it has no weights, or there is no such tag.
-    """
-    cfg = pretrained.pretrained_cfg(name)
-    if not cfg.get("hf_hub_id"):
-        others = pretrained.list_models(pretrained.split_tag(name)[0], pretrained=True)
-        remedy = f"use {' or '.join(others[:3])}" if others else "give checkpoint_path, or leave out pretrained"
-        raise WeightsError(f"{name} has no pretrained weights on the Hub; {remedy}")
-    place = find_repository(cfg["hf_hub_id"], options)
-    place.cfg = cfg  # several names may share a repository
-    return place
-
-
-def find_repository(text: str, options: dict[str, Any]) -> Place:
-    """The repository "org/name" or "org/name@revision"; timm's have a configuration in the table."""
-    place = Repository(text, options)
-    organisation, _, name = place.name.partition("/")
-    if organisation == "timm" and name in pretrained.list_models(pretrained=True):
-        place.cfg = pretrained.pretrained_cfg(name)
-    return place
 
 
 def parts(path: Path) -> list[str]:

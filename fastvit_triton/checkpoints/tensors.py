@@ -1,6 +1,4 @@
-"""Converts a checkpoint's tensors to our shapes (packed projections, JAX, head), and checks them against a model."""
-
-import re
+"""Converts a checkpoint's tensors to our shapes (packed projections, head), and checks them against a model's."""
 
 import torch
 from torch import Tensor, nn
@@ -46,75 +44,6 @@ def split(state: State, *wholes: str) -> State:
     return out
 
 
-def read_jax(tensors: State) -> State:
-    """Converts JAX kernels [in, out], [D, H, d], [H, d, D] and [P, P, C, D] to weights, and unstacks blocks."""
-    single = {}
-    for key, tensor in _name_resnet(tensors).items():
-        stacked = ".encoderblock." in key and tensor.numel()  # an empty tensor may have any number of rows
-        for i, one in enumerate(tensor if stacked else [tensor]):
-            single[key.replace(".encoderblock.", f".encoderblock_{i}.")] = one
-    out: State = {}
-    for key, tensor in single.items():
-        module, _, leaf = key.rpartition(".")
-        if module.endswith((".query", ".key", ".value")):
-            tensor = tensor.flatten(tensor.dim() - 2)
-        if leaf == "kernel":
-            tensor = tensor.permute(3, 2, 0, 1) if tensor.dim() == 4 else tensor.flatten(0, -2).T
-        elif tensor.dim() == 4 and module.startswith("patch_embed."):
-            tensor = tensor.flatten()  # GroupNorm [1, 1, 1, C]
-        out[f"{module}.weight" if leaf in ("kernel", "scale") else key] = tensor
-    return out
-
-
-def _name_resnet(tensors: State) -> State:
-    """Renames the tensors of a hybrid model's ResNet; block1.unit1 becomes our stages.0.blocks.0."""
-    deep = any(key.startswith("block1.") for key in tensors)
-    root = "patch_embed.backbone.stem." if deep else "patch_embed.backbone."
-    out: State = {}
-    for key, tensor in tensors.items():
-        if found := re.fullmatch(r"(conv|gn)_root\.(\w+)", key):
-            key = f"{root}{found[1]}.{found[2]}"
-        elif found := re.fullmatch(r"block(\d+)\.unit(\d+)\.(conv|gn)(\d|_proj)\.(\w+)", key):
-            stage, unit = int(found[1]) - 1, int(found[2]) - 1
-            module = f"downsample.{found[3]}" if found[4] == "_proj" else found[3] + found[4]
-            key = f"patch_embed.backbone.stages.{stage}.blocks.{unit}.{module}.{found[5]}"
-        out[re.sub(r"\bgn", "norm", key)] = tensor
-    return out
-
-
-def write_tower(tensors: State) -> State:
-    """Removes leading axes of length 1 from positions, to [N, D], and class token, to [D]."""
-    keep = {"embeddings.position_embedding.weight": (0, 1), "embeddings.class_embedding": (0, 2)}
-    return {key: tensor.flatten(*keep[key]) if key in keep else tensor for key, tensor in tensors.items()}
-
-
-def write_clip(tensors: State) -> State:
-    """`write_tower` without the bias of the projection, which CLIP lacks; ours is zero, see `CLIP.needs`."""
-    return {key: tensor for key, tensor in write_tower(tensors).items() if key != "visual_projection.bias"}
-
-
-def read_dinov2(tensors: State) -> State:
-    """Reduces the classifier [K, 2·D] to the class token's half [K, D] if the patch mean's half is zero."""
-    weight, width = tensors.get("classifier.weight"), tensors["embeddings.cls_token"].shape[-1]
-    if weight is None or weight.shape[1] != 2 * width or weight[:, width:].any():
-        return tensors
-    return {**tensors, "classifier.weight": weight[:, :width]}
-
-
-def write_dinov2(tensors: State) -> State:
-    """The inverse of `read_dinov2`: adds a zero half for the patch mean, and a zero mask token."""
-    tensors = {**tensors, "embeddings.mask_token": torch.zeros_like(tensors["embeddings.cls_token"][0])}
-    if (weight := tensors.get("classifier.weight")) is not None:
-        tensors["classifier.weight"] = torch.cat((weight, torch.zeros_like(weight)), 1)
-    return tensors
-
-
-def read_naflex(tensors: State) -> State:
-    """Flattens positions [1, h, w, D] to [1, h·w, D]."""
-    key = "embeds.pos_embed"
-    return {**tensors, key: tensors[key].flatten(1, 2)} if tensors[key].dim() == 4 else tensors
-
-
 def fill_counts(target: State, state: State) -> None:
     """Adds the counters of BatchNorms that a checkpoint lacks, as PyTorch does; only training may read them."""
     state |= {key: t for key, t in target.items() if key.endswith("num_batches_tracked") and key not in state}
@@ -153,7 +82,9 @@ def check(model: nn.Module, target: State, state: State, spelled: dict[str, str]
         raise WeightsError(f"{why}; create the model of the checkpoint, or give its sizes as options")
     for key, wanted in target.items():
         if state[key].shape != wanted.shape:
-            name, theirs, ours = spelled.get(key, key), list(state[key].shape), list(wanted.shape)
+            name = spelled.get(key, key)
+            theirs = list(state[key].shape)
+            ours = list(wanted.shape)
             hint = "; create the model of the checkpoint, or give its sizes as options"
             if key in (*TOKENS, "pos_embed") and theirs[-1] != ours[-1]:
                 hint = f"; create the model with embed_dim={theirs[-1]}, or of another name"

@@ -9,24 +9,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..files import replacing
-from ..models.base import ImageModel
-from ..preparation import data_config
-from . import (
-    SPELLINGS,
-    check_layout,
-    describe,
-    load_model,
-    places,
-    pyramid,
-    save_weights,
-    timm_config,
-    transformers_config,
-    vit,
-)
-from .adapt import WeightsError, variant
+from ...checkpoints import places
+from ...checkpoints.tensors import WeightsError, variant
+from ...files import replacing
+from ...preparation import data_config
+from ..base import ImageModel
+from . import timm_config, transformers_config
 from .create import build_pretrained
-from .pretrained import class_names
+from .describe import describe
+from .load import SPELLINGS, check_layout, load_model, save_weights
+from .pretrained import class_names, find_place
 
 CARD = """\
 ---
@@ -60,7 +52,7 @@ def from_pretrained(
     kind: type, source: str | os.PathLike, hub: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> ImageModel:
     """A model of a class in evaluation mode, see `HubMethods.from_pretrained`."""
-    place = places.find_place(source, **hub)
+    place = find_place(source, **hub)
     if not overrides:
         model: ImageModel = load_model(place)[0]
     elif (found := describe(place)) is None:
@@ -92,12 +84,13 @@ def save_pretrained(
         WeightsError: the layout does not support the model, or a file cannot be written.
     """
     try:
-        folder, training = Path(folder), json.loads((metadata or {}).get("training", "{}"))
+        folder = Path(folder)
+        training = json.loads((metadata or {}).get("training", "{}"))
     except ValueError as error:
         raise WeightsError(
             f"metadata's training is no JSON ({error}); give the header that load_model returns"
         ) from error
-    saved = check_layout(model, layout).saved
+    spelling = check_layout(model, layout)
     names = training.get("classes") or class_names(model)
     cfg: dict[str, Any] = dict(model.pretrained_cfg) | data_config(model)
     cfg = {key: value for key, value in cfg.items() if not key.startswith(("hf_hub_", "label_"))}
@@ -106,7 +99,7 @@ def save_pretrained(
     files = {"config.json": _config(model, cfg, layout)}
     if layout == "transformers":
         any_model: Any = model
-        chosen = (vit if model.layout == "vit" else pyramid).choose(any_model, saved[layout])
+        chosen = spelling.choose(any_model, spelling.saved[layout])
         files["config.json"], files["preprocessor_config.json"] = transformers_config.write(any_model, chosen.name, cfg)
     title = repo or folder.resolve().name
     try:
@@ -127,10 +120,12 @@ def _config(model: ImageModel, cfg: dict[str, Any], layout: str) -> dict[str, An
     if layout == "transformers":
         return {}
     ours = {"variant": variant(model), "config": dataclasses.asdict(model.config)}
-    state, spelling = dict(model.state_dict()), SPELLINGS[model.layout]
+    state = dict(model.state_dict())
+    spelling = SPELLINGS[model.layout]
     try:
         config = timm_config.write(model, cfg)
-        if layout != "timm" and state.keys() != spelling.write(model, state, spelling.saved.get("timm", ())).keys():
+        written = spelling.convert(model, state, "timm") if layout != "timm" and "timm" in spelling.saved else state
+        if written.keys() != state.keys():
             raise WeightsError("timm stores other tensors")
     except WeightsError:
         if layout == "timm":

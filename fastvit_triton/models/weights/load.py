@@ -8,27 +8,38 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from ..files import replacing
-from ..layers.embed import INTERPOLATION
-from ..models.features import FeatureGetterNet
-from ..models.transformer import VisionTransformer
-from . import adapt, convolutional, one_scale, pyramid, stems, vit
-from .adapt import State, WeightsError, some, variant
+from ...checkpoints.layout import Layout, Spelling
+from ...checkpoints.reading import CHECKSUM, checksum, is_finite, read, unwrap, why_unusable
+from ...checkpoints.tensors import (
+    TOKENS,
+    State,
+    WeightsError,
+    check,
+    fill_counts,
+    fit_head,
+    join,
+    some,
+    split,
+    variant,
+)
+from ...files import replacing
+from ...layers.embed import INTERPOLATION
+from .. import FAMILIES, plain
+from ..features import FeatureGetterNet
+from ..transformer import VisionTransformer
 from .describe import describe, from_metadata
-from .layouts import LAYOUTS, TIMM, TRANSFORMERS, Layout
-from .places import find_place
-from .reading import CHECKSUM, checksum, is_finite, read, unwrap, why_unusable
+from .pretrained import find_place
 from .rebuild import build_model
 
 IRRELEVANT = re.compile(  # other parts of larger models, and training state
@@ -37,31 +48,8 @@ IRRELEVANT = re.compile(  # other parts of larger models, and training state
 )
 
 
-class Spelling(NamedTuple):
-    """The layouts of an architecture's checkpoints, and functions that convert to and from them.
-
-    Attributes:
-        name: of the architecture, in errors.
-        layouts: layouts that can be read, in the order in which their marks are searched.
-        fit: adapts renamed tensors to a model, see `vit.fit`.
-        saved: layouts that can be written, by name; the first that supports the model is used.
-        write: converts a model's tensors to one of these layouts, see `vit.write`.
-    """
-
-    name: str
-    layouts: tuple[Layout, ...]
-    fit: Callable[..., tuple[list[str], str]]
-    saved: dict[str, tuple[Layout, ...]]
-    write: Callable[..., State]
-
-
-SPELLINGS = {
-    "vit": Spelling("a plain ViT", LAYOUTS, vit.fit, {"timm": (TIMM,), "transformers": TRANSFORMERS}, vit.write),
-    "swin": Spelling("Swin", pyramid.SWIN_LAYOUTS, pyramid.fit_tables, pyramid.SWIN_SAVED, pyramid.write),
-    "twins": Spelling("Twins", (pyramid.TIMM_TWINS,), pyramid.keep, {"timm": (pyramid.TIMM_TWINS,)}, pyramid.write),
-    "pvt": Spelling("PVT", pyramid.PVT_LAYOUTS, pyramid.fit_positions, pyramid.PVT_SAVED, pyramid.write),
-}
-SPELLINGS |= {layout: Spelling(*row) for layout, row in (one_scale.ROWS | stems.ROWS | convolutional.ROWS).items()}
+SPELLINGS: dict[str, Spelling] = {"vit": plain.CHECKPOINTS}
+SPELLINGS |= {family.MODEL.layout: family.CHECKPOINTS for family in FAMILIES if hasattr(family, "CHECKPOINTS")}
 
 
 @dataclass(frozen=True)
@@ -83,7 +71,8 @@ class LoadReport:
     dropped: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        zeroed, dropped = ", ".join(self.reinitialised), some(self.dropped)
+        zeroed = ", ".join(self.reinitialised)
+        dropped = some(self.dropped)
         rows = {"positions": self.positions, "initialised to zero, must be trained": zeroed, "dropped": dropped}
         lines = [f"{title}: {what}" for title, what in rows.items() if what]
         return "\n".join([f"{self.tensors} tensors from a {self.family} checkpoint", *lines])
@@ -195,7 +184,7 @@ def save_weights(
     spelling = check_layout(model, layout)
     state = {key: tensor.detach().cpu() for key, tensor in model.state_dict().items()}
     if layout != "fastvit_triton":
-        state = spelling.write(model, state, spelling.saved[layout])
+        state = spelling.convert(model, state, layout)
     state = {key: tensor.contiguous() for key, tensor in state.items()}
     ours: Any = model  # as `_spelling` checks
     config = json.dumps(dataclasses.asdict(ours.config))
@@ -224,14 +213,14 @@ def _load(model: Any, held: Mapping, metadata: Mapping[str, str], resize: str | 
     target = model.state_dict()
     dropped = [key for key in state if IRRELEVANT.search(key) or key in model.pruned]
     state = {key: tensor for key, tensor in state.items() if key not in dropped}
-    adapt.fill_counts(target, state)
-    dropped += adapt.fit_head(model.head_names, target, state)
+    fill_counts(target, state)
+    dropped += fit_head(model.head_names, target, state)
     useless, positions = spelling.fit(model, target, state, metadata, resize or mode)
     dropped += useless
     heads = tuple(f"{name}." for name in model.head_names)
     reinitialised = tuple(key for key in target if key.startswith(heads) and key not in state)
     state |= {key: torch.zeros_like(target[key]) for key in reinitialised}
-    adapt.check(model, target, state, spelled, family)
+    check(model, target, state, spelled, family)
     wrong = next((key for key in target if verify and not is_finite(state[key])), None)
     if wrong is not None:
         name = spelled.get(wrong, wrong)
@@ -289,12 +278,10 @@ def _translate(found: State, spelling: Spelling) -> tuple[Layout, State, dict[st
     spelled = {leaf.sub("weight", layout.ours(key.removeprefix(prefix))): spelling for key, spelling in dotted.items()}
     try:
         state = {layout.ours(key): tensor for key, tensor in layout.read(state).items()}
-        state = adapt.join(
-            adapt.split(state, "attn_pool.qkv"), "attn.qkv", "attn.kv", "attn_pool.kv", "mlp.fc1", "mlp.fc2"
-        )
+        state = join(split(state, "attn_pool.qkv"), "attn.qkv", "attn.kv", "attn_pool.kv", "mlp.fc1", "mlp.fc2")
     except (LookupError, RuntimeError, TypeError, ValueError) as error:
         raise WeightsError(f"this {layout.name} checkpoint has tensors of unusual shape: {error}") from error
-    for key in (*adapt.TOKENS, "pos_embed"):
+    for key in (*TOKENS, "pos_embed"):
         if key in state:
             state[key] = state[key].reshape((1,) * (3 - state[key].dim()) + state[key].shape)
     return layout, state, spelled

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..models import create_model
-from ..models.transformer import VisionTransformer
-from . import adapt
+from ...checkpoints.tensors import check
+from .. import create_model
+from ..transformer import VisionTransformer
 
 MAX_CONFIG = 65_536  # characters
 TENSORS_PER_BLOCK = 4  # at least: the weights of qkv, proj, fc1 and fc2, under any names
@@ -60,7 +60,7 @@ def compare(tensors: Mapping[str, Tensor], name: str, config: Mapping[str, objec
         if value is None and (default := getattr(empty.config, key, None)) is not None:
             raise ValueError(f"{key} is None; leave it out, or give a value such as {default!r}")
     if layout == "fastvit_triton":
-        adapt.check(empty, empty.state_dict(), dict(tensors), {}, layout)
+        check(empty, empty.state_dict(), dict(tensors), {}, layout)
     wanted = sum(tensor.numel() for tensor in (*empty.parameters(), *empty.buffers()))
     found = sum(tensor.numel() for tensor in tensors.values())
     if wanted > 2 * found + TABLES:

@@ -5,8 +5,8 @@ Sources: the configuration classes of transformers 5.23, whose defaults a file m
 
 from typing import Any, NamedTuple
 
-from ..models import model_config
-from .adapt import WeightsError
+from ...checkpoints.tensors import WeightsError
+from .. import model_config
 
 
 class Stages(NamedTuple):
@@ -70,7 +70,8 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> tuple[str, dict[s
     for name, only in fixed.items():
         if config.get(name, only) != only:
             raise ValueError(f"{name} is {config[name]!r}; our {base} has {only!r}")
-    options, ours = {fields[key]: value for key, value in config.items() if key in fields}, model_config(base)
+    options = {fields[key]: value for key, value in config.items() if key in fields}
+    ours = model_config(base)
     for key, value in options.items():
         if isinstance(value, list) and not isinstance(getattr(ours, key), tuple):
             if len(set(value)) != 1:

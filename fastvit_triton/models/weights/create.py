@@ -4,14 +4,15 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from .. import models
-from ..models.transformer import VisionTransformer
-from . import _load, load_weights
+from ... import models
+from ...checkpoints.places import Place
+from ...checkpoints.reading import read, unwrap
+from ...checkpoints.tensors import State, WeightsError
+from ..transformer import VisionTransformer
 from . import pretrained as table
-from .adapt import State, WeightsError
 from .describe import Description, describe
-from .places import Place, find_place, find_tagged
-from .reading import read, unwrap
+from .load import _load, load_weights
+from .pretrained import find_place, find_tagged
 from .rebuild import compare
 
 SCHEMES = ("hf-hub", "hf_hub", "local-dir")
@@ -99,7 +100,7 @@ def _resolve(name: str, weights: bool) -> tuple[Place | None, Description]:
     if "/" in name:
         raise WeightsError(f"name is {name!r}; use hf-hub:{name} for the Hub, or local-dir:{name} for a folder")
     base, tag = table.split_tag(name)
-    models.model_config(base)
+    models.family_of(base)
     cfg = table.pretrained_cfg(name)
     options = {"num_classes": cfg["num_classes"]} if cfg and (tag or weights) else {}
     return find_tagged(name, {}) if weights else None, Description(base, options, cfg)
@@ -114,7 +115,8 @@ def _fit_channels(state: State, target: State) -> State:
                 f"in_chans is not that of the weights, and {key} cannot be converted; leave out in_chans"
             )
         if state[key].shape != wanted.shape:
-            weight, channels = state[key], wanted.shape[1]
+            weight = state[key]
+            channels = wanted.shape[1]
             repeats = -(-channels // weight.shape[1])
             more = weight.repeat(1, repeats, 1, 1)[:, :channels] * (weight.shape[1] / channels)
             fitted[key] = weight.sum(1, keepdim=True) if channels == 1 else more

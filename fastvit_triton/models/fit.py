@@ -1,19 +1,20 @@
-"""Weights of plain ViTs: adapts norm, stem and positions of a checkpoint to a model, and converts to other layouts."""
+"""Adapts a checkpoint to a model: norm, stem and positions. Functions that several families share."""
 
 import dataclasses
 import json
 import math
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..checkpoints.layout import Layout
+from ..checkpoints.tensors import TOKENS, State, WeightsError, split, variant
 from ..layers.embed import resize_pos_embed, sides
-from ..models.transformer import VisionTransformer
-from .adapt import TOKENS, State, WeightsError, join, split, variant
-from .layouts import TIMM, Layout
+from .transformer import VisionTransformer
 
 
 def fit(
@@ -53,7 +54,9 @@ def fit_norm(target: State, state: State) -> list[str]:
 
 def fit_stem(model: VisionTransformer, state: State) -> None:
     """Converts the weight of the patch projection between convolution [D, C, P, P] and linear layer [D, P·P·C]."""
-    weight, config, convolves = state.get("patch_embed.proj.weight"), model.config, model.config.patch_embed == "conv"
+    weight = state.get("patch_embed.proj.weight")
+    config = model.config
+    convolves = config.patch_embed == "conv"
     if weight is None or weight.dim() != (2 if convolves else 4):
         return
     if not convolves:
@@ -65,10 +68,12 @@ def fit_stem(model: VisionTransformer, state: State) -> None:
 
 def fit_positions(model: VisionTransformer, state: State, metadata: Mapping[str, str], mode: str) -> str:
     """Converts `state["pos_embed"]` [1, T + h·w, D] to the model's prefix and grid; returns a description."""
-    own, pos = model.pos_embed, state.get("pos_embed")
+    own = model.pos_embed
+    pos = state.get("pos_embed")
     if not isinstance(own, Tensor) or pos is None or pos.shape[::2] != own.shape[::2]:
         return ""  # nothing to convert, or a mismatch that `check` reports
-    (h, w), notes = model.patch_embed.grid_size, list[str]()
+    h, w = model.patch_embed.grid_size
+    notes = list[str]()
     wanted = own.shape[1] - h * w
     given, old = _source_grid(pos.shape[1], (h, w), (wanted, 0, 1, model.num_prefix_tokens), metadata)
     rows = sum(state[name].shape[1] for name in TOKENS if name in state and state[name].shape[::2] == pos.shape[::2])
@@ -134,44 +139,35 @@ def supporting(layouts: tuple[Layout, ...], facts: dict[str, object], name: str)
     return layout
 
 
-def choose(model: VisionTransformer, layouts: tuple[Layout, ...]) -> Layout:
+def fit_table(state: State, target: State, key: str, grid: tuple[int, int], prefix: int, mode: str) -> str:
+    """Makes the positions [1, T + h · w, D] under a key fit a grid; returns a description of the change."""
+    pos = state.get(key)
+    if pos is None or pos.dim() != 3 or pos.shape == target[key].shape:
+        return ""
+    side = math.isqrt(max(pos.shape[1] - prefix, 0))
+    if not side or side * side != pos.shape[1] - prefix:
+        raise WeightsError(f"{key} has {pos.shape[1]} rows, no square grid; create the model with its img_size")
+    state[key] = resize_pos_embed(pos, (side, side), grid, prefix, mode)
+    return f"{side}x{side} resized to {grid[0]}x{grid[1]} ({mode})"
+
+
+def keep(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+    """Changes nothing: no tensor of the model depends on the size of the image."""
+    return [], ""
+
+
+def choose(model: Any, layouts: tuple[Layout, ...]) -> Layout:
     """The first layout that supports the model.
 
     Raises:
         WeightsError: none of them does.
     """
-    config, state = model.config, model.state_dict()
-    facts = dataclasses.asdict(config) | {
-        "head_dim": None if config.head_dim in (None, config.embed_dim // config.num_heads) else config.head_dim,
-        "final_norm": isinstance(model.norm, nn.LayerNorm),
-        "fc_norm": isinstance(model.fc_norm, nn.LayerNorm),
-        "distilled": "dist_token" in state,
-        "hybrid": any(".backbone." in key for key in state),
-        "registers": "reg_token" in state,
-        "layer_scale": config.init_values is not None,
-        "head_bias": "head.bias" in state and bool(state["head.bias"].any()),
-        "head_after_map": "attn_pool.latent" in state and "head.weight" in state,
-    }
+    facts = dataclasses.asdict(model.config) | {"final_norm": isinstance(model.norm, nn.LayerNorm)}
     return supporting(layouts, facts, variant(model))
 
 
-def write(model: VisionTransformer, state: State, layouts: tuple[Layout, ...]) -> State:
-    """Converts our tensors of a plain ViT to the names and shapes of the first layout that supports the model.
-
-    Raises:
-        WeightsError: none of the layouts supports the model.
-    """
-    config, layout = model.config, choose(model, layouts)
-    if isinstance(model.pos_embed, Tensor):
-        pos, (h, w) = model.pos_embed.detach().cpu(), model.patch_embed.grid_size
-        rows = (config.class_token + ("dist_token" in state)) if layout is not TIMM else model.num_prefix_tokens
-        wanted = 0 if layout is TIMM and config.no_embed_class else rows
-        state = move_prefix({**state, "pos_embed": pos}, pos.shape[1] - h * w, wanted)
-    if config.patch_embed == "linear":
-        weight = state["patch_embed.proj.weight"].unflatten(1, (*sides(config.patch_size), config.in_chans))
-        state["patch_embed.proj.weight"] = weight.permute(0, 3, 1, 2)
-    if layout is TIMM:
+def write(model: Any, state: State, layout: Layout) -> State:
+    """Converts our tensors to the names of a layout; timm's are ours."""
+    if not layout.base:
         return state
-    swiglu = ("mlp.fc1", "mlp.fc2") if config.mlp == "swiglu" else ()
-    state = join(split(state, "attn.qkv", "attn_pool.kv", *swiglu), "attn_pool.qkv")
-    return layout.convert(state, model.head_names, config.num_classes)
+    return layout.convert(split(state, "attn.qkv", "attn.kv"), model.head_names, model.config.num_classes)

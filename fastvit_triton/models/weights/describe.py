@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from ..models import CATALOGUE
+from ...checkpoints.places import Place
+from ...checkpoints.tensors import WeightsError
+from .. import CATALOGUE
 from . import timm_config, transformers_config
-from .adapt import WeightsError
-from .places import Place
 
 
 class Description(NamedTuple):
