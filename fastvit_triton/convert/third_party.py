@@ -108,9 +108,7 @@ def inherited(cls: type[nn.Module]) -> str | None:
     for base in cls.__mro__[1:]:
         name = f"{base.__module__}.{base.__qualname__}"
         if name in FUSED and name.startswith(f"{PACKAGE}."):
-            same = all(
-                getattr(cls, method) is getattr(base, method) for method in ("forward", "__call__", "__getattr__")
-            )
+            same = all(getattr(cls, method) is getattr(base, method) for method in ALWAYS)
             return name if same else None
     return None
 
