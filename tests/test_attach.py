@@ -1,0 +1,102 @@
+"""Tests of how fused forwards come to modules of this package: by `create_model`, or by `optimize` in other models."""
+
+import copy
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from interpreter import interpreting
+from torch import nn
+
+from benchmarks.launch_recorder import recording
+from fastvit_triton import create_model, optimize, revert
+from fastvit_triton.engine.hooks import is_our_forward
+from fastvit_triton.layers import Attention, Block, Mlp, PatchEmbed
+
+SMALL = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=3)
+
+
+class HandWritten(nn.Module):
+    """A ViT of torch.nn around layers of ours, without positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = PatchEmbed((16, 16), (8, 8), 3, 32)
+        self.blocks = nn.Sequential(*(Block(32, Attention(32, 2), Mlp(32, 64)) for _ in range(2)))
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.blocks(self.embed(image))).mean(1))
+
+
+def bound(model: nn.Module) -> list[str]:
+    """Names of the modules whose forward is fused."""
+    return [name for name, module in model.named_modules() if is_our_forward(module.__dict__.get("forward"))]
+
+
+@pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_models_and_their_copies_are_attached(copied):
+    """Oracle: blocks, attention and MLPs of every block; the forward of a copy is bound to the copy."""
+    model = copied(create_model("vit_tiny_patch16_224", **SMALL))
+    names = bound(model)
+    for i in range(2):
+        assert {f"blocks.{i}", f"blocks.{i}.attn", f"blocks.{i}.mlp"} <= set(names)
+    for name in names:
+        module = model.get_submodule(name)
+        assert module.forward.args == (module,)
+
+
+def test_hand_written_models_fuse_after_optimize():
+    """Oracle: the plain model's outputs and gradients; the launches of a block, which are none before `optimize`."""
+    torch.manual_seed(0)
+    model, image = HandWritten().eval(), torch.randn(2, 3, 16, 16)
+    want = model(image)
+    wanted = torch.autograd.grad(want.square().sum(), list(model.parameters()))
+    with recording("sm_90") as before, torch.no_grad():
+        model(image)
+    assert bound(model) == []
+    optimize(model)
+    assert [name for name in bound(model) if name.startswith("blocks.0")] == [
+        "blocks.0",
+        "blocks.0.attn",
+        "blocks.0.mlp",
+    ]
+    with recording("sm_90") as after, torch.no_grad():
+        model(image)
+    kernels = [launch.name for launch in after]
+    assert "attention_qkv._fwd_kernel" not in [launch.name for launch in before]
+    assert any("attention" in name for name in kernels) and len(kernels) > len(before)
+    with interpreting():
+        got = model(image)
+        found = torch.autograd.grad(got.square().sum(), list(model.parameters()))
+    for a, b in zip((got, *found), (want, *wanted), strict=True):
+        a, b = a.detach(), b.detach()
+        assert (a - b).norm() <= 256 * torch.finfo(torch.float32).eps * b.norm().clamp(min=1.0)
+
+
+def test_revert_leaves_models_of_ours_attached():
+    """Oracle: the names before; modules of other packages are reverted."""
+    model = create_model("vit_tiny_patch16_224", **SMALL)
+    before = bound(model)
+    optimize(model)
+    revert(model)
+    assert bound(model) == before
+
+
+def test_a_forward_of_the_user_stays():
+    """Oracle: the forward that was set before `optimize` is the one that runs."""
+    model = HandWritten()
+    calls = []
+
+    def counted(mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
+        calls.append(x.shape)
+        return Mlp.forward(mlp, x)
+
+    mlp = model.blocks[0].mlp
+    mlp.forward = partial(counted, mlp)
+    optimize(model)
+    with interpreting(), torch.no_grad():
+        model(torch.randn(2, 3, 16, 16))
+    assert calls == [torch.Size([2, 4, 32])]
