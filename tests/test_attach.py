@@ -48,6 +48,17 @@ def test_models_and_their_copies_are_attached(copied):
         assert module.forward.args == (module,)
 
 
+@pytest.mark.parametrize(
+    "copied", [copy.copy, nn.Module._replicate_for_data_parallel, Block._replicate_for_data_parallel]
+)
+def test_shallow_copies_run_on_themselves(copied):
+    """Oracle: the forward of a copy is bound to the copy; PyTorch's own method, called by name, leaves it as it is."""
+    block = create_model("vit_tiny_patch16_224", **SMALL).blocks[0]
+    other = copied(block)
+    assert (other.forward.args == (other,)) == (copied is not nn.Module._replicate_for_data_parallel)
+    assert block.forward.args == (block,)
+
+
 def test_hand_written_models_fuse_after_optimize():
     """Oracle: the plain model's outputs and gradients; the launches of a block, which are none before `optimize`."""
     torch.manual_seed(0)

@@ -316,7 +316,7 @@ def test_no_other_setting_is_read():
     for function in (settings.choices, settings.operators, settings.is_observed, launch.binaries):
         listed |= reads(ast.parse(textwrap.dedent(inspect.getsource(function))))
     found, assigned = {}, {}
-    for path in (file for folder in ("kernels", "layers") for file in (PACKAGE / folder).rglob("*.py")):
+    for path in (file for folder in ("kernels", "engine", "layers") for file in (PACKAGE / folder).rglob("*.py")):
         tree, name = ast.parse(path.read_text()), path.relative_to(PACKAGE)
         found |= {read: name for read in reads(tree) if READS.match(read)}
         for node in ast.walk(tree):

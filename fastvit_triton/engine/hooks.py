@@ -37,6 +37,8 @@ ATTENTIONS = (  # attention functions of transformers, and ours
 )  # fmt: skip
 PASSIVE = "transformers.utils.output_capturing"  # its hooks stay registered but read outputs only on request
 
+OURS = f"{PACKAGE}."
+
 _names: dict[type, str] = {}
 
 
@@ -148,7 +150,7 @@ def _is_known(package: str) -> bool:
 
 def is_our_forward(forward: object) -> bool:
     """True if `optimize` set this instance's forward."""
-    return type(forward) is partial and str(getattr(forward.func, "__module__", "")).partition(".")[0] == PACKAGE
+    return type(forward) is partial and (forward.func.__module__ or "")[: len(OURS)] == OURS
 
 
 def _home(function: Callable) -> str:

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from .drop_path import DropPath, add
+from .layer import Layer
 from .layer_scale import LayerScale
 from .recompute import recomputed
 
 
-class Block(nn.Module):
+class Block(Layer):
     """Pre-norm block: x + f(LN x) for f = attention, then MLP (ViT, arXiv:2010.11929, eq. 2-3).
 
     Args:
@@ -56,7 +57,7 @@ class PostNormBlock(Block):
         return self.norm2(add(x, self.drop_path2, lambda x: self.ls2(self.mlp(x))))
 
 
-class Blocks(nn.Sequential):
+class Blocks(Layer, nn.Sequential):
     """Sequence of blocks."""
 
     if TYPE_CHECKING:

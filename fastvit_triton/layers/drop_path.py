@@ -44,7 +44,10 @@ class DropPath(nn.Module):
 
 def add(x: Tensor, drop_path: nn.Module, branch: Callable[[Tensor], Tensor]) -> Tensor:
     """x + drop_path(branch(x)) for x [B, ...]; a `DropPath` that skips computes the branch for kept images only."""
-    if not isinstance(drop_path, DropPath) or (kept := drop_path.kept_images(x)) is None:
+    if not (drop_path.training and isinstance(drop_path, DropPath) and drop_path.skip):
+        return x + drop_path(branch(x))
+    kept = drop_path.kept_images(x)
+    if kept is None:
         return x + drop_path(branch(x))
     factor = 1 / (1 - drop_path.p)
     if not len(kept):  # one image times 0, so that every parameter has a gradient, as DDP and weight decay expect

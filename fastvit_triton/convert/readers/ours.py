@@ -13,18 +13,16 @@ from ...engine import replay
 from ...engine.attention import attend, attention_body
 from ...engine.body import Body, Given, Output, normalize, project
 from ...engine.branch import Branch, add_branches
-from ...engine.hooks import can_fuse, has_global_hooks, has_hooks, is_our_forward, type_name
+from ...engine.hooks import can_fuse, has_global_hooks, has_hooks
 from ...engine.leaves import Foreign
 from ...engine.ways import known_way, plainly
 from ...kernels.attention import attention
 from ...layers.attention import Attention
+from ...layers.block import Block
+from ...layers.scaled_block import ScaledBlock
 from ..forwards import fused_body, fused_forward, fused_method, original
 from ..third_party import head_norms, is_fusable
 from .timm.blocks import block_branches, both_norms
-
-BLOCK = "fastvit_triton.layers.block.Block"
-SCALED_BLOCK = "fastvit_triton.layers.scaled_block.ScaledBlock"
-BRANCHES: dict[str, Callable[[Foreign, Tensor], tuple[Branch, Branch]]] = {}  # type of a block → its branches
 
 
 def scaled_branches(block: Foreign, x: Tensor) -> tuple[Branch, Branch]:
@@ -36,12 +34,15 @@ def scaled_branches(block: Foreign, x: Tensor) -> tuple[Branch, Branch]:
     )
 
 
-BRANCHES |= {BLOCK: lambda block, x: block_branches(block), SCALED_BLOCK: scaled_branches}
+BRANCHES: dict[type[nn.Module], Callable[[Foreign, Tensor], tuple[Branch, Branch]]] = {  # of blocks in a sequence
+    Block: lambda block, x: block_branches(block),
+    ScaledBlock: scaled_branches,
+}
 
 
 @fused_forward(
     "pre-norm block",
-    SCALED_BLOCK,
+    "fastvit_triton.layers.scaled_block.ScaledBlock",
     needs="norm1 attn drop_path1 norm2 mlp drop_path2 gamma_1 gamma_2 factor",
     takes="",
     folds=both_norms,
@@ -89,27 +90,26 @@ def outputs(
 
 def _is_chained(block: nn.Module) -> bool:
     """True if the block takes row statistics of x and returns those of its output; a hook expects one tensor."""
-    bound = is_our_forward(block.__dict__.get("forward"))
-    return bound and type_name(block) in BRANCHES and not has_hooks(block)
+    return type(block) in BRANCHES and "forward" in block.__dict__ and not has_hooks(block)
 
 
 def run_chained(block: nn.Module, x: Tensor, stats: Given | None, next_norm: nn.Module | None) -> tuple[Tensor, Any]:
     """(block(x), the statistics of its output for the next block's norm, or None)."""
     way, settings = known_way(block, x)
-    if way is None or way == "plain":
-        y = _run(block, x, stats, next_norm, way)
+    if way == "plain":
+        return plainly(type(block).forward, block, x), None
+    if way is None:
+        y = _run(block, x, stats, next_norm)
     else:
         y = replay.call(settings, _run, block, x, stats, next_norm)
     return (y, None) if next_norm is None else y
 
 
-def _run(
-    block: nn.Module, x: Tensor, stats: Given | None, next_norm: nn.Module | None, way: str | None = None
-) -> Output:
-    if way == "plain" or not (can_fuse(x) and is_fusable(block, x)):
+def _run(block: nn.Module, x: Tensor, stats: Given | None, next_norm: nn.Module | None) -> Output:
+    if not (can_fuse(x) and is_fusable(block, x)):
         x = plainly(type(block).forward, block, x)
         return x if next_norm is None else (x, None)
-    branches = BRANCHES[type_name(block)](block, x)
+    branches = BRANCHES[type(block)](block, x)
     return add_branches(x, *branches, block=block, stats=stats, next_norm=next_norm)
 
 
