@@ -39,7 +39,7 @@ INTERMEDIATES = [
 
 def tiny(name: str, **options: object) -> dict[str, object]:
     """Options that make a model small: two patches by three, three narrow blocks."""
-    height, width = CATALOGUE[name].VARIANTS[name].patch_size
+    height, width = model_config(name).patch_size
     return TINY | dict(img_size=(2 * height, 3 * width)) | options
 
 

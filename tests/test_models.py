@@ -5,6 +5,8 @@ import dataclasses
 import inspect
 import json
 import pickle
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -20,6 +22,7 @@ from torchvision.models import VisionTransformer
 from fastvit_triton import ViTConfig, create_model, list_models
 from fastvit_triton.models import CATALOGUE, FAMILIES, model_config
 from fastvit_triton.models.config import CHOICES, BaseConfig
+from fastvit_triton.models.weights.load import SPELLINGS
 
 ROUNDINGS = 84  # 1e-5 in float32: sums through many blocks, in another order
 TOLERANCE = ROUNDINGS * torch.finfo(torch.float32).eps
@@ -220,7 +223,7 @@ DROPS = [
     (family, rate)
     for family, (name, _, _) in SMALLEST.items()
     for rate in ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")
-    if hasattr(CATALOGUE[name].VARIANTS[name], rate)
+    if hasattr(model_config(name), rate)
     and (family, rate) != ("cpvt", "patch_drop_rate")
     and (family, rate) != ("cpvt_gap", "patch_drop_rate")  # the convolution needs the whole grid
     and not (family.startswith("attention_conv") and rate == "attn_drop_rate")  # refused: maps are not of an image
@@ -521,6 +524,39 @@ def test_list_models_takes_patterns():
         "deit3_small_patch16_384",
     ]
     assert list_models("nothing*") == [] and len(list_models()) == len(CATALOGUE)
+
+
+def test_checkpoints_of_every_family_can_be_read():
+    """Oracle: a layout of its own for each family that has names of its own, else that of plain ViTs."""
+    families = [family for family in FAMILIES if hasattr(family, "MODEL")]
+    assert {family.MODEL.layout for family in families} == SPELLINGS.keys()
+    assert all(hasattr(family, "CHECKPOINTS") == (family.MODEL.layout != "vit") for family in families)
+    assert [spelling.name for spelling in SPELLINGS.values() if "transformers" in spelling.saved] == [
+        "a plain ViT",
+        "Swin",
+        "PVT",
+    ]
+
+
+def test_every_variant_is_valid_and_one_is_built():
+    """Oracle: a config of each name has the values of its variant; a process that creates a model checks one config."""
+    for name, family in CATALOGUE.items():
+        config, options = model_config(name), family.VARIANTS[name]
+        assert type(config) is family.CONFIG and isinstance(config, BaseConfig)
+        for key, value in options.items():
+            size = key in ("img_size", "patch_size") and isinstance(value, int)
+            assert getattr(config, key) == ((value, value) if size else value), (name, key)
+        assert model_config(name, num_classes=None, in_chans=1) == config.replace(in_chans=1)
+    code = """
+import fastvit_triton
+from fastvit_triton.models.config import BaseConfig
+check, checked = BaseConfig.__post_init__, []
+BaseConfig.__post_init__ = lambda self: (checked.append(self), check(self))
+fastvit_triton.create_model("vit_digits_patch2_8")
+fastvit_triton.create_model("swin_tiny_patch4_window7_224", img_size=56, depths=(1, 1, 1, 1))
+assert [config.num_classes for config in checked] == [10, 1000]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(

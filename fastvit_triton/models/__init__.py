@@ -1,7 +1,8 @@
 """Registry of models by name: each family is a module listed here.
 
-It has VARIANTS (name → config), MODEL (its class, or MODELS by name), PARAMS (name → parameters with 1000 classes) and
-ORACLE (name → "timm" if timm has a model of this name with the same state dict).
+It has CONFIG (class of its options), VARIANTS (name → options), MODEL (its class, or MODELS by name), PARAMS (name →
+parameters with 1000 classes), ORACLE (name → "timm" if timm has a model of this name with the same state dict) and
+CHECKPOINTS (names in published files), if they are not those of plain ViTs, which are in `plain`.
 """
 
 import difflib
@@ -93,10 +94,16 @@ def create_model(
 
 def model_config(name: str, **overrides) -> ViTConfig:
     """The configuration that `create_model` would build, with the same arguments and errors."""
+    family = family_of(name)
+    return family.CONFIG(**family.VARIANTS[name] | family.CONFIG.known(overrides))
+
+
+def family_of(name: str) -> Any:
+    """The module of a model's family; raises ValueError with suggestions if the name is unknown."""
     if name not in CATALOGUE:
         near = difflib.get_close_matches(name, CATALOGUE, n=3, cutoff=0.0)
         raise ValueError(f"no model is called {name!r}; the nearest are {', '.join(near)}")
-    return CATALOGUE[name].VARIANTS[name].replace(**overrides)
+    return CATALOGUE[name]
 
 
 def list_models(pattern: str = "*") -> list[str]:

@@ -22,7 +22,7 @@ from ..layers import Mlp, PatchEmbed, PostNormBlock, drop_path_rates
 from ..layers.embed import sides
 from ..layers.quadratic import QuadraticAttention
 from ..layers.recompute import recomputed
-from .config import check_only, check_patches
+from .config import Options, check_only, check_patches
 from .tokens import TokenConfig, TokenModel
 
 
@@ -89,8 +89,9 @@ class AttentionConv(TokenModel):
         return dict(stem=r"^patch_embed", blocks=[(r"^blocks\.(\d+)", None)])
 
 
+CONFIG = AttentionConvConfig
 MODEL = AttentionConv
-VARIANTS = {"attention_conv": AttentionConvConfig()}
+VARIANTS: dict[str, Options] = {"attention_conv": {}}
 ORACLE: dict[str, str] = {}  # see the equations in the tests
 PARAMS = {"attention_conv": 12_483_834}  # 12.1 M with 10 classes, as in the paper
 

@@ -18,6 +18,7 @@ from ..checkpoints.tensors import State
 from ..layers.embed import sides
 from ..layers.rel2d import Grid
 from ..layers.residual import AttentionBottleneck, Bottleneck
+from .config import Options
 from .residual import ResidualConfig, ResidualNetwork
 
 
@@ -49,8 +50,9 @@ class BottleneckTransformer(ResidualNetwork):
         return Bottleneck(inputs, outputs, stride, drop_path)
 
 
+CONFIG = BotnetConfig
 MODEL = BottleneckTransformer
-VARIANTS = {"botnet50": BotnetConfig()}
+VARIANTS: dict[str, Options] = {"botnet50": {}}
 ORACLE: dict[str, str] = {}  # timm's ByobNet builds it, under no name; see the tests
 PARAMS = {"botnet50": 20_852_008}  # by timm 1.0.31
 

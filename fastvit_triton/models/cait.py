@@ -19,7 +19,7 @@ from ..layers.mixing import TalkingHeads
 from ..layers.one_query import ClassAttention, ClassBlock, ClassBlocks
 from ..layers.scaled_block import ScaledBlock
 from . import fit
-from .config import ViTConfig, check_only, check_positive
+from .config import Options, ViTConfig, check_only, check_positive
 from .transformer import VisionTransformer
 
 
@@ -110,9 +110,10 @@ SIZES = {  # D, heads, blocks, LayerScale, image sides
     "m48": (768, 16, 48, 1e-6, (448,)),
 }
 
+CONFIG = CaitConfig
 MODEL = Cait
-VARIANTS = {
-    f"cait_{size}_{side}": CaitConfig(embed_dim=D, num_heads=heads, depth=depth, init_values=init, img_size=side)
+VARIANTS: dict[str, Options] = {
+    f"cait_{size}_{side}": dict(embed_dim=D, num_heads=heads, depth=depth, init_values=init, img_size=side)
     for size, (D, heads, depth, init, image_sides) in SIZES.items()
     for side in image_sides
 }

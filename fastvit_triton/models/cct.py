@@ -17,7 +17,7 @@ from ..checkpoints.layout import Layout, Spelling
 from ..checkpoints.tensors import State, WeightsError
 from ..layers import resize_pos_embed
 from .compact import CompactTransformer
-from .config import ALIASES, BaseConfig, check_types
+from .config import ALIASES, BaseConfig, Options, check_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,17 +81,18 @@ class CctConfig(BaseConfig):
 SIZES = {2: (2, 1.0, 128), 4: (2, 1.0, 128), 6: (4, 2.0, 256), 7: (4, 2.0, 256), 14: (6, 3.0, 384)}
 
 
-def of(depth: int, kernel_size: int, conv_layers: int = 0, img_size: int = 32, num_classes: int = 10) -> CctConfig:
-    """The authors' config of this depth."""
+def of(depth: int, kernel_size: int, conv_layers: int = 0, img_size: int = 32, num_classes: int = 10) -> Options:
+    """The authors' options of a model of this depth."""
     heads, ratio, D = SIZES[depth]
-    stem = CctConfig(kernel_size=kernel_size, conv_layers=conv_layers, img_size=img_size, num_classes=num_classes)
-    return stem.replace(depth=depth, num_heads=heads, mlp_ratio=ratio, embed_dim=D)
+    stem = dict(kernel_size=kernel_size, conv_layers=conv_layers, img_size=img_size, num_classes=num_classes)
+    return dict(stem, depth=depth, num_heads=heads, mlp_ratio=ratio, embed_dim=D)
 
 
 TOKEN = dict(class_token=True, global_pool="token")
 
+CONFIG = CctConfig
 MODEL = CompactTransformer
-VARIANTS = {
+VARIANTS: dict[str, Options] = {
     "cct_2_3x2_32": of(2, 3, 2),
     "cct_4_3x2_32": of(4, 3, 2),
     "cct_6_3x1_32": of(6, 3, 1),
@@ -103,7 +104,7 @@ VARIANTS = {
     "cct_14_7x2_384": of(14, 7, 2, 384, 1000),
 }
 VARIANTS |= {f"compact_cvt_{depth}_4_32": of(depth, 4) for depth in (2, 4, 6, 7)}
-VARIANTS |= {f"vit_lite_{depth}_4_32": of(depth, 4).replace(**TOKEN) for depth in (2, 4, 6, 7)}
+VARIANTS |= {f"vit_lite_{depth}_4_32": dict(of(depth, 4), **TOKEN) for depth in (2, 4, 6, 7)}
 ORACLE: dict[str, str] = {}  # vit-pytorch has cct, with other constructors
 
 # Counted by the authors' code with their number of classes; a class has D + 1 weights.
@@ -120,8 +121,8 @@ COUNTS: tuple[int, ...] = (
 )
 COUNTS += (214_539, 412_939, 3_190_283, 3_716_619, 214_666, 413_066, 3_190_538, 3_716_874)
 PARAMS = {
-    name: count + (1000 - config.num_classes) * (config.embed_dim + 1)
-    for (name, config), count in zip(VARIANTS.items(), COUNTS, strict=True)
+    name: count + (1000 - options["num_classes"]) * (options["embed_dim"] + 1)
+    for (name, options), count in zip(VARIANTS.items(), COUNTS, strict=True)
 }
 
 # Names in checkpoints: the authors', src/utils/transformers.py and helpers.py.

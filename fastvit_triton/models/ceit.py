@@ -20,7 +20,7 @@ from ..layers import Attention, Mlp, drop_path_rates, normalize
 from ..layers.embed import sides
 from ..layers.enhanced import EnhancedBlock, EnhancedFeedForward, ImageToTokens, LayerAttention
 from ..layers.recompute import recomputed
-from .config import check_multiple, check_patches
+from .config import Options, check_multiple, check_patches
 from .fit import fit_table
 from .tokens import TokenConfig, TokenModel
 
@@ -112,12 +112,13 @@ class ConvolutionalTransformer(TokenModel):
         return dict(stem=r"^cls_token|pos_embed|i2t", blocks=blocks)
 
 
-SIZES = {"tiny": CeitConfig(embed_dim=192, num_heads=3), "small": CeitConfig()}
-SIZES["base"] = CeitConfig(embed_dim=768, num_heads=12)
+SIZES: dict[str, Options] = {"tiny": dict(embed_dim=192, num_heads=3), "small": {}}
+SIZES["base"] = dict(embed_dim=768, num_heads=12)
 
+CONFIG = CeitConfig
 MODEL = ConvolutionalTransformer
-VARIANTS = {f"ceit_{n}_224": config for n, config in SIZES.items()}
-VARIANTS |= {f"ceit_{n}_384": SIZES[n].replace(img_size=384) for n in ("tiny", "small")}
+VARIANTS: dict[str, Options] = {f"ceit_{n}_224": size for n, size in SIZES.items()}
+VARIANTS |= {f"ceit_{n}_384": dict(SIZES[n], img_size=384) for n in ("tiny", "small")}
 ORACLE: dict[str, str] = {}  # timm has no such model; see the equations in the tests
 
 PARAMS = dict(zip(VARIANTS, (6_356_904, 24_204_840, 94_405_416, 6_429_864), strict=False))  # by the authors' code

@@ -11,42 +11,43 @@ Adds nothing.
 from dataclasses import replace
 
 from ..checkpoints.tensors import State
-from .config import ViTConfig
+from .config import Options, ViTConfig
 from .siglip import SIGLIP, write_tower
 from .transformer import VisionTransformer
 from .vit import BASE, GIANT, GIGANTIC, HUGE, LARGE, PLAIN, TOKEN
 
-XSMALL = ViTConfig(embed_dim=256, depth=10, num_heads=4)
-MEDIUM = ViTConfig(embed_dim=512, depth=12, num_heads=8)
+XSMALL: Options = dict(embed_dim=256, depth=10, num_heads=4)
+MEDIUM: Options = dict(embed_dim=512, depth=12, num_heads=8)
 STEM = dict(pre_norm=True, eps=1e-5)
 QUICK = dict(**STEM, act="quick_gelu")
 
+CONFIG = ViTConfig
 MODEL = VisionTransformer
-VARIANTS = {
-    "vit_xsmall_patch16_clip_224": XSMALL.replace(**STEM, num_classes=512),
-    "vit_medium_patch32_clip_224": MEDIUM.replace(**STEM, patch_size=32, num_classes=512),
-    "vit_medium_patch16_clip_224": MEDIUM.replace(**STEM, num_classes=512),
-    "vit_base_patch32_clip_224": BASE.replace(**STEM, patch_size=32),
-    "vit_base_patch32_clip_256": BASE.replace(**STEM, patch_size=32, img_size=256, num_classes=512),
-    "vit_base_patch32_clip_384": BASE.replace(**STEM, patch_size=32, img_size=384),
-    "vit_base_patch32_clip_448": BASE.replace(**STEM, patch_size=32, img_size=448),
-    "vit_base_patch16_clip_224": BASE.replace(**STEM),
-    "vit_base_patch16_clip_384": BASE.replace(**STEM, img_size=384),
-    "vit_large_patch14_clip_224": LARGE.replace(**STEM, patch_size=14),
-    "vit_large_patch14_clip_336": LARGE.replace(**STEM, patch_size=14, img_size=336),
-    "vit_huge_patch14_clip_224": HUGE.replace(**STEM, patch_size=14),
-    "vit_huge_patch14_clip_336": HUGE.replace(**STEM, patch_size=14, img_size=336),
-    "vit_huge_patch14_clip_378": HUGE.replace(**STEM, patch_size=14, img_size=378, num_classes=1024),
-    "vit_giant_patch14_clip_224": GIANT.replace(**STEM, patch_size=14, num_classes=1024),
-    "vit_gigantic_patch14_clip_224": GIGANTIC.replace(**STEM, patch_size=14, num_classes=1280),
-    "vit_gigantic_patch14_clip_378": GIGANTIC.replace(**STEM, patch_size=14, img_size=378, num_classes=1280),
-    "vit_base_patch32_clip_quickgelu_224": BASE.replace(**QUICK, patch_size=32, num_classes=512),
-    "vit_base_patch16_clip_quickgelu_224": BASE.replace(**QUICK, num_classes=512),
-    "vit_large_patch14_clip_quickgelu_224": LARGE.replace(**QUICK, patch_size=14, num_classes=768),
-    "vit_large_patch14_clip_quickgelu_336": LARGE.replace(**QUICK, patch_size=14, img_size=336, num_classes=768),
-    "vit_huge_patch14_clip_quickgelu_224": HUGE.replace(**QUICK, patch_size=14, num_classes=1024),
-    "vit_huge_patch14_clip_quickgelu_378": HUGE.replace(**QUICK, patch_size=14, img_size=378, num_classes=1024),
-    "vit_gigantic_patch14_clip_quickgelu_224": GIGANTIC.replace(**QUICK, patch_size=14, num_classes=1280),
+VARIANTS: dict[str, Options] = {
+    "vit_xsmall_patch16_clip_224": dict(XSMALL, **STEM, num_classes=512),
+    "vit_medium_patch32_clip_224": dict(MEDIUM, **STEM, patch_size=32, num_classes=512),
+    "vit_medium_patch16_clip_224": dict(MEDIUM, **STEM, num_classes=512),
+    "vit_base_patch32_clip_224": dict(BASE, **STEM, patch_size=32),
+    "vit_base_patch32_clip_256": dict(BASE, **STEM, patch_size=32, img_size=256, num_classes=512),
+    "vit_base_patch32_clip_384": dict(BASE, **STEM, patch_size=32, img_size=384),
+    "vit_base_patch32_clip_448": dict(BASE, **STEM, patch_size=32, img_size=448),
+    "vit_base_patch16_clip_224": dict(BASE, **STEM),
+    "vit_base_patch16_clip_384": dict(BASE, **STEM, img_size=384),
+    "vit_large_patch14_clip_224": dict(LARGE, **STEM, patch_size=14),
+    "vit_large_patch14_clip_336": dict(LARGE, **STEM, patch_size=14, img_size=336),
+    "vit_huge_patch14_clip_224": dict(HUGE, **STEM, patch_size=14),
+    "vit_huge_patch14_clip_336": dict(HUGE, **STEM, patch_size=14, img_size=336),
+    "vit_huge_patch14_clip_378": dict(HUGE, **STEM, patch_size=14, img_size=378, num_classes=1024),
+    "vit_giant_patch14_clip_224": dict(GIANT, **STEM, patch_size=14, num_classes=1024),
+    "vit_gigantic_patch14_clip_224": dict(GIGANTIC, **STEM, patch_size=14, num_classes=1280),
+    "vit_gigantic_patch14_clip_378": dict(GIGANTIC, **STEM, patch_size=14, img_size=378, num_classes=1280),
+    "vit_base_patch32_clip_quickgelu_224": dict(BASE, **QUICK, patch_size=32, num_classes=512),
+    "vit_base_patch16_clip_quickgelu_224": dict(BASE, **QUICK, num_classes=512),
+    "vit_large_patch14_clip_quickgelu_224": dict(LARGE, **QUICK, patch_size=14, num_classes=768),
+    "vit_large_patch14_clip_quickgelu_336": dict(LARGE, **QUICK, patch_size=14, img_size=336, num_classes=768),
+    "vit_huge_patch14_clip_quickgelu_224": dict(HUGE, **QUICK, patch_size=14, num_classes=1024),
+    "vit_huge_patch14_clip_quickgelu_378": dict(HUGE, **QUICK, patch_size=14, img_size=378, num_classes=1024),
+    "vit_gigantic_patch14_clip_quickgelu_224": dict(GIGANTIC, **QUICK, patch_size=14, num_classes=1280),
 }
 ORACLE = dict.fromkeys(VARIANTS, "timm")
 

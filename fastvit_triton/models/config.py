@@ -1,6 +1,6 @@
 """`BaseConfig`: options of every model; `ViTConfig`: all options of a plain Vision Transformer.
 
-Names are timm's where timm has one. A variant is a `ViTConfig`; `create_model(name, **overrides)` replaces fields.
+Names are timm's where timm has one. A variant is a dictionary of options, from which `create_model` builds a config.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args
 from ..layers.embed import sides
 
 Config = TypeVar("Config", bound="BaseConfig")
+Options = dict[str, Any]  # fields of a config, which are checked when it is built
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +57,22 @@ class BaseConfig:
             TypeError: a field is unknown; the message suggests names.
             ValueError: a value is outside its range.
         """
-        kinds = {field.name: field.type for field in dataclasses.fields(self)}
+        return dataclasses.replace(self, **self.known(overrides))
+
+    @classmethod
+    def known(cls, overrides: Options) -> Options:
+        """The overrides, but for those that are None of fields that cannot be None.
+
+        Raises:
+            TypeError: a field is unknown; the message suggests names.
+        """
+        kinds = {field.name: field.type for field in dataclasses.fields(cls)}
         for name in overrides:
             if name not in kinds:
                 near = difflib.get_close_matches(name, kinds, n=3, cutoff=0.3) or kinds
-                raise TypeError(f"{type(self).__name__} has no option {name!r}; the nearest are {', '.join(near)}")
+                raise TypeError(f"{cls.__name__} has no option {name!r}; the nearest are {', '.join(near)}")
         left = {name for name, value in overrides.items() if value is None and NoneType not in get_args(kinds[name])}
-        return dataclasses.replace(self, **{name: v for name, v in overrides.items() if name not in left})
+        return {name: value for name, value in overrides.items() if name not in left}
 
 
 CHOICES = {

@@ -7,7 +7,6 @@ Differs from ViT:
 Adds the convolutions.
 """
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import Peg
-from .config import ViTConfig
+from .config import Options, ViTConfig
 from .transformer import VisionTransformer
 from .vit import BASE, SMALL, TINY
 
@@ -81,20 +80,16 @@ class ConditionalVisionTransformer(VisionTransformer):
         return super().no_weight_decay() | {f"pos_block.{name}" for name, _ in self.pos_block.named_parameters()}
 
 
-def of(config: ViTConfig, **options: object) -> CpvtConfig:
-    """A ViT's config with generators instead of positions."""
-    return CpvtConfig(**dataclasses.asdict(config) | dict(pos_embed="none", dynamic_img_size=True) | options)
-
-
 GAP = dict(class_token=False, global_pool="avg", fc_norm=False)
 
+CONFIG = CpvtConfig
 MODEL = ConditionalVisionTransformer
-VARIANTS = {
-    "cpvt_tiny": of(TINY),
-    "cpvt_small": of(SMALL),
-    "cpvt_base": of(BASE),
-    "cpvt_small_gap": of(SMALL, **GAP),
-    "cpvt_tiny_5peg": of(TINY, pegs=5),
+VARIANTS: dict[str, Options] = {
+    "cpvt_tiny": TINY,
+    "cpvt_small": SMALL,
+    "cpvt_base": BASE,
+    "cpvt_small_gap": dict(SMALL, **GAP),
+    "cpvt_tiny_5peg": dict(TINY, pegs=5),
 }
 ORACLE: dict[str, str] = {}  # the authors published no code for classification; see the equations in the tests
 

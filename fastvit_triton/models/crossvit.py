@@ -21,6 +21,7 @@ from ..checkpoints.tensors import State
 from ..layers import Attention, Block, Blocks, Mlp, drop_path_rates
 from ..layers.cross import BranchEmbed, CrossAttention, CrossBlock, MultiScaleBlock, scaled_image
 from .branches import BranchConfig, BranchModel, num_rates
+from .config import Options
 from .fit import fit_table
 
 
@@ -99,10 +100,10 @@ def build_block(config: CrossVitConfig, counts: tuple[int, ...], rates: list[flo
     return MultiScaleBlock(config.embed_dim, branches, fusion[1:] + fusion[:1], config.eps)
 
 
-def of(D: int, heads: int, blocks: int, ratio: float, **options: Any) -> CrossVitConfig:
-    """A config by channels and heads of the first branch, blocks of the second, and ratio of the MLP."""
-    shape: Any = dict(embed_dim=(D, 2 * D), num_heads=(heads, heads), depth=((1, blocks, 0),) * 3)
-    return CrossVitConfig(**shape, mlp_ratio=(ratio, ratio, 1), **options)
+def of(D: int, heads: int, blocks: int, ratio: float, **options: Any) -> Options:
+    """Options by channels and heads of the first branch, blocks of the second, and ratio of the MLP."""
+    shape = dict(embed_dim=(D, 2 * D), num_heads=(heads, heads), depth=((1, blocks, 0),) * 3)
+    return dict(**shape, mlp_ratio=(ratio, ratio, 1), **options)
 
 
 SIZES = {"tiny": (96, 3, 4, 4), "small": (192, 6, 4, 4), "base": (384, 12, 4, 4)}
@@ -110,8 +111,9 @@ SIZES |= {"9": (128, 4, 3, 3), "15": (192, 6, 5, 3), "18": (224, 7, 6, 3)}
 DAGGER = {f"{n}_dagger": SIZES[n] for n in ("9", "15", "18")}
 LARGER: Any = dict(img_size=408, img_scale=(1.0, 384 / 408))
 
+CONFIG = CrossVitConfig
 MODEL = CrossVit
-VARIANTS = {f"crossvit_{n}_240": of(*size) for n, size in SIZES.items()}
+VARIANTS: dict[str, Options] = {f"crossvit_{n}_240": of(*size) for n, size in SIZES.items()}
 VARIANTS |= {f"crossvit_{n}_240": of(*size, multi_conv=True) for n, size in DAGGER.items()}
 VARIANTS |= {f"crossvit_{n}_408": of(*DAGGER[n], multi_conv=True, **LARGER) for n in ("15_dagger", "18_dagger")}
 ORACLE = dict.fromkeys(VARIANTS, "timm")

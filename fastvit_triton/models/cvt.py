@@ -18,6 +18,7 @@ from ..checkpoints.layout import Layout, Spelling
 from ..layers import Blocks, Mlp, drop_path_rates
 from ..layers.conv_projection import ConvAttention, ConvBlock, ConvEmbed, ConvStage
 from ..layers.embed import sides
+from .config import Options
 from .fit import keep
 from .pyramid import PyramidConfig, PyramidTransformer
 
@@ -115,10 +116,13 @@ def build_block(config: CvtConfig, stage: int, drop_path: float) -> ConvBlock:
     return ConvBlock(D, attn, mlp, config.eps, drop_path=drop_path)
 
 
+CONFIG = CvtConfig
 MODEL = ConvolutionalVisionTransformer
-SIZES = {"13": CvtConfig(), "21": CvtConfig(depths=(1, 4, 16))}
-VARIANTS = {f"cvt_{name}_{side}": size.replace(img_size=side) for side in (224, 384) for name, size in SIZES.items()}
-VARIANTS["cvt_w24_384"] = CvtConfig(img_size=384, embed_dim=(192, 768, 1024), depths=(2, 2, 20), num_heads=(3, 12, 16))
+SIZES: dict[str, Options] = {"13": {}, "21": dict(depths=(1, 4, 16))}
+VARIANTS: dict[str, Options] = {
+    f"cvt_{name}_{side}": dict(size, img_size=side) for side in (224, 384) for name, size in SIZES.items()
+}
+VARIANTS["cvt_w24_384"] = dict(img_size=384, embed_dim=(192, 768, 1024), depths=(2, 2, 20), num_heads=(3, 12, 16))
 ORACLE: dict[str, str] = {}  # transformers has the model, with other parameter names and GELU; it counts
 PARAMS = dict(zip(VARIANTS, (19_997_480, 31_622_696, 19_997_480, 31_622_696, 277_196_392), strict=True))
 

@@ -16,7 +16,7 @@ from ..layers.embed import sides
 from ..layers.mixing import ReAttention
 from ..layers.scaled_block import ScaledBlock
 from ..layers.stems import ConvStem
-from .config import ViTConfig, check_only
+from .config import Options, ViTConfig, check_only
 from .fit import fit
 from .transformer import VisionTransformer
 
@@ -96,12 +96,13 @@ class DeepVisionTransformer(VisionTransformer):
         return ScaledBlock(D, attn, mlp, eps, drop_path=drop_path, factor=factor)
 
 
-SMALL = DeepvitConfig(embed_dim=396, depth=16, plain_depth=11, scale_maps=True, adjust=0.5, stem_widths=(64, 64))
-LARGE = SMALL.replace(embed_dim=420, depth=32, plain_depth=20, scale_maps=False)
+SMALL: Options = dict(embed_dim=396, depth=16, plain_depth=11, scale_maps=True, adjust=0.5, stem_widths=(64, 64))
+LARGE: Options = dict(SMALL, embed_dim=420, depth=32, plain_depth=20, scale_maps=False)
 
+CONFIG = DeepvitConfig
 MODEL = DeepVisionTransformer
-VARIANTS = {f"deepvit_{depth}b": DeepvitConfig(depth=depth) for depth in (16, 24, 32)}
-VARIANTS |= {"deepvit_s": SMALL, "deepvit_l": LARGE, "deepvit_l_384": LARGE.replace(img_size=384)}
+VARIANTS: dict[str, Options] = {f"deepvit_{depth}b": dict(depth=depth) for depth in (16, 24, 32)}
+VARIANTS |= {"deepvit_s": SMALL, "deepvit_l": LARGE, "deepvit_l_384": dict(LARGE, img_size=384)}
 ORACLE: dict[str, str] = {}  # see the equations in the tests
 
 # Counted by the authors' code.

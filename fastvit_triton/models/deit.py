@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .config import ViTConfig
+from .config import Options, ViTConfig
 from .transformer import VisionTransformer
 from .vit import BASE, HUGE, LARGE, SMALL, TINY, VIT
 
@@ -59,27 +59,28 @@ class DistilledVisionTransformer(VisionTransformer):
         return (cls, dist) if self.distilled_training and self.training else (cls + dist) / 2
 
 
-MEDIUM = ViTConfig(embed_dim=512, depth=12, num_heads=8)
+MEDIUM: Options = dict(embed_dim=512, depth=12, num_heads=8)
 III = dict(init_values=1e-6, no_embed_class=True)
 
+CONFIG = ViTConfig
 MODEL = VisionTransformer
-VARIANTS = {
+VARIANTS: dict[str, Options] = {
     "deit_tiny_patch16_224": TINY,
     "deit_small_patch16_224": SMALL,
     "deit_base_patch16_224": BASE,
-    "deit_base_patch16_384": BASE.replace(img_size=384),
+    "deit_base_patch16_384": dict(BASE, img_size=384),
     "deit_tiny_distilled_patch16_224": TINY,
     "deit_small_distilled_patch16_224": SMALL,
     "deit_base_distilled_patch16_224": BASE,
-    "deit_base_distilled_patch16_384": BASE.replace(img_size=384),
-    "deit3_small_patch16_224": SMALL.replace(**III),
-    "deit3_small_patch16_384": SMALL.replace(**III, img_size=384),
-    "deit3_medium_patch16_224": MEDIUM.replace(**III),
-    "deit3_base_patch16_224": BASE.replace(**III),
-    "deit3_base_patch16_384": BASE.replace(**III, img_size=384),
-    "deit3_large_patch16_224": LARGE.replace(**III),
-    "deit3_large_patch16_384": LARGE.replace(**III, img_size=384),
-    "deit3_huge_patch14_224": HUGE.replace(**III, patch_size=14),
+    "deit_base_distilled_patch16_384": dict(BASE, img_size=384),
+    "deit3_small_patch16_224": dict(SMALL, **III),
+    "deit3_small_patch16_384": dict(SMALL, **III, img_size=384),
+    "deit3_medium_patch16_224": dict(MEDIUM, **III),
+    "deit3_base_patch16_224": dict(BASE, **III),
+    "deit3_base_patch16_384": dict(BASE, **III, img_size=384),
+    "deit3_large_patch16_224": dict(LARGE, **III),
+    "deit3_large_patch16_384": dict(LARGE, **III, img_size=384),
+    "deit3_huge_patch14_224": dict(HUGE, **III, patch_size=14),
 }
 MODELS = {name: DistilledVisionTransformer for name in VARIANTS if "_distilled_" in name}
 ORACLE = dict.fromkeys(VARIANTS, "timm")

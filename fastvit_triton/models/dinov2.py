@@ -13,13 +13,13 @@ from dataclasses import replace
 import torch
 
 from ..checkpoints.tensors import State
-from .config import ViTConfig
+from .config import Options, ViTConfig
 from .transformer import VisionTransformer
 from .vit import BASE, LARGE, SMALL, TIMM, TOKEN, TOWER, VIT
 
 COMMON = dict(patch_size=14, img_size=518, init_values=1e-5, num_classes=0)
 REG4 = dict(reg_tokens=4, no_embed_class=True)
-GIANT = ViTConfig(embed_dim=1536, depth=40, num_heads=24, mlp="swiglu", mlp_ratio=2.66667 * 2)
+GIANT: Options = dict(embed_dim=1536, depth=40, num_heads=24, mlp="swiglu", mlp_ratio=2.66667 * 2)
 
 
 class Dinov2(VisionTransformer):
@@ -28,16 +28,17 @@ class Dinov2(VisionTransformer):
     position_resize = "dinov2"
 
 
+CONFIG = ViTConfig
 MODEL = Dinov2
-VARIANTS = {
-    "vit_small_patch14_dinov2": SMALL.replace(**COMMON),
-    "vit_base_patch14_dinov2": BASE.replace(**COMMON),
-    "vit_large_patch14_dinov2": LARGE.replace(**COMMON),
-    "vit_giant_patch14_dinov2": GIANT.replace(**COMMON),
-    "vit_small_patch14_reg4_dinov2": SMALL.replace(**COMMON, **REG4),
-    "vit_base_patch14_reg4_dinov2": BASE.replace(**COMMON, **REG4),
-    "vit_large_patch14_reg4_dinov2": LARGE.replace(**COMMON, **REG4),
-    "vit_giant_patch14_reg4_dinov2": GIANT.replace(**COMMON, **REG4),
+VARIANTS: dict[str, Options] = {
+    "vit_small_patch14_dinov2": dict(SMALL, **COMMON),
+    "vit_base_patch14_dinov2": dict(BASE, **COMMON),
+    "vit_large_patch14_dinov2": dict(LARGE, **COMMON),
+    "vit_giant_patch14_dinov2": dict(GIANT, **COMMON),
+    "vit_small_patch14_reg4_dinov2": dict(SMALL, **COMMON, **REG4),
+    "vit_base_patch14_reg4_dinov2": dict(BASE, **COMMON, **REG4),
+    "vit_large_patch14_reg4_dinov2": dict(LARGE, **COMMON, **REG4),
+    "vit_giant_patch14_reg4_dinov2": dict(GIANT, **COMMON, **REG4),
 }
 MODELS = {name: VisionTransformer for name in VARIANTS if "_reg4_" in name}
 ORACLE = dict.fromkeys(VARIANTS, "timm")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..kernels.patch_embed import assemble
 from ..layers import PatchEmbed, ResNet, Root
 from ..layers.embed import sides
-from .config import ViTConfig
+from .config import Options, ViTConfig
 from .transformer import VisionTransformer
 from .vit import BASE, LARGE, SMALL, TINY
 
@@ -45,17 +45,18 @@ def hybrid(config: ViTConfig, layers: tuple[int, ...]) -> VisionTransformer:
 
 
 # (layers, config); appendix B.2 for R50, "How to train your ViT" (arXiv:2106.10270), Table 2 for the others.
-SIZES = {
-    "vit_tiny_r_s16_p8": ((), TINY.replace(patch_size=32)),
-    "vit_small_r26_s32": ((2, 2, 2, 2), SMALL.replace(patch_size=32)),
-    "vit_base_r50_s16": ((3, 4, 9), BASE.replace(patch_size=16)),
-    "vit_large_r50_s32": ((3, 4, 6, 3), LARGE.replace(patch_size=32)),
+SIZES: dict[str, tuple[tuple[int, ...], Options]] = {
+    "vit_tiny_r_s16_p8": ((), dict(TINY, patch_size=32)),
+    "vit_small_r26_s32": ((2, 2, 2, 2), dict(SMALL, patch_size=32)),
+    "vit_base_r50_s16": ((3, 4, 9), dict(BASE, patch_size=16)),
+    "vit_large_r50_s32": ((3, 4, 6, 3), dict(LARGE, patch_size=32)),
 }
-VARIANTS = {f"{n}_{side}": shape.replace(img_size=side) for n, (_, shape) in SIZES.items() for side in (224, 384)}
+CONFIG = ViTConfig
+VARIANTS: dict[str, Options] = {
+    f"{n}_{side}": dict(shape, img_size=side) for n, (_, shape) in SIZES.items() for side in (224, 384)
+}
 MODELS = {f"{n}_{side}": partial(hybrid, layers=layers) for n, (layers, _) in SIZES.items() for side in (224, 384)}
-VARIANTS["vit_base_r50_s16_224"] = VARIANTS["vit_base_r50_s16_224"].replace(
-    num_classes=0
-)  # its only weights have no head
+VARIANTS["vit_base_r50_s16_224"]["num_classes"] = 0  # its only weights have no head
 ORACLE = dict.fromkeys(VARIANTS, "timm")
 
 # Counted by timm 1.0.31 with 1000 classes.

@@ -20,7 +20,7 @@ from ..checkpoints.tensors import State
 from ..layers import Blocks
 from ..layers import levit as layers
 from ..layers.embed import sides
-from .config import check_patches
+from .config import Options, check_patches
 from .distilled import Distilled, NormedHead
 from .pyramid import PyramidConfig
 
@@ -109,13 +109,14 @@ def build_block(config: LevitConfig, stage: int, grid: tuple[int, int], drop_pat
     return layers.NormedBlock(attn, layers.NormedMlp(D, int(D * config.mlp_ratio), config.proj_drop_rate), drop_path)
 
 
+CONFIG = LevitConfig
 MODEL = LevitDistilled
-VARIANTS = {
-    "levit_128s": LevitConfig(num_heads=(4, 6, 8), depths=(2, 3, 4)),
-    "levit_128": LevitConfig(),
-    "levit_192": LevitConfig(embed_dim=(192, 288, 384), key_dim=32, num_heads=(3, 5, 6)),
-    "levit_256": LevitConfig(embed_dim=(256, 384, 512), key_dim=32, num_heads=(4, 6, 8)),
-    "levit_384": LevitConfig(embed_dim=(384, 512, 768), key_dim=32, num_heads=(6, 9, 12)),
+VARIANTS: dict[str, Options] = {
+    "levit_128s": dict(num_heads=(4, 6, 8), depths=(2, 3, 4)),
+    "levit_128": {},
+    "levit_192": dict(embed_dim=(192, 288, 384), key_dim=32, num_heads=(3, 5, 6)),
+    "levit_256": dict(embed_dim=(256, 384, 512), key_dim=32, num_heads=(4, 6, 8)),
+    "levit_384": dict(embed_dim=(384, 512, 768), key_dim=32, num_heads=(6, 9, 12)),
 }
 ORACLE = dict.fromkeys(VARIANTS, "timm")
 

@@ -19,7 +19,7 @@ from ..kernels.patch_embed import assemble
 from ..layers import Attention, Block, Mlp, normalize
 from ..layers.boxes import draw_box, mix_box
 from ..layers.scaled_block import ScaledBlock
-from .config import ViTConfig, check_only
+from .config import Options, ViTConfig, check_only
 from .deepvit import build_stem, check_parts
 from .fit import fit
 from .transformer import VisionTransformer
@@ -106,12 +106,13 @@ class TokenLabelingTransformer(VisionTransformer):
         return cls if pre_logits or not self.num_classes else self.head(cls) + 0.5 * self.aux_head(patches).max(1)[0]
 
 
+CONFIG = LvvitConfig
 MODEL = TokenLabelingTransformer
-VARIANTS = {
-    "lvvit_tiny": LvvitConfig(embed_dim=240, depth=12, num_heads=4, skip_lam=1.0),
-    "lvvit_small": LvvitConfig(embed_dim=384, depth=16, num_heads=6),
-    "lvvit_medium": LvvitConfig(embed_dim=512, depth=20, num_heads=8),
-    "lvvit_large": LvvitConfig(embed_dim=768, depth=24, skip_lam=3.0, stem_widths=(128, 128, 128)),
+VARIANTS: dict[str, Options] = {
+    "lvvit_tiny": dict(embed_dim=240, depth=12, num_heads=4, skip_lam=1.0),
+    "lvvit_small": dict(embed_dim=384, depth=16, num_heads=6),
+    "lvvit_medium": dict(embed_dim=512, depth=20, num_heads=8),
+    "lvvit_large": dict(embed_dim=768, depth=24, skip_lam=3.0, stem_widths=(128, 128, 128)),
 }
 ORACLE: dict[str, str] = {}  # see the equations in the tests
 

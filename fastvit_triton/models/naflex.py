@@ -17,7 +17,7 @@ from ..checkpoints.tensors import State
 from ..kernels.attention import attention
 from ..kernels.linear import linear
 from ..layers import Attention, normalize
-from .config import ViTConfig
+from .config import Options, ViTConfig
 from .transformer import VisionTransformer
 from .vit import BASE, TIMM
 
@@ -97,14 +97,15 @@ class NaFlexVisionTransformer(VisionTransformer):
         return (x[:, T:] * own[..., None]).sum(1) / own.sum(1, keepdim=True)
 
 
-SO150M2 = ViTConfig(embed_dim=832, depth=21, num_heads=13, mlp_ratio=34 / 13)
+SO150M2: Options = dict(embed_dim=832, depth=21, num_heads=13, mlp_ratio=34 / 13)
 FLEX = dict(img_size=256, class_token=False, no_embed_class=True, global_pool="avg", init_values=1e-5)
 
+CONFIG = ViTConfig
 MODEL = NaFlexVisionTransformer
 ORACLE: dict[str, str] = {}  # timm's have other parameter names, which `load_weights` converts
-VARIANTS = {
-    "naflexvit_base_patch16_gap": BASE.replace(**FLEX, reg_tokens=4),
-    "naflexvit_so150m2_patch16_reg1_gap": SO150M2.replace(**FLEX, qkv_bias=False, reg_tokens=1),
+VARIANTS: dict[str, Options] = {
+    "naflexvit_base_patch16_gap": dict(BASE, **FLEX, reg_tokens=4),
+    "naflexvit_so150m2_patch16_reg1_gap": dict(SO150M2, **FLEX, qkv_bias=False, reg_tokens=1),
 }
 
 # Counted by timm 1.0.31 with 1000 classes.

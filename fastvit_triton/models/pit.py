@@ -19,6 +19,7 @@ from ..checkpoints.tensors import State
 from ..layers import Attention, Block, Blocks, Mlp
 from ..layers.embed import sides
 from ..layers.pooling import OverlapEmbed, PooledStage, TokenPooling, joined, resize_map
+from .config import Options
 from .distilled import Distilled, TokenPyramid
 from .pyramid import PyramidConfig
 
@@ -112,11 +113,14 @@ def build_block(config: PitConfig, stage: int, drop_path: float) -> Block:
     return Block(D, attn, Mlp(D, int(D * config.mlp_ratio), drop=drop), config.eps, drop_path=drop_path)
 
 
-SIZES = dict(ti=PitConfig(base_dims=(32, 32, 32)), xs=PitConfig(), s=PitConfig(num_heads=(3, 6, 12)))
-SIZES["b"] = PitConfig(patch_size=14, stride=7, base_dims=(64, 64, 64), depths=(3, 6, 4), num_heads=(4, 8, 16))
+SIZES: dict[str, Options] = dict(ti=dict(base_dims=(32, 32, 32)), xs={}, s=dict(num_heads=(3, 6, 12)))
+SIZES["b"] = dict(patch_size=14, stride=7, base_dims=(64, 64, 64), depths=(3, 6, 4), num_heads=(4, 8, 16))
 
+CONFIG = PitConfig
 MODEL = PoolingVisionTransformer
-VARIANTS = {f"pit_{n}{kind}_224": config for kind in ("", "_distilled") for n, config in SIZES.items()}
+VARIANTS: dict[str, Options] = {
+    f"pit_{n}{kind}_224": size for kind in ("", "_distilled") for n, size in SIZES.items()
+}
 MODELS = {name: DistilledPooling for name in VARIANTS if "_distilled_" in name}
 ORACLE = dict.fromkeys(VARIANTS, "timm")
 

@@ -23,6 +23,7 @@ from ..checkpoints.tensors import State, WeightsError, variant
 from ..layers import Block, Blocks, Mlp, NormedPatchEmbed, ReducedAttention, resize_pos_embed
 from ..layers.embed import sides
 from . import fit
+from .config import Options
 from .pyramid import PyramidTransformer, ReducedConfig
 
 
@@ -118,9 +119,10 @@ def build_block(config: PvtConfig, stage: int, drop_path: float) -> Block:
     return Block(D, attn, Mlp(D, int(D * config.mlp_ratios[stage]), drop=drop), config.eps, drop_path=drop_path)
 
 
+CONFIG = PvtConfig
 MODEL = PyramidVisionTransformer
 DEPTHS = dict(tiny=(2, 2, 2, 2), small=(3, 4, 6, 3), medium=(3, 4, 18, 3), large=(3, 8, 27, 3))
-VARIANTS = {f"pvt_{size}": PvtConfig(depths=depths) for size, depths in DEPTHS.items()}
+VARIANTS: dict[str, Options] = {f"pvt_{size}": dict(depths=depths) for size, depths in DEPTHS.items()}
 ORACLE: dict[str, str] = {}  # transformers has the model, with other parameter names
 
 # Counted by the authors' code.

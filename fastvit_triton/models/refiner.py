@@ -15,6 +15,7 @@ from ..checkpoints.layout import Layout, Spelling
 from ..layers import Attention, Block
 from ..layers.mixing import RefinedAttention
 from ..layers.scaled_block import RefinedBlock, RefinedBlocks, ScaledMlp
+from .config import Options
 from .fit import fit
 from .lvvit import LvvitConfig, TokenLabelingTransformer
 
@@ -61,11 +62,12 @@ class RefinedTransformer(TokenLabelingTransformer):
         return RefinedBlock(D, attn, mlp, config.eps / a**2, drop_path=drop_path, factor=1 / a)
 
 
+CONFIG = RefinerConfig
 MODEL = RefinedTransformer
-VARIANTS = {
-    "refiner_vit_small": RefinerConfig(),
-    "refiner_vit_medium": RefinerConfig(embed_dim=420, depth=32),
-    "refiner_vit_large": RefinerConfig(embed_dim=512, depth=32, num_heads=16),
+VARIANTS: dict[str, Options] = {
+    "refiner_vit_small": {},
+    "refiner_vit_medium": dict(embed_dim=420, depth=32),
+    "refiner_vit_large": dict(embed_dim=512, depth=32, num_heads=16),
 }
 ORACLE: dict[str, str] = {}  # see the equations in the tests
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from ..checkpoints.layout import Layout
 from ..checkpoints.tensors import State
-from .config import ViTConfig
+from .config import Options, ViTConfig
 from .transformer import VisionTransformer
 from .vit import BASE, LARGE, PLAIN
 
-SO400M = ViTConfig(embed_dim=1152, depth=27, num_heads=16, mlp_ratio=3.7362)
-GIANTOPT = ViTConfig(embed_dim=1536, depth=40, num_heads=16)
+SO400M: Options = dict(embed_dim=1152, depth=27, num_heads=16, mlp_ratio=3.7362)
+GIANTOPT: Options = dict(embed_dim=1536, depth=40, num_heads=16)
 
 # size name → (shape, patch, image sides, activation)
 TOWERS = (
@@ -31,10 +31,11 @@ TOWERS = (
 )
 POOLS: dict[str, dict[str, Any]] = {"": dict(global_pool="map"), "gap_": dict(global_pool="avg", fc_norm=False)}
 
+CONFIG = ViTConfig
 MODEL = VisionTransformer
-VARIANTS = {
-    f"vit_{size}_siglip_{gap}{side}": shape.replace(
-        **pool, act=act, patch_size=patch, img_size=side, class_token=False, num_classes=0
+VARIANTS: dict[str, Options] = {
+    f"vit_{size}_siglip_{gap}{side}": dict(
+        shape, **pool, act=act, patch_size=patch, img_size=side, class_token=False, num_classes=0
     )
     for size, shape, patch, sides, act in TOWERS
     for side in sides

@@ -7,16 +7,18 @@ Differs from ViT:
 Adds nothing.
 """
 
+from .config import Options, ViTConfig
 from .transformer import VisionTransformer
 from .vit import BASE, SMALL, TINY
 
 SIMPLE = dict(pos_embed="sincos2d", class_token=False, global_pool="avg", fc_norm=False)
 
+CONFIG = ViTConfig
 MODEL = VisionTransformer
-VARIANTS = {
-    "simplevit_tiny_patch16_224": TINY.replace(**SIMPLE),
-    "simplevit_small_patch16_224": SMALL.replace(**SIMPLE),
-    "simplevit_base_patch16_224": BASE.replace(**SIMPLE),
+VARIANTS: dict[str, Options] = {
+    "simplevit_tiny_patch16_224": dict(TINY, **SIMPLE),
+    "simplevit_small_patch16_224": dict(SMALL, **SIMPLE),
+    "simplevit_base_patch16_224": dict(BASE, **SIMPLE),
 }
 ORACLE: dict[str, str] = {}  # vit-pytorch has the model, with other parameter names
 

@@ -25,6 +25,7 @@ from ..layers import Block, Blocks, Mlp, NormedPatchEmbed, PatchMerging, Window,
 from ..layers.embed import sides
 from ..layers.window import resize_table
 from . import fit
+from .config import Options
 from .pyramid import PyramidConfig, PyramidTransformer, Stage
 
 
@@ -109,18 +110,19 @@ def build_block(config: SwinConfig, stage: int, window: Window, drop_path: float
     return Block(D, attn, Mlp(D, int(D * config.mlp_ratio), drop=drop), config.eps, drop_path=drop_path)
 
 
-SMALL = SwinConfig(depths=(2, 2, 18, 2))
-BASE = SMALL.replace(embed_dim=128, num_heads=(4, 8, 16, 32))
-LARGE = BASE.replace(embed_dim=192, num_heads=(6, 12, 24, 48))
+SMALL: Options = dict(depths=(2, 2, 18, 2))
+BASE: Options = dict(SMALL, embed_dim=128, num_heads=(4, 8, 16, 32))
+LARGE: Options = dict(BASE, embed_dim=192, num_heads=(6, 12, 24, 48))
 
+CONFIG = SwinConfig
 MODEL = SwinTransformer
-VARIANTS = {
-    "swin_tiny_patch4_window7_224": SwinConfig(),
+VARIANTS: dict[str, Options] = {
+    "swin_tiny_patch4_window7_224": {},
     "swin_small_patch4_window7_224": SMALL,
     "swin_base_patch4_window7_224": BASE,
-    "swin_base_patch4_window12_384": BASE.replace(window_size=12, img_size=384),
+    "swin_base_patch4_window12_384": dict(BASE, window_size=12, img_size=384),
     "swin_large_patch4_window7_224": LARGE,
-    "swin_large_patch4_window12_384": LARGE.replace(window_size=12, img_size=384),
+    "swin_large_patch4_window12_384": dict(LARGE, window_size=12, img_size=384),
 }
 ORACLE = dict.fromkeys(VARIANTS, "timm")
 # Counted by timm 1.0.31.

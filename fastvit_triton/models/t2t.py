@@ -21,7 +21,7 @@ from ..checkpoints.tensors import State
 from ..layers import Attention, Block, Blocks, Mlp, drop_path_rates, sincos1d
 from ..layers.embed import sides
 from ..layers.soft_split import SPLITS, TokenPerformer, TokensToToken, TokenTransformer, split_size
-from .config import check_multiple
+from .config import Options, check_multiple
 from .tokens import TokenConfig, TokenModel
 
 KINDS = {"performer": TokenPerformer, "transformer": TokenTransformer}
@@ -105,14 +105,15 @@ def build_block(config: T2tConfig, drop_path: float) -> Block:
     return Block(D, attn, Mlp(D, int(D * config.mlp_ratio), drop=drop), config.eps, drop_path=drop_path)
 
 
-SMALL = T2tConfig(embed_dim=256, num_heads=4, mlp_ratio=2)
-SIZES = {"7": SMALL.replace(depth=7), "10": SMALL.replace(depth=10), "12": SMALL, "14": T2tConfig(depth=14)}
-SIZES |= {"19": T2tConfig(embed_dim=448, num_heads=7, depth=19), "24": T2tConfig(embed_dim=512, num_heads=8, depth=24)}
-SIZES |= {f"t_{n}": SIZES[n].replace(tokens_type="transformer") for n in ("14", "19", "24")}
-SIZES |= {"14_resnext": SIZES["14"].replace(num_heads=32), "14_wide": T2tConfig(embed_dim=768, num_heads=12, depth=4)}
+SMALL: Options = dict(embed_dim=256, num_heads=4, mlp_ratio=2)
+SIZES: dict[str, Options] = {"7": dict(SMALL, depth=7), "10": dict(SMALL, depth=10), "12": SMALL, "14": dict(depth=14)}
+SIZES |= {"19": dict(embed_dim=448, num_heads=7, depth=19), "24": dict(embed_dim=512, num_heads=8, depth=24)}
+SIZES |= {f"t_{n}": dict(SIZES[n], tokens_type="transformer") for n in ("14", "19", "24")}
+SIZES |= {"14_resnext": dict(SIZES["14"], num_heads=32), "14_wide": dict(embed_dim=768, num_heads=12, depth=4)}
 
+CONFIG = T2tConfig
 MODEL = TokensToTokenViT
-VARIANTS = {f"t2t_vit_{n}": config for n, config in SIZES.items()}
+VARIANTS: dict[str, Options] = {f"t2t_vit_{n}": size for n, size in SIZES.items()}
 ORACLE: dict[str, str] = {}  # timm has no such model; see the equations in the tests
 
 # Counted by the authors' code, with positions and random features, which are not trained.

@@ -22,7 +22,7 @@ from ..layers import drop_path_rates
 from ..layers.embed import sides
 from ..layers.inner import InnerBlock, PixelEmbed, merged_pixels
 from ..layers.recompute import recomputed
-from .config import check_multiple, check_patches
+from .config import Options, check_multiple, check_patches
 from .fit import fit_table
 from .tokens import TokenConfig, TokenModel
 
@@ -102,11 +102,12 @@ class TransformerInTransformer(TokenModel):
         return dict(stem=stem, blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))])
 
 
+CONFIG = TntConfig
 MODEL = TransformerInTransformer
-VARIANTS = {
-    "tnt_s_legacy_patch16_224": TntConfig(legacy=True),
-    "tnt_s_patch16_224": TntConfig(),
-    "tnt_b_patch16_224": TntConfig(embed_dim=640, inner_dim=40, num_heads_outer=10),
+VARIANTS: dict[str, Options] = {
+    "tnt_s_legacy_patch16_224": dict(legacy=True),
+    "tnt_s_patch16_224": {},
+    "tnt_b_patch16_224": dict(embed_dim=640, inner_dim=40, num_heads_outer=10),
 }
 ORACLE = dict.fromkeys(VARIANTS, "timm")
 

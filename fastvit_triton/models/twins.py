@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..checkpoints.layout import Layout, Spelling
 from ..layers import Block, Blocks, Mlp, NormedPatchEmbed, Peg, ReducedAttention, Window, WindowAttention
 from ..layers.embed import sides
+from .config import Options
 from .fit import keep
 from .pyramid import PyramidTransformer, ReducedConfig
 
@@ -95,17 +96,18 @@ def build_block(config: TwinsConfig, stage: int, block: int, drop_path: float) -
     return Block(D, attn, Mlp(D, int(D * config.mlp_ratios[stage]), drop=drop), config.eps, drop_path=drop_path)
 
 
-PCPVT = TwinsConfig(depths=(3, 4, 6, 3))
-SVT = TwinsConfig(mlp_ratios=(4, 4, 4, 4), wss=(7, 7, 7, 7), depths=(2, 2, 18, 2))
+PCPVT: Options = dict(depths=(3, 4, 6, 3))
+SVT: Options = dict(mlp_ratios=(4, 4, 4, 4), wss=(7, 7, 7, 7), depths=(2, 2, 18, 2))
 
+CONFIG = TwinsConfig
 MODEL = Twins
-VARIANTS = {
+VARIANTS: dict[str, Options] = {
     "twins_pcpvt_small": PCPVT,
-    "twins_pcpvt_base": PCPVT.replace(depths=(3, 4, 18, 3)),
-    "twins_pcpvt_large": PCPVT.replace(depths=(3, 8, 27, 3)),
-    "twins_svt_small": SVT.replace(embed_dims=(64, 128, 256, 512), num_heads=(2, 4, 8, 16), depths=(2, 2, 10, 4)),
-    "twins_svt_base": SVT.replace(embed_dims=(96, 192, 384, 768), num_heads=(3, 6, 12, 24)),
-    "twins_svt_large": SVT.replace(embed_dims=(128, 256, 512, 1024), num_heads=(4, 8, 16, 32)),
+    "twins_pcpvt_base": dict(PCPVT, depths=(3, 4, 18, 3)),
+    "twins_pcpvt_large": dict(PCPVT, depths=(3, 8, 27, 3)),
+    "twins_svt_small": dict(SVT, embed_dims=(64, 128, 256, 512), num_heads=(2, 4, 8, 16), depths=(2, 2, 10, 4)),
+    "twins_svt_base": dict(SVT, embed_dims=(96, 192, 384, 768), num_heads=(3, 6, 12, 24)),
+    "twins_svt_large": dict(SVT, embed_dims=(128, 256, 512, 1024), num_heads=(4, 8, 16, 32)),
 }
 ORACLE = dict.fromkeys(VARIANTS, "timm")
 

@@ -14,43 +14,44 @@ from typing import Any
 
 from ..checkpoints.layout import Layout
 from ..checkpoints.tensors import State
-from .config import ViTConfig
+from .config import Options, ViTConfig
 from .transformer import VisionTransformer
 
-TINY = ViTConfig(embed_dim=192, depth=12, num_heads=3)
-SMALL = ViTConfig(embed_dim=384, depth=12, num_heads=6)
-BASE = ViTConfig(embed_dim=768, depth=12, num_heads=12)
-LARGE = ViTConfig(embed_dim=1024, depth=24, num_heads=16)
-HUGE = ViTConfig(embed_dim=1280, depth=32, num_heads=16)
-GIANT = ViTConfig(embed_dim=1408, depth=40, num_heads=16, mlp_ratio=48 / 11)
-GIGANTIC = ViTConfig(embed_dim=1664, depth=48, num_heads=16, mlp_ratio=64 / 13)
+TINY: Options = dict(embed_dim=192, depth=12, num_heads=3)
+SMALL: Options = dict(embed_dim=384, depth=12, num_heads=6)
+BASE: Options = dict(embed_dim=768, depth=12, num_heads=12)
+LARGE: Options = dict(embed_dim=1024, depth=24, num_heads=16)
+HUGE: Options = dict(embed_dim=1280, depth=32, num_heads=16)
+GIANT: Options = dict(embed_dim=1408, depth=40, num_heads=16, mlp_ratio=48 / 11)
+GIGANTIC: Options = dict(embed_dim=1664, depth=48, num_heads=16, mlp_ratio=64 / 13)
 
+CONFIG = ViTConfig
 MODEL = VisionTransformer
-VARIANTS = {
-    "vit_tiny_patch16_224": TINY.replace(patch_size=16),
-    "vit_tiny_patch16_384": TINY.replace(patch_size=16, img_size=384),
-    "vit_small_patch32_224": SMALL.replace(patch_size=32),
-    "vit_small_patch32_384": SMALL.replace(patch_size=32, img_size=384),
-    "vit_small_patch16_224": SMALL.replace(patch_size=16),
-    "vit_small_patch16_384": SMALL.replace(patch_size=16, img_size=384),
-    "vit_small_patch8_224": SMALL.replace(patch_size=8, num_classes=0),
-    "vit_base_patch32_224": BASE.replace(patch_size=32),
-    "vit_base_patch32_384": BASE.replace(patch_size=32, img_size=384),
-    "vit_base_patch16_224": BASE.replace(patch_size=16),
-    "vit_base_patch16_384": BASE.replace(patch_size=16, img_size=384),
-    "vit_base_patch8_224": BASE.replace(patch_size=8),
-    "vit_large_patch32_224": LARGE.replace(patch_size=32, num_classes=0),
-    "vit_large_patch32_384": LARGE.replace(patch_size=32, img_size=384),
-    "vit_large_patch16_224": LARGE.replace(patch_size=16),
-    "vit_large_patch16_384": LARGE.replace(patch_size=16, img_size=384),
-    "vit_large_patch14_224": LARGE.replace(patch_size=14),
-    "vit_huge_patch14_224": HUGE.replace(patch_size=14, num_classes=0),
-    "vit_giant_patch14_224": GIANT.replace(patch_size=14),
-    "vit_gigantic_patch14_224": GIGANTIC.replace(patch_size=14),
-    "vit_tiny_patch16_postnorm_224": TINY.replace(norm="post"),
-    "vit_small_patch16_postnorm_224": SMALL.replace(norm="post"),
-    "vit_base_patch16_postnorm_224": BASE.replace(norm="post"),
-    "vit_digits_patch2_8": ViTConfig(
+VARIANTS: dict[str, Options] = {
+    "vit_tiny_patch16_224": dict(TINY, patch_size=16),
+    "vit_tiny_patch16_384": dict(TINY, patch_size=16, img_size=384),
+    "vit_small_patch32_224": dict(SMALL, patch_size=32),
+    "vit_small_patch32_384": dict(SMALL, patch_size=32, img_size=384),
+    "vit_small_patch16_224": dict(SMALL, patch_size=16),
+    "vit_small_patch16_384": dict(SMALL, patch_size=16, img_size=384),
+    "vit_small_patch8_224": dict(SMALL, patch_size=8, num_classes=0),
+    "vit_base_patch32_224": dict(BASE, patch_size=32),
+    "vit_base_patch32_384": dict(BASE, patch_size=32, img_size=384),
+    "vit_base_patch16_224": dict(BASE, patch_size=16),
+    "vit_base_patch16_384": dict(BASE, patch_size=16, img_size=384),
+    "vit_base_patch8_224": dict(BASE, patch_size=8),
+    "vit_large_patch32_224": dict(LARGE, patch_size=32, num_classes=0),
+    "vit_large_patch32_384": dict(LARGE, patch_size=32, img_size=384),
+    "vit_large_patch16_224": dict(LARGE, patch_size=16),
+    "vit_large_patch16_384": dict(LARGE, patch_size=16, img_size=384),
+    "vit_large_patch14_224": dict(LARGE, patch_size=14),
+    "vit_huge_patch14_224": dict(HUGE, patch_size=14, num_classes=0),
+    "vit_giant_patch14_224": dict(GIANT, patch_size=14),
+    "vit_gigantic_patch14_224": dict(GIGANTIC, patch_size=14),
+    "vit_tiny_patch16_postnorm_224": dict(TINY, norm="post"),
+    "vit_small_patch16_postnorm_224": dict(SMALL, norm="post"),
+    "vit_base_patch16_postnorm_224": dict(BASE, norm="post"),
+    "vit_digits_patch2_8": dict(
         embed_dim=64, depth=4, num_heads=2, patch_size=2, img_size=8, in_chans=1, num_classes=10
     ),
 }

@@ -18,6 +18,7 @@ from ..layers.recompute import recomputed
 from ..layers.rel2d import Grid
 from ..layers.residual import BasicBlock
 from ..layers.visual_tokens import VisualTransformer
+from .config import Options
 from .fit import keep
 from .residual import ResidualConfig, ResidualNetwork
 
@@ -96,8 +97,9 @@ class VisualTransformerResNet(ResidualNetwork):
         self.num_features = width
 
 
+CONFIG = VtConfig
 MODEL = VisualTransformerResNet
-VARIANTS = {"vt_resnet18": VtConfig()}
+VARIANTS: dict[str, Options] = {"vt_resnet18": {}}
 ORACLE: dict[str, str] = {}  # see the equations in the tests
 PARAMS = {"vt_resnet18": 11_807_272}  # by the equations in the tests; the paper says 11.7 M
 

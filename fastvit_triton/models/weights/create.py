@@ -100,7 +100,7 @@ def _resolve(name: str, weights: bool) -> tuple[Place | None, Description]:
     if "/" in name:
         raise WeightsError(f"name is {name!r}; use hf-hub:{name} for the Hub, or local-dir:{name} for a folder")
     base, tag = table.split_tag(name)
-    models.model_config(base)
+    models.family_of(base)
     cfg = table.pretrained_cfg(name)
     options = {"num_classes": cfg["num_classes"]} if cfg and (tag or weights) else {}
     return find_tagged(name, {}) if weights else None, Description(base, options, cfg)

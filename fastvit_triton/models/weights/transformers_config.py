@@ -197,7 +197,7 @@ def _nearest(base: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     for name in [base, *family.VARIANTS]:
         if same.get(name) is not same.get(base) or ("_gap_" in name) != ("_gap_" in base):
             continue
-        ours: Any = family.VARIANTS[name]
+        ours: Any = model_config(name)
         wanted = ours.replace(**options)
         if "depth" in options and int(ours.embed_dim * ours.mlp_ratio) == int(wanted.embed_dim * wanted.mlp_ratio):
             wanted = wanted.replace(mlp_ratio=ours.mlp_ratio)
