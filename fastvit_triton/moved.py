@@ -27,6 +27,7 @@ MOVED = {  # old name → new name, both without "fastvit_triton."; a package's 
     "layers.source": "engine.source",
     "layers.spatial": "engine.attention",
     "layers.ways": "engine.ways",
+    "models.compact": "models.cct",
     "packed_graphs": "deploy.packed_graphs",
     "warm_up": "deploy.warm_up",
     "weights": "models.weights",

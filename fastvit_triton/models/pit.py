@@ -118,9 +118,7 @@ SIZES["b"] = dict(patch_size=14, stride=7, base_dims=(64, 64, 64), depths=(3, 6,
 
 CONFIG = PitConfig
 MODEL = PoolingVisionTransformer
-VARIANTS: dict[str, Options] = {
-    f"pit_{n}{kind}_224": size for kind in ("", "_distilled") for n, size in SIZES.items()
-}
+VARIANTS: dict[str, Options] = {f"pit_{n}{kind}_224": size for kind in ("", "_distilled") for n, size in SIZES.items()}
 MODELS = {name: DistilledPooling for name in VARIANTS if "_distilled_" in name}
 ORACLE = dict.fromkeys(VARIANTS, "timm")
 
