@@ -21,8 +21,9 @@ WEIGHT_FILES: tuple[str, ...] = (
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
+    "open_clip_model.safetensors",
+    "open_clip_pytorch_model.bin",
 )
-WEIGHT_FILES += ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".npz")
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 PART = re.compile(r"[\w-][\w.-]*\.(safetensors|bin)")
@@ -109,7 +110,8 @@ class Repository(Place):
         """
         from .. import __version__
 
-        client, text = hub_client(), self.text
+        client = hub_client()
+        text = self.text
         errors: Any = importlib.import_module("huggingface_hub.errors")
         library = dict(library_name="fastvit_triton", library_version=__version__)
         try:
@@ -181,7 +183,8 @@ def find_place(source: str | os.PathLike, named: Callable[[str], Place | None], 
         raise TypeError(f"the checkpoint is of type {type(source).__name__}; give {FORMS}")
     if not os.fspath(source):
         raise WeightsError(f"the checkpoint's name is empty; give {FORMS}")
-    text, path = os.fspath(source), Path(source)
+    text = os.fspath(source)
+    path = Path(source)
     scheme, _, rest = text.partition(":")
     if scheme in ("hf-hub", "hf_hub"):
         if not REPOSITORY.fullmatch(rest):

@@ -19,14 +19,31 @@ from torch import Tensor
 from .places import parts
 from .tensors import State, WeightsError
 
-DAMAGE: tuple[type[Exception], ...] = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError)
-DAMAGE += (AttributeError, AssertionError)
-DAMAGE += (SafetensorError, pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, struct.error)
-DAMAGE += (SyntaxError, tokenize.TokenError, ArithmeticError, MemoryError)
+DAMAGE: tuple[type[Exception], ...] = (
+    OSError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    SafetensorError,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    SyntaxError,
+    tokenize.TokenError,
+    ArithmeticError,
+    MemoryError,
+)
 WRAPPERS = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model")  # averaged weights first, as in timm
 CHECKSUM = "checksum"  # metadata entry of our safetensors files
-MAX_HEADER, MAX_KEYS = 2**23, 65_536  # of a safetensors file: bytes, and tensors, which it reads in quadratic time
-MAX_EXPANSION, SMALL = 20, 2**28  # of a compressed file: its contents by its size; contents that are small in any case
+MAX_HEADER = 2**23  # bytes, of a safetensors file
+MAX_KEYS = 65_536  # tensors of a safetensors file, which reads them in quadratic time
+MAX_EXPANSION = 20  # contents of a compressed file, divided by its size
+SMALL = 2**28  # bytes; contents of a compressed file that are small in any case
 
 
 def read(path: Path, verify: bool) -> tuple[Mapping, dict[str, str]]:
@@ -49,7 +66,8 @@ def read(path: Path, verify: bool) -> tuple[Mapping, dict[str, str]]:
             check_proportions(path)
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:
-                state, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}
+                state = {key: file.get_tensor(key) for key in file.keys()}
+                metadata = file.metadata() or {}
             if verify:
                 check_safetensors(state, metadata)
             return state, metadata
@@ -87,7 +105,8 @@ def unwrap(held: Mapping) -> tuple[State, str]:
     path = ""
     for _ in range(4):
         if inner := next((w for w in WRAPPERS if isinstance(held, Mapping) and isinstance(held.get(w), Mapping)), None):
-            held, path = held[inner], f" ({inner})"
+            held = held[inner]
+            path = f" ({inner})"
     if not isinstance(held, Mapping):
         raise WeightsError(f"the checkpoint holds a {type(held).__name__}; expected a state dict of named tensors")
     arrays = {str(key): _tensor(value) if isinstance(value, np.ndarray) else value for key, value in held.items()}

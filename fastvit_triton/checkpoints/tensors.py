@@ -82,7 +82,9 @@ def check(model: nn.Module, target: State, state: State, spelled: dict[str, str]
         raise WeightsError(f"{why}; create the model of the checkpoint, or give its sizes as options")
     for key, wanted in target.items():
         if state[key].shape != wanted.shape:
-            name, theirs, ours = spelled.get(key, key), list(state[key].shape), list(wanted.shape)
+            name = spelled.get(key, key)
+            theirs = list(state[key].shape)
+            ours = list(wanted.shape)
             hint = "; create the model of the checkpoint, or give its sizes as options"
             if key in (*TOKENS, "pos_embed") and theirs[-1] != ours[-1]:
                 hint = f"; create the model with embed_dim={theirs[-1]}, or of another name"

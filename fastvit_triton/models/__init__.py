@@ -43,10 +43,35 @@ from .config import ViTConfig
 from .features import FeatureGetterNet
 from .transformer import VisionTransformer
 
-FAMILIES: tuple[Any, ...] = (vit, hybrid, simplevit, deit, dinov2, clip, siglip, naflex, cpvt, swin, twins, pvt)
-FAMILIES += (cct, cait, deepvit, lvvit, refiner)
-FAMILIES += (pit, tnt, crossvit, levit, t2t, ceit)
-FAMILIES += (cvt, botnet, vt, attention_conv)
+FAMILIES: tuple[Any, ...] = (
+    vit,
+    hybrid,
+    simplevit,
+    deit,
+    dinov2,
+    clip,
+    siglip,
+    naflex,
+    cpvt,
+    swin,
+    twins,
+    pvt,
+    cct,
+    cait,
+    deepvit,
+    lvvit,
+    refiner,
+    pit,
+    tnt,
+    crossvit,
+    levit,
+    t2t,
+    ceit,
+    cvt,
+    botnet,
+    vt,
+    attention_conv,
+)
 CATALOGUE = {name: family for family in FAMILIES for name in family.VARIANTS}
 
 
@@ -86,7 +111,8 @@ def create_model(
     """
     if not features_only and (out_indices, output_fmt) != (None, None):
         raise TypeError("out_indices and output_fmt are options of features; add features_only=True")
-    config, family = model_config(name, **overrides), CATALOGUE[name]
+    config = model_config(name, **overrides)
+    family = CATALOGUE[name]
     model = (getattr(family, "MODELS", {}).get(name) or family.MODEL)(config)
     model.variant = name
     return FeatureGetterNet(model, out_indices, output_fmt=output_fmt) if features_only else model

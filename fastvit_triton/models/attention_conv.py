@@ -63,9 +63,12 @@ class AttentionConv(TokenModel):
 
     def __init__(self, config: AttentionConvConfig) -> None:
         super().__init__(config)
-        D, drop, sizes = config.embed_dim, config.proj_drop_rate, (sides(config.img_size), sides(config.patch_size))
+        D = config.embed_dim
+        drop = config.proj_drop_rate
+        sizes = (sides(config.img_size), sides(config.patch_size))
         self.patch_embed = PatchEmbed(*sizes, config.in_chans, D)
-        self.pos_drop, grid = nn.Dropout(config.pos_drop_rate), self.patch_embed.grid_size
+        self.pos_drop = nn.Dropout(config.pos_drop_rate)
+        grid = self.patch_embed.grid_size
         for rate in drop_path_rates(config.drop_path_rate, config.depth):
             attn = QuadraticAttention(D, config.num_heads, grid, config.isotropic, config.qkv_bias, drop)
             mlp = Mlp(D, int(D * config.mlp_ratio), drop=drop)
@@ -131,7 +134,8 @@ def fit_positional(
     useless = [key for key in state if key.endswith("attention.self.R") or key.startswith(names)]
     for key in useless:
         del state[key]
-    weight, size = state.get("patch_embed.proj.weight"), model.config.patch_size
+    weight = state.get("patch_embed.proj.weight")
+    size = model.config.patch_size
     if weight is not None and weight.dim() == 2 and weight.shape[1] % math.prod(size) == 0:
         state["patch_embed.proj.weight"] = weight.unflatten(1, (*size, -1)).permute(0, 3, 1, 2)
     return useless, ""

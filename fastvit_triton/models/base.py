@@ -121,7 +121,9 @@ class ImageModel(HubMethods, nn.Module):
         self, image: Tensor, take: list[int], norm: bool, stop_early: bool, stages: Iterator[Any] | None = None
     ) -> tuple[list[Any], Any, int]:
         """(outputs of the stages to take, output of the last one that ran, its number), see `forward_intermediates`."""
-        found, x, i = [], image, 0
+        found = []
+        x = image
+        i = 0
         for i, x in enumerate(self.stages(image) if stages is None else stages):
             if i in take:
                 found.append(self.normalize_stage(x, i) if norm else x)

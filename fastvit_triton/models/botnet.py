@@ -44,7 +44,8 @@ class BottleneckTransformer(ResidualNetwork):
         self, stage: int, index: int, inputs: int, outputs: int, stride: int, drop_path: float, grid: Grid
     ) -> nn.Module:
         """A bottleneck, with attention in the stages that have heads."""
-        heads, drop = self.config.num_heads[stage], self.config.proj_drop_rate
+        heads = self.config.num_heads[stage]
+        drop = self.config.proj_drop_rate
         if heads:
             return AttentionBottleneck(inputs, outputs, stride, drop_path, heads, grid, drop)
         return Bottleneck(inputs, outputs, stride, drop_path)
@@ -67,7 +68,8 @@ def fit_distances(
     """Interpolates embeddings of distances for the grids of a BoTNet, as SAM does; for the arguments see `fit.fit`."""
     notes = []
     for key in (key for key in state if key.endswith(("pos_embed.height_rel", "pos_embed.width_rel"))):
-        old, new = state[key], target[key].shape if key in target else state[key].shape
+        old = state[key]
+        new = target[key].shape if key in target else state[key].shape
         if old.shape != new and old.shape[1:] == new[1:]:
             state[key] = F.interpolate(old.mT[None], new[0], mode=mode)[0].mT.contiguous()
             notes.append(f"{key.split('.')[-1]} {len(old)} resized to {new[0]} ({mode})")

@@ -69,7 +69,9 @@ class Cait(VisionTransformer):
 
     def build_block(self, i: int, drop_path: float, attention: type[Attention]) -> Block:
         """Creates block i of the patches."""
-        config, D, drop = self.config, self.config.embed_dim, self.config.proj_drop_rate
+        config = self.config
+        D = config.embed_dim
+        drop = config.proj_drop_rate
         attn = TalkingHeads(D, config.num_heads, config.qkv_bias, config.attn_drop_rate, drop)
         mlp = Mlp(D, int(D * config.mlp_ratio), config.act, drop=drop)
         return ScaledBlock(D, attn, mlp, config.eps, config.init_values, config.drop_path_rate)

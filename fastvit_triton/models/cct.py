@@ -86,20 +86,26 @@ class CctConfig(BaseConfig):
 class CompactTransformer(ImageModel):
     """CCT, CVT or ViT-Lite. Positions are resampled for images of another size than `img_size`."""
 
-    config: Any  # of cct.py
+    config: CctConfig
     layout = "cct"
     head_names = ("classifier.fc",)
     feature_formats = ("NCHW", "NLC")
     feature_indices = 3
     position_resize = "bilinear"
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: CctConfig) -> None:
         super().__init__()
-        self.config, self.num_classes, self.num_features = config, config.num_classes, (D := config.embed_dim)
-        self.grad_checkpointing, self.num_prefix_tokens = config.grad_checkpointing, int(config.class_token)
+        D = config.embed_dim
+        self.config = config
+        self.num_classes = config.num_classes
+        self.num_features = D
+        self.grad_checkpointing = config.grad_checkpointing
+        self.num_prefix_tokens = int(config.class_token)
         self.tokenizer = ConvTokenizer(config.in_chans, D, config.kernel_size, config.conv_layers)
         self.grid_size = self.grid_of(sides(config.img_size))
-        blocks, attn_drop, drop = Blocks(), config.attn_drop_rate, config.proj_drop_rate
+        blocks = Blocks()
+        attn_drop = config.attn_drop_rate
+        drop = config.proj_drop_rate
         for rate in drop_path_rates(config.drop_path_rate, config.depth):
             attn = Attention(D, config.num_heads, None, False, attn_drop=attn_drop, proj_drop=drop)
             blocks.append(CompactBlock(D, attn, int(D * config.mlp_ratio), config.eps, drop, rate))
@@ -128,7 +134,9 @@ class CompactTransformer(ImageModel):
         """Yields the tokens [B, T + N, D] after each block."""
         if image.dim() != 4 or image.shape[1] != self.config.in_chans:
             raise ValueError(f"image must have axes [B, {self.config.in_chans}, H, W], got shape {list(image.shape)}")
-        parts, grid, pos = self.classifier, self.grid_of(image.shape[2:]), self.classifier.positional_emb
+        parts = self.classifier
+        grid = self.grid_of(image.shape[2:])
+        pos = self.classifier.positional_emb
         if pos is not None and grid != self.grid_size:
             pos = resize_pos_embed(pos, self.grid_size, grid, self.num_prefix_tokens, self.position_resize)
         x = parts.dropout(self.tokenizer(image, pos, parts.class_emb))
@@ -160,7 +168,8 @@ class CompactTransformer(ImageModel):
     def to_map(self, x: Tensor, image: Tensor, output_fmt: str) -> tuple[Tensor, Tensor | None]:
         """Tokens [B, T + N, D] → patch tokens, as [B, D, h, w] or [B, N, D], and the class token [B, 1, D] or None."""
         T = self.num_prefix_tokens
-        prefix, x = x[:, :T] if T else None, x[:, T:]
+        prefix = x[:, :T] if T else None
+        x = x[:, T:]
         return (x.mT.unflatten(2, self.grid_of(image.shape[2:])) if output_fmt == "NCHW" else x).contiguous(), prefix
 
     def prune(self, stages: int, norm: bool, head: bool) -> None:
@@ -183,7 +192,8 @@ class CompactTransformer(ImageModel):
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Regular expressions that assign parameters to layers, for timm's layer-wise learning rates."""
-        stem, last = r"^tokenizer|^classifier\.(?:class|positional)_emb", (r"^classifier\.norm", (99999,))
+        stem = r"^tokenizer|^classifier\.(?:class|positional)_emb"
+        last = (r"^classifier\.norm", (99999,))
         return dict(stem=stem, blocks=[(r"^classifier\.blocks\.(\d+)", None), last])
 
     def no_weight_decay(self) -> set[str]:
@@ -221,7 +231,7 @@ VARIANTS |= {f"vit_lite_{depth}_4_32": dict(of(depth, 4), **TOKEN) for depth in 
 ORACLE: dict[str, str] = {}  # vit-pytorch has cct, with other constructors
 
 # Counted by the authors' code with their number of classes; a class has D + 1 weights.
-COUNTS: tuple[int, ...] = (
+COUNTS = (
     283_723,
     482_123,
     3_233_803,
@@ -231,8 +241,15 @@ COUNTS: tuple[int, ...] = (
     4_573_735,
     22_367_273,
     22_513_193,
+    214_539,
+    412_939,
+    3_190_283,
+    3_716_619,
+    214_666,
+    413_066,
+    3_190_538,
+    3_716_874,
 )
-COUNTS += (214_539, 412_939, 3_190_283, 3_716_619, 214_666, 413_066, 3_190_538, 3_716_874)
 PARAMS = {
     name: count + (1000 - options["num_classes"]) * (options["embed_dim"] + 1)
     for (name, options), count in zip(VARIANTS.items(), COUNTS, strict=True)
@@ -252,7 +269,9 @@ CCT = Layout(
 
 def fit_cct(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
     """Makes the positions of `state` fit the grid of a compact transformer; for the arguments see `fit.fit`."""
-    key, T, grid = "classifier.positional_emb", model.num_prefix_tokens, model.grid_size
+    key = "classifier.positional_emb"
+    T = model.num_prefix_tokens
+    grid = model.grid_size
     if key not in target or key not in state or state[key].shape == target[key].shape or state[key].dim() != 3:
         return [], ""
     rows = state[key].shape[1]

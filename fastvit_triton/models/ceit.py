@@ -55,8 +55,12 @@ class ConvolutionalTransformer(TokenModel):
 
     def __init__(self, config: CeitConfig) -> None:
         super().__init__(config)
-        D, (side, _), (height, width) = config.embed_dim, sides(config.patch_size), sides(config.img_size)
-        grid, drop, hidden = (height // side, width // side), config.proj_drop_rate, int(D * config.mlp_ratio)
+        D = config.embed_dim
+        side, _ = sides(config.patch_size)
+        height, width = sides(config.img_size)
+        grid = (height // side, width // side)
+        drop = config.proj_drop_rate
+        hidden = int(D * config.mlp_ratio)
         options: Any = dict(qkv_bias=config.qkv_bias, attn_drop=config.attn_drop_rate, proj_drop=drop)
         attention = partial(Attention, D, config.num_heads, **options)
         self.i2t = ImageToTokens(config.in_chans, D, side)
@@ -112,8 +116,11 @@ class ConvolutionalTransformer(TokenModel):
         return dict(stem=r"^cls_token|pos_embed|i2t", blocks=blocks)
 
 
-SIZES: dict[str, Options] = {"tiny": dict(embed_dim=192, num_heads=3), "small": {}}
-SIZES["base"] = dict(embed_dim=768, num_heads=12)
+SIZES: dict[str, Options] = {
+    "tiny": dict(embed_dim=192, num_heads=3),
+    "small": {},
+    "base": dict(embed_dim=768, num_heads=12),
+}
 
 CONFIG = CeitConfig
 MODEL = ConvolutionalTransformer
@@ -130,7 +137,8 @@ CEIT = Layout(name="CeiT", mark="i2t.proj.weight", resize="bicubic")
 
 def fit_ceit(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
     """Makes the positions of `state` fit the grid of a CeiT; for the arguments see `fit.fit`."""
-    side, (height, width) = model.config.patch_size[0], model.config.img_size
+    side = model.config.patch_size[0]
+    height, width = model.config.img_size
     return [], fit_table(state, target, "pos_embed", (height // side, width // side), 1, mode)
 
 

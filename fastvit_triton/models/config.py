@@ -196,7 +196,8 @@ class ViTConfig(BaseConfig):
 def check_types(config: BaseConfig) -> None:
     """Raises ValueError unless each field has its annotated type; numbers must be finite."""
     for field in dataclasses.fields(config):
-        value, kind = getattr(config, field.name), field.type
+        value = getattr(config, field.name)
+        kind = field.type
         kinds: tuple[Any, ...] = get_args(kind) if isinstance(kind, UnionType) else (kind,)
         if not any(_is_a(value, kind) for kind in kinds):
             words = " or ".join("None" if kind is NoneType else getattr(kind, "__name__", str(kind)) for kind in kinds)
@@ -206,7 +207,8 @@ def check_types(config: BaseConfig) -> None:
 def check_positive(config: BaseConfig, zeros: tuple[str, ...] = ("num_classes",)) -> None:
     """Raises ValueError unless all numbers are above 0, except rates, and the fields `zeros`, which may be 0."""
     for field in dataclasses.fields(config):
-        value, may = getattr(config, field.name), field.name in zeros
+        value = getattr(config, field.name)
+        may = field.name in zeros
         if not field.name.endswith("_rate") and any(v < 0 or (v == 0 and not may) for v in _numbers(value)):
             raise ValueError(f"{field.name} is {value}; use numbers {'of at least' if may else 'above'} 0")
 

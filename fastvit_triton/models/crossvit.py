@@ -78,7 +78,9 @@ class CrossVit(BranchModel):
 
 def build_block(config: CrossVitConfig, counts: tuple[int, ...], rates: list[float]) -> MultiScaleBlock:
     """Builds the blocks of both branches with their cross attentions."""
-    bias, drops, branches = config.qkv_bias, (config.attn_drop_rate, config.proj_drop_rate), []
+    bias = config.qkv_bias
+    drops = (config.attn_drop_rate, config.proj_drop_rate)
+    branches = []
     fusion: list[nn.Module] = []
     for i, (D, heads) in enumerate(zip(config.embed_dim, config.num_heads, strict=True)):
         hidden = int(D * config.mlp_ratio[i])

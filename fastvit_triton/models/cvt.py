@@ -64,7 +64,9 @@ class ConvolutionalVisionTransformer(PyramidTransformer):
 
     def __init__(self, config: CvtConfig) -> None:
         super().__init__(config)
-        stride, widths, last = sides(config.patch_size), (config.in_chans, *config.widths), self.num_stages - 1
+        stride = sides(config.patch_size)
+        widths = (config.in_chans, *config.widths)
+        last = self.num_stages - 1
         for i, (D, rates) in enumerate(zip(config.widths, self.drop_path_rates(), strict=True)):
             blocks = Blocks(*(build_block(config, i, p) for p in rates))
             embed = ConvEmbed(widths[i], D, (2, 2) if i else stride, config.eps)
@@ -84,7 +86,8 @@ class ConvolutionalVisionTransformer(PyramidTransformer):
         """A stage's map [B, H, W, D], or its tokens [B, 1 + N, D], in another format, and the class token or None."""
         if x.dim() == 4:
             return super().to_map(x, image, output_fmt)
-        T, grid = int(self.config.class_token), image.shape[2:]
+        T = int(self.config.class_token)
+        grid = image.shape[2:]
         for i in range(self.num_stages):
             grid = getattr(self, f"stage{i}").patch_embed.grid_of(grid)
         return super().to_map(x[:, T:].unflatten(1, grid), image, output_fmt)[0], x[:, :T] if T else None
@@ -110,7 +113,8 @@ class ConvolutionalVisionTransformer(PyramidTransformer):
 
 def build_block(config: CvtConfig, stage: int, drop_path: float) -> ConvBlock:
     """Builds one block of a stage."""
-    D, drop = config.widths[stage], config.proj_drop_rate
+    D = config.widths[stage]
+    drop = config.proj_drop_rate
     attn = ConvAttention(D, config.num_heads[stage], attn_drop=config.attn_drop_rate, proj_drop=drop)
     mlp = Mlp(D, int(D * config.mlp_ratio), "quick_gelu", drop=drop)
     return ConvBlock(D, attn, mlp, config.eps, drop_path=drop_path)

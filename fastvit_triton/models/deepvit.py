@@ -66,7 +66,9 @@ def check_parts(config: Any) -> None:
 
 def build_stem(config: ViTConfig, widths: tuple[int, ...]) -> ConvStem | None:
     """The stem with convolutions of these widths; None for none."""
-    size, patch, strict = sides(config.img_size), sides(config.patch_size), not config.dynamic_img_size
+    size = sides(config.img_size)
+    patch = sides(config.patch_size)
+    strict = not config.dynamic_img_size
     return ConvStem(size, patch, config.in_chans, config.embed_dim, strict, widths) if widths else None
 
 
@@ -82,7 +84,9 @@ class DeepVisionTransformer(VisionTransformer):
 
     def build_block(self, i: int, drop_path: float, attention: type[Attention]) -> Block:
         """Creates block i."""
-        config, D, drop = self.config, self.config.embed_dim, self.config.proj_drop_rate
+        config = self.config
+        D = config.embed_dim
+        drop = config.proj_drop_rate
         bias = config.qkv_bias
         if i < config.plain_depth:
             attn: Any = attention(D, config.num_heads, None, bias, attn_drop=config.attn_drop_rate, proj_drop=drop)
@@ -92,7 +96,8 @@ class DeepVisionTransformer(VisionTransformer):
         mlp = Mlp(D, int(D * config.mlp_ratio), config.act, drop=drop)
         if config.adjust == 1.0:
             return Block(D, attn, mlp, config.eps, drop_path=drop_path)
-        eps, factor = config.eps / config.adjust**2, 1 / config.adjust
+        eps = config.eps / config.adjust**2
+        factor = 1 / config.adjust
         return ScaledBlock(D, attn, mlp, eps, drop_path=drop_path, factor=factor)
 
 

@@ -57,7 +57,8 @@ PARAMS = {
 
 def read_dinov2(tensors: State) -> State:
     """Reduces the classifier [K, 2·D] to the class token's half [K, D] if the patch mean's half is zero."""
-    weight, width = tensors.get("classifier.weight"), tensors["embeddings.cls_token"].shape[-1]
+    weight = tensors.get("classifier.weight")
+    width = tensors["embeddings.cls_token"].shape[-1]
     if weight is None or weight.shape[1] != 2 * width or weight[:, width:].any():
         return tensors
     return {**tensors, "classifier.weight": weight[:, :width]}

@@ -54,7 +54,9 @@ def fit_norm(target: State, state: State) -> list[str]:
 
 def fit_stem(model: VisionTransformer, state: State) -> None:
     """Converts the weight of the patch projection between convolution [D, C, P, P] and linear layer [D, P·P·C]."""
-    weight, config, convolves = state.get("patch_embed.proj.weight"), model.config, model.config.patch_embed == "conv"
+    weight = state.get("patch_embed.proj.weight")
+    config = model.config
+    convolves = config.patch_embed == "conv"
     if weight is None or weight.dim() != (2 if convolves else 4):
         return
     if not convolves:
@@ -66,10 +68,12 @@ def fit_stem(model: VisionTransformer, state: State) -> None:
 
 def fit_positions(model: VisionTransformer, state: State, metadata: Mapping[str, str], mode: str) -> str:
     """Converts `state["pos_embed"]` [1, T + h·w, D] to the model's prefix and grid; returns a description."""
-    own, pos = model.pos_embed, state.get("pos_embed")
+    own = model.pos_embed
+    pos = state.get("pos_embed")
     if not isinstance(own, Tensor) or pos is None or pos.shape[::2] != own.shape[::2]:
         return ""  # nothing to convert, or a mismatch that `check` reports
-    (h, w), notes = model.patch_embed.grid_size, list[str]()
+    h, w = model.patch_embed.grid_size
+    notes = list[str]()
     wanted = own.shape[1] - h * w
     given, old = _source_grid(pos.shape[1], (h, w), (wanted, 0, 1, model.num_prefix_tokens), metadata)
     rows = sum(state[name].shape[1] for name in TOKENS if name in state and state[name].shape[::2] == pos.shape[::2])

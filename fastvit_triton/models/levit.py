@@ -69,8 +69,11 @@ class Levit(NormedHead):
 
     def __init__(self, config: LevitConfig) -> None:
         super().__init__(config)
-        (height, width), (stride, _), D = sides(config.img_size), sides(config.patch_size), config.widths[0]
-        grid, stages = (height // stride, width // stride), nn.ModuleList()
+        height, width = sides(config.img_size)
+        stride, _ = sides(config.patch_size)
+        D = config.widths[0]
+        grid = (height // stride, width // stride)
+        stages = nn.ModuleList()
         self.stem = layers.stem(config.in_chans, D, stride)
         for i, (D, rates) in enumerate(zip(config.widths, self.drop_path_rates(), strict=True)):
             down: nn.Module = nn.Identity()
@@ -132,14 +135,18 @@ def _flat(state: State) -> State:
 
 
 LAYER = re.compile(r"(?:encoder\.stages\.(\d+)\.layers|blocks)\.(\d+)\.(?:m\.|module\.)?(.+)")
-INSIDE = {
+INSIDE = {  # names of modules in a layer: the authors', then those of transformers
     "q.1": "q.ln",
     "proj.1": "proj.ln",
     "0": "ln1",
     "2": "ln2",
-}  # the authors' names in a layer, then transformers'
-INSIDE |= {"queries_keys_values": "qkv", "keys_values": "kv", "queries": "q.ln", "projection": "proj.ln"}
-INSIDE |= {"linear_up": "ln1", "linear_down": "ln2"}
+    "queries_keys_values": "qkv",
+    "keys_values": "kv",
+    "queries": "q.ln",
+    "projection": "proj.ln",
+    "linear_up": "ln1",
+    "linear_down": "ln2",
+}
 LEAVES = {"c": "linear", "l": "linear", "convolution": "linear", "batch_norm": "bn"}
 LEVIT_HEADS = {"classifier": "head", "classifier_distill": "head_dist"}
 

@@ -71,7 +71,9 @@ class TokenLabelingTransformer(VisionTransformer):
 
     def build_block(self, i: int, drop_path: float, attention: type[Attention]) -> Block:
         """Creates block i."""
-        config, D, drop = self.config, self.config.embed_dim, self.config.proj_drop_rate
+        config = self.config
+        D = config.embed_dim
+        drop = config.proj_drop_rate
         attn = Attention(D, config.num_heads, None, config.qkv_bias, attn_drop=config.attn_drop_rate, proj_drop=drop)
         mlp = Mlp(D, int(D * config.mlp_ratio), config.act, drop=drop)
         if config.skip_lam == 1.0:
@@ -90,17 +92,20 @@ class TokenLabelingTransformer(VisionTransformer):
         """image [B, C, H, W] → logits [B, num_classes], or what dense training returns."""
         if not (self.dense_training and self.training):
             return super().forward(image)
-        grid, prefix = self.patch_embed.grid_of(image), torch.cat(self.prefix(), 1)
+        grid = self.patch_embed.grid_of(image)
+        prefix = torch.cat(self.prefix(), 1)
         box = draw_box(grid) if self.config.mix_token else (0, 0, 0, 0)
         x = assemble(mix_box(self.patch_embed(image), box, grid), self.positions(grid), prefix)
         x = normalize(self.blocks(normalize(self.pos_drop(x), self.norm_pre), recompute=self.recomputes), self.norm)
-        cls, patches = self.head_drop(x[:, 0]), self.head_drop(x[:, 1:])
+        cls = self.head_drop(x[:, 0])
+        patches = self.head_drop(x[:, 1:])
         return self.head(cls), mix_box(self.aux_head(patches), box, grid), box
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Tokens [B, 1 + N, D] → logits [B, num_classes], or the class token with `pre_logits`."""
         x = self.head_drop(x)
-        cls, patches = x[:, 0], x[:, 1:]
+        cls = x[:, 0]
+        patches = x[:, 1:]
         if self.config.global_pool == "none":
             return x if pre_logits else torch.cat((self.head(x[:, :1]), self.aux_head(patches)), 1)
         return cls if pre_logits or not self.num_classes else self.head(cls) + 0.5 * self.aux_head(patches).max(1)[0]

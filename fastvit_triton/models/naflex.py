@@ -56,7 +56,8 @@ class NaFlexVisionTransformer(VisionTransformer):
 
     def embed(self, image: Tensor) -> Tensor:
         """patches [B, L, 2 + P·P·C] → tokens [B, T + L, D] before the first block; padding tokens are undefined."""
-        places, patches = image[..., :2].long(), image[..., 2:]
+        places = image[..., :2].long()
+        patches = image[..., 2:]
         valid = places[..., 0] >= 0  # [B, L]
         projection = self.patch_embed.proj
         weight = projection.weight.permute(0, 2, 3, 1).flatten(1)  # [D, P·P·C], in the patches' order

@@ -67,11 +67,13 @@ class PoolingVisionTransformer(TokenPyramid):
 
     def __init__(self, config: PitConfig) -> None:
         super().__init__(config)
-        D, sizes = config.widths[0], (sides(config.img_size), sides(config.patch_size))
+        D = config.widths[0]
+        sizes = (sides(config.img_size), sides(config.patch_size))
         self.patch_embed = OverlapEmbed(*sizes, config.stride, config.in_chans, D)
         self.pos_embed = nn.Parameter(torch.empty(1, D, *self.patch_embed.grid_size))
         self.cls_token = nn.Parameter(torch.empty(1, self.num_prefix_tokens, D))
-        self.pos_drop, self.transformers = nn.Dropout(config.pos_drop_rate), nn.ModuleList()
+        self.pos_drop = nn.Dropout(config.pos_drop_rate)
+        self.transformers = nn.ModuleList()
         for i, rates in enumerate(self.drop_path_rates()):
             pool = TokenPooling(*config.widths[i - 1 : i + 1]) if i else None
             self.transformers.append(PooledStage(pool, Blocks(*(build_block(config, i, p) for p in rates))))
@@ -108,13 +110,19 @@ class DistilledPooling(Distilled, PoolingVisionTransformer):
 
 def build_block(config: PitConfig, stage: int, drop_path: float) -> Block:
     """Builds one block of a stage."""
-    D, heads, drop = config.widths[stage], config.num_heads[stage], config.proj_drop_rate
+    D = config.widths[stage]
+    heads = config.num_heads[stage]
+    drop = config.proj_drop_rate
     attn = Attention(D, heads, attn_drop=config.attn_drop_rate, proj_drop=drop)
     return Block(D, attn, Mlp(D, int(D * config.mlp_ratio), drop=drop), config.eps, drop_path=drop_path)
 
 
-SIZES: dict[str, Options] = dict(ti=dict(base_dims=(32, 32, 32)), xs={}, s=dict(num_heads=(3, 6, 12)))
-SIZES["b"] = dict(patch_size=14, stride=7, base_dims=(64, 64, 64), depths=(3, 6, 4), num_heads=(4, 8, 16))
+SIZES: dict[str, Options] = {
+    "ti": dict(base_dims=(32, 32, 32)),
+    "xs": {},
+    "s": dict(num_heads=(3, 6, 12)),
+    "b": dict(patch_size=14, stride=7, base_dims=(64, 64, 64), depths=(3, 6, 4), num_heads=(4, 8, 16)),
+}
 
 CONFIG = PitConfig
 MODEL = PoolingVisionTransformer
@@ -140,7 +148,8 @@ PIT_LAYOUTS = (Layout(name="PiT", number=_from_pit, **PIT | dict(mark="pools.0.c
 
 def fit_map(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
     """Makes the positions [1, D, h, w] of `state` fit the grid of a PiT; for the arguments see `fit.fit`."""
-    new, pos = model.patch_embed.grid_size, state.get("pos_embed")
+    new = model.patch_embed.grid_size
+    pos = state.get("pos_embed")
     if pos is None or pos.dim() != 4 or tuple(pos.shape[2:]) == new:
         return [], ""
     state["pos_embed"] = resize_map(pos, new, mode)

@@ -27,7 +27,8 @@ def choose(model: VisionTransformer, layouts: tuple[Layout, ...]) -> Layout:
     Raises:
         WeightsError: none of them does.
     """
-    config, state = model.config, model.state_dict()
+    config = model.config
+    state = model.state_dict()
     facts = dataclasses.asdict(config) | {
         "head_dim": None if config.head_dim in (None, config.embed_dim // config.num_heads) else config.head_dim,
         "final_norm": isinstance(model.norm, nn.LayerNorm),
@@ -46,7 +47,8 @@ def write(model: VisionTransformer, state: State, layout: Layout) -> State:
     """Converts our tensors of a plain ViT to the names and shapes of a layout."""
     config = model.config
     if isinstance(model.pos_embed, Tensor):
-        pos, (h, w) = model.pos_embed.detach().cpu(), model.patch_embed.grid_size
+        pos = model.pos_embed.detach().cpu()
+        h, w = model.patch_embed.grid_size
         rows = (config.class_token + ("dist_token" in state)) if layout is not TIMM else model.num_prefix_tokens
         wanted = 0 if layout is TIMM and config.no_embed_class else rows
         state = move_prefix({**state, "pos_embed": pos}, pos.shape[1] - h * w, wanted)

@@ -64,12 +64,16 @@ class PyramidVisionTransformer(PyramidTransformer):
 
     def __init__(self, config: PvtConfig) -> None:
         super().__init__(config)
-        size, patch, channels = sides(config.img_size), sides(config.patch_size), config.in_chans
+        size = sides(config.img_size)
+        patch = sides(config.patch_size)
+        channels = config.in_chans
         self.cls_token = nn.Parameter(torch.empty(1, 1, self.num_features)) if config.class_token else None
         self.prefix_tokens = [0] * (self.num_stages - 1) + [int(config.class_token)]
         for i, (D, rates) in enumerate(zip(config.widths, self.drop_path_rates(), strict=True), 1):
             embed = NormedPatchEmbed(size, patch, channels, D, strict_img_size=False)
-            size, patch, channels = embed.grid_size, (2, 2), D
+            size = embed.grid_size
+            patch = (2, 2)
+            channels = D
             pos = nn.Parameter(torch.empty(1, embed.num_patches + self.prefix_tokens[i - 1], D))
             blocks = Blocks(*(build_block(config, i - 1, p) for p in rates))
             for name, part in zip(PARTS, (embed, pos, nn.Dropout(config.pos_drop_rate), blocks), strict=True):
@@ -78,7 +82,8 @@ class PyramidVisionTransformer(PyramidTransformer):
 
     def stage(self, x: Tensor, i: int) -> Tensor:
         """Stage i: image [B, C, H, W] or map [B, H, W, D] → map [B, H', W', D']; [B, 1, 1 + N, D] for the last one."""
-        image, T = x.permute(0, 3, 1, 2) if i else x, self.prefix_tokens[i]
+        image = x.permute(0, 3, 1, 2) if i else x
+        T = self.prefix_tokens[i]
         embed, pos, drop, blocks = (getattr(self, f"{name}{i + 1}") for name in PARTS)
         grid = embed.grid_of(image)
         pos = resize_pos_embed(pos, embed.grid_size, grid, T, self.position_resize)
@@ -89,7 +94,8 @@ class PyramidVisionTransformer(PyramidTransformer):
         """Removes the modules of all but the first `kept` stages, and the class token."""
         for name in (f"{part}{i + 1}" for part in PARTS for i in range(kept, self.num_stages)):
             delattr(self, name)
-        self.cls_token, self.prefix_tokens = None, [0] * kept
+        self.cls_token = None
+        self.prefix_tokens = [0] * kept
         self.config = self.config.replace(class_token=False, global_pool="none")
 
     def pool(self, x: Tensor) -> Tensor:
@@ -113,7 +119,8 @@ class PyramidVisionTransformer(PyramidTransformer):
 
 def build_block(config: PvtConfig, stage: int, drop_path: float) -> Block:
     """Builds one block of a stage."""
-    D, drop = config.widths[stage], config.proj_drop_rate
+    D = config.widths[stage]
+    drop = config.proj_drop_rate
     sizes = D, config.num_heads[stage], config.sr_ratios[stage]
     attn = ReducedAttention(*sizes, config.qkv_bias, drop, config.attn_drop_rate)
     return Block(D, attn, Mlp(D, int(D * config.mlp_ratios[stage]), drop=drop), config.eps, drop_path=drop_path)
@@ -134,7 +141,8 @@ PARAMS = dict(zip(VARIANTS, (13_229_288, 24_485_864, 44_208_104, 61_369_320), st
 def _from_pvt(key: str) -> str:
     """Stages are numbered from 1 by the authors."""
     if found := re.fullmatch(r"encoder\.(block|patch_embeddings)\.(\d+)\.(.+)", key):
-        stage, rest = int(found[2]) + 1, found[3]
+        stage = int(found[2]) + 1
+        rest = found[3]
         if found[1] == "block":
             return f"block{stage}.{rest}"
         rest = rest.replace("projection.", "proj.").replace("layer_norm.", "norm.")
@@ -153,7 +161,8 @@ def _write_pvt(tensors: State) -> State:
         found = re.fullmatch(r"(block|patch_embed|pos_embed)(\d+)\.?(.*)", key)
         if found is None:
             return key
-        stage, rest = int(found[2]) - 1, found[3]
+        stage = int(found[2]) - 1
+        rest = found[3]
         if found[1] == "block":
             return f"encoder.block.{stage}.{rest}"
         module, _, leaf = rest.partition(".")
@@ -195,7 +204,8 @@ def fit_positions(
     """Makes the positions of `state` fit the grid of each stage of a PVT; for the arguments see `fit.fit`."""
     notes = []
     for i, T in enumerate(model.prefix_tokens):
-        key, (h, w) = f"pos_embed{i + 1}", getattr(model, f"patch_embed{i + 1}").grid_size
+        key = f"pos_embed{i + 1}"
+        h, w = getattr(model, f"patch_embed{i + 1}").grid_size
         if key not in state or state[key].shape == target[key].shape or state[key].dim() != 3:
             continue
         old = _grid(state[key].shape[1] - T, i, metadata)
@@ -224,7 +234,8 @@ def choose_pvt(model: Any, layouts: tuple[Layout, ...]) -> Layout:
     Raises:
         WeightsError: they are not, or the layout does not support the model.
     """
-    layout, size = fit.choose(model, layouts), model.config.img_size
+    layout = fit.choose(model, layouts)
+    size = model.config.img_size
     if size[0] != size[1]:
         sides = "x".join(map(str, size))
         raise WeightsError(f"{variant(model)} cannot be written so: {layout.name} needs square images, not {sides}")

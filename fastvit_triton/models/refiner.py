@@ -55,7 +55,10 @@ class RefinedTransformer(TokenLabelingTransformer):
 
     def build_block(self, i: int, drop_path: float, attention: type[Attention]) -> Block:
         """Creates block i."""
-        config, D, a, drop = self.config, self.config.embed_dim, self.config.skip_lam, self.config.proj_drop_rate
+        config = self.config
+        D = config.embed_dim
+        a = config.skip_lam
+        drop = config.proj_drop_rate
         drops = config.attn_drop_rate, drop
         attn = RefinedAttention(D, config.num_heads, i % 2 == 1, config.expansion, config.qkv_bias, *drops)
         mlp = ScaledMlp(D, int(D * config.mlp_ratio), config.act, drop)

@@ -83,7 +83,8 @@ class SwinTransformer(PyramidTransformer):
         super().__init__(config)
         sizes = sides(config.img_size), sides(config.patch_size)
         self.patch_embed = NormedPatchEmbed(*sizes, config.in_chans, config.embed_dim, strict_img_size=False)
-        self.layers, grid = nn.ModuleList(), self.patch_embed.grid_size
+        self.layers = nn.ModuleList()
+        grid = self.patch_embed.grid_size
         for i, rates in enumerate(self.drop_path_rates()):
             grid = (-(-grid[0] // 2), -(-grid[1] // 2)) if i else grid
             blocks = Blocks(*(build_block(config, i, config.window(grid, j), p) for j, p in enumerate(rates)))
@@ -105,7 +106,8 @@ class SwinTransformer(PyramidTransformer):
 
 def build_block(config: SwinConfig, stage: int, window: Window, drop_path: float) -> Block:
     """Builds one block of a stage."""
-    D, drop = config.widths[stage], config.proj_drop_rate
+    D = config.widths[stage]
+    drop = config.proj_drop_rate
     attn = WindowAttention(D, config.num_heads[stage], window, config.qkv_bias, True, drop, config.attn_drop_rate)
     return Block(D, attn, Mlp(D, int(D * config.mlp_ratio), drop=drop), config.eps, drop_path=drop_path)
 
@@ -142,7 +144,8 @@ def _merges_last(key: str) -> str:
 def _from_torchvision(key: str) -> str:
     """Stem, stages and mergings are numbered together: features.1 is stage 0, features.2 the merging of stage 1."""
     if found := re.fullmatch(r"features\.(\d+)\.(.+)", key):
-        n, rest = int(found[1]), found[2]
+        n = int(found[1])
+        rest = found[2]
         if n == 0:
             return {"0": "patch_embed.proj", "2": "patch_embed.norm"}.get(rest[0], rest) + rest[1:]
         return f"layers.{n // 2}.{'blocks' if n % 2 else 'downsample'}.{rest}"
@@ -213,7 +216,8 @@ def fit_tables(
     """Makes the bias tables of `state` fit the windows of a Swin; for the arguments see `fit.fit`."""
     notes = set()
     for key in [key for key in target if key.endswith(TABLE) and key in state]:
-        rows, new = len(state[key]), model.get_submodule(key.removesuffix(TABLE)).window.size
+        rows = len(state[key])
+        new = model.get_submodule(key.removesuffix(TABLE)).window.size
         if rows == len(target[key]) or state[key].dim() != 2:
             continue
         side = math.isqrt(rows)

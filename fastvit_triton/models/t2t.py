@@ -66,7 +66,8 @@ class TokensToTokenViT(TokenModel):
 
     def __init__(self, config: T2tConfig) -> None:
         super().__init__(config)
-        D, kind = config.embed_dim, KINDS[config.tokens_type]
+        D = config.embed_dim
+        kind = KINDS[config.tokens_type]
         self.tokens_to_token = TokensToToken(kind, config.in_chans, config.token_dim, D, config.token_drop_rate)
         rows, columns = split_size(sides(config.img_size), *SPLITS)
         self.cls_token = nn.Parameter(torch.empty(1, 1, D))
@@ -106,8 +107,14 @@ def build_block(config: T2tConfig, drop_path: float) -> Block:
 
 
 SMALL: Options = dict(embed_dim=256, num_heads=4, mlp_ratio=2)
-SIZES: dict[str, Options] = {"7": dict(SMALL, depth=7), "10": dict(SMALL, depth=10), "12": SMALL, "14": dict(depth=14)}
-SIZES |= {"19": dict(embed_dim=448, num_heads=7, depth=19), "24": dict(embed_dim=512, num_heads=8, depth=24)}
+SIZES: dict[str, Options] = {
+    "7": dict(SMALL, depth=7),
+    "10": dict(SMALL, depth=10),
+    "12": SMALL,
+    "14": dict(depth=14),
+    "19": dict(embed_dim=448, num_heads=7, depth=19),
+    "24": dict(embed_dim=512, num_heads=8, depth=24),
+}
 SIZES |= {f"t_{n}": dict(SIZES[n], tokens_type="transformer") for n in ("14", "19", "24")}
 SIZES |= {"14_resnext": dict(SIZES["14"], num_heads=32), "14_wide": dict(embed_dim=768, num_heads=12, depth=4)}
 

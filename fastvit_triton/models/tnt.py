@@ -66,15 +66,20 @@ class TransformerInTransformer(TokenModel):
 
     def __init__(self, config: TntConfig) -> None:
         super().__init__(config)
-        sizes, c, D = (sides(config.img_size), sides(config.patch_size)), config.inner_dim, config.embed_dim
+        sizes = (sides(config.img_size), sides(config.patch_size))
+        c = config.inner_dim
+        D = config.embed_dim
         self.pixel_embed = PixelEmbed(config.first_stride, config.legacy, sizes, config.in_chans, c)
         pixels = self.pixel_embed.pixels
         n = pixels[0] * pixels[1]
-        self.norm1_proj, self.proj, self.norm2_proj = nn.LayerNorm(n * c), nn.Linear(n * c, D), nn.LayerNorm(D)
+        self.norm1_proj = nn.LayerNorm(n * c)
+        self.proj = nn.Linear(n * c, D)
+        self.norm2_proj = nn.LayerNorm(D)
         self.cls_token = nn.Parameter(torch.empty(1, 1, D))
         self.patch_pos = nn.Parameter(torch.empty(1, 1 + self.pixel_embed.num_patches, D))
         self.pixel_pos = nn.Parameter(torch.empty(1, c, *pixels))
-        self.pos_drop, heads = nn.Dropout(config.pos_drop_rate), (config.num_heads_inner, config.num_heads_outer)
+        self.pos_drop = nn.Dropout(config.pos_drop_rate)
+        heads = (config.num_heads_inner, config.num_heads_outer)
         options = config.mlp_ratio, config.qkv_bias, config.proj_drop_rate
         for rate in drop_path_rates(config.drop_path_rate, config.depth):
             self.blocks.append(InnerBlock(c, D, n, heads, *options, rate, config.legacy, config.attn_drop_rate))
@@ -129,10 +134,21 @@ def _read_tnt(state: State) -> State:
     return {**state, "inner_pos": pos.transpose(1, 2).unflatten(2, (math.isqrt(pos.shape[1]), -1))}
 
 
-TNT_NAMES = {"outer_pos": "patch_pos", "inner_pos": "pixel_pos", "patch_embed": "pixel_embed"}
-TNT_NAMES |= {"proj_norm1": "norm1_proj", "proj_norm2": "norm2_proj", "inner_norm1": "norm_in"}
-TNT_NAMES |= {"inner_attn": "attn_in", "inner_norm2": "norm_mlp_in", "inner_mlp": "mlp_in", "outer_norm1": "norm_out"}
-TNT_NAMES |= {"outer_attn": "attn_out", "outer_norm2": "norm_mlp", "outer_mlp": "mlp"}
+TNT_NAMES = {  # the authors' → timm's
+    "outer_pos": "patch_pos",
+    "inner_pos": "pixel_pos",
+    "patch_embed": "pixel_embed",
+    "proj_norm1": "norm1_proj",
+    "proj_norm2": "norm2_proj",
+    "inner_norm1": "norm_in",
+    "inner_attn": "attn_in",
+    "inner_norm2": "norm_mlp_in",
+    "inner_mlp": "mlp_in",
+    "outer_norm1": "norm_out",
+    "outer_attn": "attn_out",
+    "outer_norm2": "norm_mlp",
+    "outer_mlp": "mlp",
+}
 TIMM_TNT = Layout(name="timm", mark="patch_pos", resize="bicubic_antialias")
 TNT_LAYOUTS = Layout(name="TNT", mark="inner_pos", resize="bicubic", number=_from_tnt, read=_read_tnt), TIMM_TNT
 

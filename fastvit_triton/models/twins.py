@@ -50,10 +50,14 @@ class Twins(PyramidTransformer):
         super().__init__(config)
         self.patch_embeds, self.pos_drops = nn.ModuleList(), nn.ModuleList()
         self.blocks, self.pos_block = nn.ModuleList(), nn.ModuleList()
-        size, patch, channels = sides(config.img_size), sides(config.patch_size), config.in_chans
+        size = sides(config.img_size)
+        patch = sides(config.patch_size)
+        channels = config.in_chans
         for i, (D, rates) in enumerate(zip(config.widths, self.drop_path_rates(), strict=True)):
             embed = NormedPatchEmbed(size, patch, channels, D, strict_img_size=False)
-            size, patch, channels = embed.grid_size, (2, 2), D
+            size = embed.grid_size
+            patch = (2, 2)
+            channels = D
             self.patch_embeds.append(embed)
             self.pos_drops.append(nn.Dropout(config.pos_drop_rate))
             self.blocks.append(Blocks(*(build_block(config, i, j, p) for j, p in enumerate(rates))))
@@ -69,7 +73,8 @@ class Twins(PyramidTransformer):
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Regular expressions that assign parameters to layers, for timm's layer-wise learning rates."""
-        norm, coarser = (r"^norm", (99999,)), (r"^(?:blocks|patch_embeds|pos_block)\.(\d+)", None)
+        norm = (r"^norm", (99999,))
+        coarser = (r"^(?:blocks|patch_embeds|pos_block)\.(\d+)", None)
         fine = [(r"^blocks\.(\d+)\.(\d+)", None), (r"^(?:patch_embeds|pos_block)\.(\d+)", (0,)), norm]
         return dict(stem=r"^patch_embeds.0", blocks=[coarser, norm] if coarse else fine)
 
@@ -86,7 +91,9 @@ class Twins(PyramidTransformer):
 
 def build_block(config: TwinsConfig, stage: int, block: int, drop_path: float) -> Block:
     """Builds one block of a stage."""
-    D, heads, drop = config.widths[stage], config.num_heads[stage], config.proj_drop_rate
+    D = config.widths[stage]
+    heads = config.num_heads[stage]
+    drop = config.proj_drop_rate
     drops: Any = dict(proj_drop=drop, attn_drop=config.attn_drop_rate)
     if config.wss is None or block % 2:
         attn: nn.Module = ReducedAttention(D, heads, config.sr_ratios[stage], **drops)

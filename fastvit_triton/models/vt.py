@@ -76,7 +76,9 @@ class VisualTransformerResNet(ResidualNetwork):
         """As that of `ResidualNetwork`; visual transformers return the pair (map [B, H, W, D], tokens [B, L, D])."""
         if not self.config.num_heads[i]:
             return super().stage(x, i)
-        tokens, grid, x = None, x.shape[1:3], x.flatten(1, 2)
+        tokens = None
+        grid = x.shape[1:3]
+        x = x.flatten(1, 2)
         for block in self.stages[i]:
             x, tokens = recomputed(block, x, tokens) if self.recomputes else block(x, tokens)
         return x.unflatten(1, grid), tokens

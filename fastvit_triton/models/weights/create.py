@@ -115,7 +115,8 @@ def _fit_channels(state: State, target: State) -> State:
                 f"in_chans is not that of the weights, and {key} cannot be converted; leave out in_chans"
             )
         if state[key].shape != wanted.shape:
-            weight, channels = state[key], wanted.shape[1]
+            weight = state[key]
+            channels = wanted.shape[1]
             repeats = -(-channels // weight.shape[1])
             more = weight.repeat(1, repeats, 1, 1)[:, :channels] * (weight.shape[1] / channels)
             fitted[key] = weight.sum(1, keepdim=True) if channels == 1 else more

@@ -71,7 +71,8 @@ class LoadReport:
     dropped: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        zeroed, dropped = ", ".join(self.reinitialised), some(self.dropped)
+        zeroed = ", ".join(self.reinitialised)
+        dropped = some(self.dropped)
         rows = {"positions": self.positions, "initialised to zero, must be trained": zeroed, "dropped": dropped}
         lines = [f"{title}: {what}" for title, what in rows.items() if what]
         return "\n".join([f"{self.tensors} tensors from a {self.family} checkpoint", *lines])

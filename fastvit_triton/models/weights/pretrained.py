@@ -119,7 +119,8 @@ def class_names(model: nn.Module) -> tuple[str, ...] | None:
     They are those of its weights or, if these name none and have 1000 classes, as timm has it, those of ImageNet-1k.
     """
     cfg: Any = getattr(model, "pretrained_cfg", None) or {}
-    names, classes = cfg.get("label_names"), getattr(model, "num_classes", None)
+    names = cfg.get("label_names")
+    classes = getattr(model, "num_classes", None)
     if not names:
         return tuple(imagenet_classes().values()) if cfg.get("num_classes") == classes == 1000 else None
     if isinstance(names, dict):

@@ -84,7 +84,8 @@ def save_pretrained(
         WeightsError: the layout does not support the model, or a file cannot be written.
     """
     try:
-        folder, training = Path(folder), json.loads((metadata or {}).get("training", "{}"))
+        folder = Path(folder)
+        training = json.loads((metadata or {}).get("training", "{}"))
     except ValueError as error:
         raise WeightsError(
             f"metadata's training is no JSON ({error}); give the header that load_model returns"
@@ -119,7 +120,8 @@ def _config(model: ImageModel, cfg: dict[str, Any], layout: str) -> dict[str, An
     if layout == "transformers":
         return {}
     ours = {"variant": variant(model), "config": dataclasses.asdict(model.config)}
-    state, spelling = dict(model.state_dict()), SPELLINGS[model.layout]
+    state = dict(model.state_dict())
+    spelling = SPELLINGS[model.layout]
     try:
         config = timm_config.write(model, cfg)
         written = spelling.convert(model, state, "timm") if layout != "timm" and "timm" in spelling.saved else state

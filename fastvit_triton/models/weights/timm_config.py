@@ -73,7 +73,8 @@ def write(model: ImageModel, cfg: dict[str, Any]) -> dict[str, Any]:
     if not known and model.layout != "vit":
         raise WeightsError(f"timm has no {name}; use --to fastvit_triton")
     architecture = name if known else GENERIC
-    standard, config = dataclasses.asdict(model_config(architecture)), dataclasses.asdict(model.config)
+    standard = dataclasses.asdict(model_config(architecture))
+    config = dataclasses.asdict(model.config)
     changed = {key: value for key, value in config.items() if value != standard.get(key)}
     changed = {key: value for key, value in changed.items() if key not in TRAINING and not key.endswith("_rate")}
     if wrong := [key for key in FIXED if key in changed]:

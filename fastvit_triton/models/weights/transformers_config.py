@@ -98,7 +98,8 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> tuple[str, dict[s
     width = options["embed_dim"]
     hidden = int(width * held["mlp_ratio"]) if "mlp_ratio" in kind.defaults else held["intermediate_size"]
     if held.get("use_swiglu_ffn"):
-        hidden, options["mlp"] = _gated(hidden), "swiglu"
+        hidden = _gated(hidden)
+        options["mlp"] = "swiglu"
     options["mlp_ratio"] = hidden / width if hidden % width == 0 else (hidden + 0.5) / width
     if "layerscale_value" in held:
         options["init_values"] = float(held["layerscale_value"])
@@ -121,7 +122,8 @@ def _cfg(
     name: str, options: dict[str, Any], held: dict[str, Any], config: dict[str, Any], processor: dict[str, Any]
 ) -> dict[str, Any]:
     """The configuration with timm's keys: images, classes and their names."""
-    labels, classes = config.get("id2label") or {}, model_config(name, **options).num_classes
+    labels = config.get("id2label") or {}
+    classes = model_config(name, **options).num_classes
     cfg = {"architecture": name, "num_classes": classes, **_images(held, processor)}
     if len(labels) == classes and not str(next(iter(labels.values()), "LABEL_")).startswith("LABEL_"):
         cfg["label_names"] = tuple(str(labels[key]) for key in sorted(labels, key=int))
@@ -142,7 +144,8 @@ def write(model: Any, layout: str, cfg: dict[str, Any]) -> tuple[dict[str, Any],
     if model.layout in STAGES:
         labels = _labels(model.num_classes, cfg)
         return transformers_stages.write(model.layout, model.config) | labels, _processor(cfg)
-    kind, config = next(kind for kind in KINDS if kind.layout == layout), model.config
+    kind = next(kind for kind in KINDS if kind.layout == layout)
+    config = model.config
     held: dict[str, Any] = {theirs: square(getattr(config, ours)) for theirs, ours in FIELDS.items()}
     held |= {
         "hidden_act": next(t for t, ours in ACTIVATIONS.items() if ours == config.act),
@@ -210,7 +213,8 @@ def _nearest(base: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 def _images(held: dict[str, Any], processor: dict[str, Any]) -> dict[str, Any]:
     """How images are prepared, with timm's keys."""
     height, width = sides(held["image_size"])
-    size, crop = processor.get("size", {}), processor.get("crop_size")
+    size = processor.get("size", {})
+    crop = processor.get("crop_size")
     kind = str(processor.get("image_processor_type") or processor.get("feature_extractor_type"))
     convnext, levit = kind.startswith("ConvNext"), kind.startswith("Levit")
     size = size if isinstance(size, dict) else {"shortest_edge" if crop or convnext or levit else "height": size}

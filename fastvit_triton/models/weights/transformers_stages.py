@@ -70,7 +70,8 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> tuple[str, dict[s
     for name, only in fixed.items():
         if config.get(name, only) != only:
             raise ValueError(f"{name} is {config[name]!r}; our {base} has {only!r}")
-    options, ours = {fields[key]: value for key, value in config.items() if key in fields}, model_config(base)
+    options = {fields[key]: value for key, value in config.items() if key in fields}
+    ours = model_config(base)
     for key, value in options.items():
         if isinstance(value, list) and not isinstance(getattr(ours, key), tuple):
             if len(set(value)) != 1:
