@@ -22,6 +22,7 @@ from torchvision.models import VisionTransformer
 from fastvit_triton import ViTConfig, create_model, list_models
 from fastvit_triton.models import CATALOGUE, FAMILIES, model_config
 from fastvit_triton.models.config import CHOICES, BaseConfig
+from fastvit_triton.models.weights.load import SPELLINGS
 
 ROUNDINGS = 84  # 1e-5 in float32: sums through many blocks, in another order
 TOLERANCE = ROUNDINGS * torch.finfo(torch.float32).eps
@@ -523,6 +524,18 @@ def test_list_models_takes_patterns():
         "deit3_small_patch16_384",
     ]
     assert list_models("nothing*") == [] and len(list_models()) == len(CATALOGUE)
+
+
+def test_checkpoints_of_every_family_can_be_read():
+    """Oracle: a layout of its own for each family that has names of its own, else that of plain ViTs."""
+    families = [family for family in FAMILIES if hasattr(family, "MODEL")]
+    assert {family.MODEL.layout for family in families} == SPELLINGS.keys()
+    assert all(hasattr(family, "CHECKPOINTS") == (family.MODEL.layout != "vit") for family in families)
+    assert [spelling.name for spelling in SPELLINGS.values() if "transformers" in spelling.saved] == [
+        "a plain ViT",
+        "Swin",
+        "PVT",
+    ]
 
 
 def test_every_variant_is_valid_and_one_is_built():
