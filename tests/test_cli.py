@@ -727,7 +727,9 @@ def test_doctor_uses_the_local_gpu(monkeypatch, capsys: pytest.CaptureFixture):
 
 
 @pytest.mark.parametrize("installed", [True, False])
-@pytest.mark.parametrize("words", ["--gpu 4090 --batch 8", "--train --batch 8", "--amp float16 --batch 8"])
+@pytest.mark.parametrize(
+    "words", ["--gpu 4090 --batch 8", "--train --batch 8", "--amp float16 --batch 8", "--batch 8 --amp"]
+)
 def test_doctor_assumes_vit_b(words, installed, monkeypatch, capsys: pytest.CaptureFixture):
     """Oracle: timm's ViT-B/16 if timm is installed, else ours; both have 86.6 million parameters."""
     monkeypatch.setattr(variants, "absent", lambda name: None if installed else f"{name} cannot be imported")
