@@ -4,7 +4,8 @@
     python -m benchmarks.fit_rates --counts FILE --write   and write them to fastvit_triton/expected/rates.json
     python -m benchmarks.fit_rates --counts FILE --errors  fit nothing, and write the errors there
     python -m benchmarks.fit_rates --counts FILE --hold-out-families
-                                                           fit to half of the families, print all errors
+                                                           fit to half of the families, from constants that no row has
+                                                           influenced; print the errors of these and of the others
 
 Least squares of the logarithm of predicted ÷ published, with a loss that grows linearly for outliers (soft L1), from
 the constants of the file, to which those that the rows say nothing of stay close. A family of n rows has the weight of
@@ -88,11 +89,9 @@ class Fit:
             self._known[kind] = own, found
         return found
 
-    def run(self) -> dict[str, float]:
-        """The constants of least loss."""
-        first = dict(constants())
-        for key in FITTED_DEVICES:
-            first |= {f"device {key}: {name}": getattr(devices()[key], name) for name in ("clock", "memory")}
+    def run(self, first: Mapping[str, float] | None = None) -> dict[str, float]:
+        """The constants of least loss; they start at `first`, or at those of rates.json."""
+        first = current() if first is None else dict(first)
         names, start = list(first), np.log(list(first.values()))
 
         def residuals(logs: np.ndarray) -> np.ndarray:
@@ -106,6 +105,19 @@ class Fit:
         return dict(zip(names, map(math.exp, found.x), strict=True))
 
 
+def current() -> dict[str, float]:
+    """The constants of rates.json, and the factors of its fitted devices."""
+    found = dict(constants())
+    for key in FITTED_DEVICES:
+        found |= {f"device {key}: {name}": getattr(devices()[key], name) for name in ("clock", "memory")}
+    return found
+
+
+def neutral() -> dict[str, float]:
+    """Constants that no row has influenced."""
+    return {name: NEUTRAL.get(name, NEUTRAL.get(name.partition(": ")[2], 1.0)) for name in current()}
+
+
 def fitted_devices(fitted: Mapping[str, float]) -> dict[str, Device]:
     """The GPUs with their fitted factors."""
     factors = ("clock", "memory")
@@ -114,6 +126,8 @@ def fitted_devices(fitted: Mapping[str, float]) -> dict[str, Device]:
 
 
 SHARED = ("product: depth", "device ")  # constants of several kinds
+# constants, by name or by what they are, that were chosen by no measurement; see `neutral`
+NEUTRAL = {"bandwidth": 0.8, "flops": 0.8, "depth": 32.0, "channels": 32.0, "host: eager": 5.0, "host: compile": 3.0}
 FITTED_DEVICES = ("rtx5090",)  # whose factors are fitted; the RTX 4090's are 1
 
 
@@ -144,14 +158,14 @@ def main() -> None:
         write(json.loads(RATES.read_text()) | {"error_of_gain": errors_of_gain(predicted(rows, known))})
         return
     fits = is_family_fitted if given.hold_out_families else is_fitted
-    fitted = Fit(rows, known, fits).run()
+    fitted = Fit(rows, known, fits).run(neutral() if given.hold_out_families else None)
     gpus = fitted_devices(fitted)
     if given.hold_out_families:
         every = predicted(rows, known, fitted, gpus)
         for part in (True, False):
             some = [row for row in every if fits(row.model) == part]
             for title, group in (("eager and compile", some), ("gain", gains(some))):
-                print("fitted" if part else "held out", title, errors(group))
+                print("fitted families" if part else "held-out families", title, errors(group))
         return
     shown = predicted([row for row in rows if is_fitted(row.model)], known, fitted, gpus)
     for name, value in fitted.items():

@@ -6,6 +6,7 @@ import functools
 import json
 import re
 import statistics
+from collections import defaultdict
 
 import pytest
 import torch
@@ -21,12 +22,14 @@ from benchmarks.backtest import (
     errors,
     excluded,
     family,
+    is_family_fitted,
     is_fitted,
     predicted,
     read,
     summary,
     without_excluded,
 )
+from benchmarks.fit_rates import current, neutral
 from fastvit_triton.expected import work
 from fastvit_triton.expected.count import predict
 from fastvit_triton.expected.cuda_operators import as_on_cuda
@@ -187,6 +190,19 @@ def test_families():
     assert all(is_fitted(name) for name in ("vit_tiny_patch16_224", "eva02_base_patch14_224", "swin_tiny"))
     others = {row.model for row in read(TABLE) if family(row.model) not in backtest.FITTED}
     assert 0.4 < sum(map(is_fitted, others)) / len(others) < 0.6
+
+
+def test_whole_families_are_held_out():
+    """Oracle: all models of a family are in one part, half of the families in each, and the start is in no row."""
+    parts = defaultdict(set)
+    for row in read(TABLE):
+        parts[family(row.model)].add(is_family_fitted(row.model))
+    assert all(len(found) == 1 for found in parts.values())
+    others = [found.copy().pop() for kind, found in parts.items() if kind not in backtest.FITTED]
+    assert 0.35 < sum(others) / len(others) < 0.65
+    first = neutral()
+    assert first.keys() == current().keys() and first["device rtx5090: clock"] == first["device rtx5090: memory"] == 1.0
+    assert first["product: flops"] == first["pass: bandwidth"] == 0.8 and first["product: depth"] == 32.0
 
 
 def test_a_table_of_another_source(tmp_path, capsys, monkeypatch):
