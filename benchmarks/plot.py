@@ -250,7 +250,7 @@ def backtest_table(results: Results) -> str:
     titles = {"eager": "eager", "compile": "torch.compile", "gain": "torch.compile ÷ eager"}
     columns = "rows | median error | nine of ten within"
     lines = [
-        f"| predicted against published | {columns} | {columns}, with what is excluded |",
+        f"| predicted against published | {columns} | with what is excluded: {columns} |",
         "|---" + "|--:" * 6 + "|",
     ]
     found = results.backtest["by"]
