@@ -1,5 +1,6 @@
 """Tests of the plan: which way a block runs, and that every way computes the same function."""
 
+import functools
 import itertools
 import json
 import threading
@@ -410,6 +411,23 @@ def test_compiled_graphs_follow_the_way(converted, way):
     ours = "fastvit_triton" in names
     assert ours == (way == "fused")
     assert ("native_layer_norm" in names and "gelu" in names) == (way != "fused"), names
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_trace_reads_autocast(inside):
+    """Oracle: the choice outside a trace for its sizes; autocast is on where the graph is called, or inside of it."""
+    autocast, block, seen = functools.partial(torch.autocast, "cpu", torch.bfloat16), vit("Ti", 1), []
+
+    def call(x):
+        with autocast() if inside else nullcontext():
+            return x + len(plan.way_of(x, block, False, True))
+
+    torch._dynamo.reset()
+    with targeting("sm_89"), nullcontext() if inside else autocast(), plan.observing(seen.append):
+        y = torch.compile(call, backend="eager", fullgraph=True)(torch.zeros(2))
+    want = of_autocast(torch.empty(1), vit("Ti", *plan.TRACED), torch.bfloat16)
+    assert {choice.way for choice in seen} == {want.way} == {"fused"} and y[0] == len("fused")
+    assert seen[0].branches == want.branches
 
 
 def test_a_dynamic_batch_is_one_graph():

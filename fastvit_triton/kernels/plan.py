@@ -63,33 +63,34 @@ def way_of(x: Tensor, branches: tuple[Branch, ...], training: bool, replayed: bo
 
     Args:
         x: [B, ..., C], the residual, for which the kernels are available; only its device and dtype are used.
-        branches: of the block; in a trace their images, tokens and bytes per value are not used.
+        branches: of the block; while tracing, numbers of images and tokens are those of `TRACED`.
         training: True if gradients are enabled.
         replayed: True if calls of the block are replayed, see `layers.replay`.
     """
     traced = torch.compiler.is_compiling()
-    dtype = launch.product_dtype(x)
-    if x.dtype == torch.float32 != dtype:
-        branches = tuple(b._replace(wide=1) for b in branches)
-    return _way(x.device, dtype, tuple(tuple(b) for b in branches), training, traced, replayed)
+    dtypes = x.dtype, launch.product_dtype(x)
+    return _way(x.device, dtypes, tuple(tuple(b) for b in branches), training, traced, replayed)
 
 
 @backend.constant
 def _way(
     device: torch.device,
-    dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype],
     sizes: tuple[tuple, ...],
     training: bool,
     traced: bool,
     replayed: bool,
 ) -> str:
-    key = (device, dtype, sizes, training, traced, replayed, *settings.choices(device.type))
+    """`way_of`, for the dtypes of the residual and of the matmuls."""
+    key = (device, dtypes, sizes, training, traced, replayed, *settings.choices(device.type))
     way = _choices.get(key)
     if way is None or settings.observer is not None:
         branches = tuple(Branch(*one) for one in sizes)
+        if dtypes[0] == torch.float32 != dtypes[1]:
+            branches = tuple(b._replace(wide=1) for b in branches)
         if traced:
             branches = tuple(b._replace(images=TRACED[0], tokens=TRACED[1]) for b in branches)
-        asked, switch, exact = settings.forced, backend.backend(), launch.is_ieee(dtype)
+        asked, switch, exact = settings.forced, backend.backend(), launch.is_ieee(dtypes[1])
         choice = choose(device, branches, training, traced, replayed, asked, switch, exact)
         way = "plain" if traced and choice.way != "fused" else choice.way
         _remember(key, choice._replace(way=way))
