@@ -613,8 +613,9 @@ def test_doctor_examines_a_model(name, side, size, blocks, launches, tmp_path, c
         assert (before, *ours) == launches and compiled < before
     assert len(values(text, "MB per image")) == 4
     assert len(values(text, "expected ms")) == 5
+    error = r"± \d+ %" if "timm:" in name else "not tested against measurements"  # names of published models
     assert re.search(
-        r"batch 64: expected \d\.\d\d × torch\.compile \(± \d+ %\), \d\.\d\d × its mode max-autotune", text
+        rf"batch 64: expected \d\.\d\d × torch\.compile \({error}\), \d\.\d\d × its mode max-autotune", text
     )
 
 
