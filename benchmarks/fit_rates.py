@@ -2,6 +2,10 @@
 
     python -m benchmarks.fit_rates --counts FILE           print the constants and the errors of the fitted rows
     python -m benchmarks.fit_rates --counts FILE --write   and write them to fastvit_triton/expected/rates.json
+    python -m benchmarks.fit_rates --counts FILE --errors  fit nothing, and write the errors there
+    python -m benchmarks.fit_rates --counts FILE --hold-out-families
+                                                           fit to half of the families, from constants that no row has
+                                                           influenced; print the errors of these and of the others
 
 Least squares of the logarithm of predicted ÷ published, with a loss that grows linearly for outliers (soft L1), from
 the constants of the file, to which those that the rows say nothing of stay close. A family of n rows has the weight of
@@ -13,16 +17,29 @@ import json
 import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares
 
-from benchmarks.backtest import TABLE, Row, counts, errors, excluded, family, gains, is_fitted, predicted, read, work
+from benchmarks.backtest import (
+    TABLE,
+    Row,
+    counts,
+    errors,
+    excluded,
+    family,
+    gains,
+    is_family_fitted,
+    is_fitted,
+    predicted,
+    read,
+    work,
+)
 from fastvit_triton.expected.times import RATES, Device, constants, devices, kernel_us
-from fastvit_triton.expected.work import Work
+from fastvit_triton.expected.work import UNMODELLED, Work
 from fastvit_triton.files import replacing
 
 OUTLIER = 0.1  # error in a logarithm from which the loss grows linearly
@@ -35,11 +52,15 @@ class Fit:
     Args:
         rows: published.
         known: counts of their models.
+        fits: name of a model → True if the constants may be fitted to it.
     """
 
-    def __init__(self, rows: Iterable[Row], known: Mapping[str, Any]) -> None:
-        rows = [row for row in rows if is_fitted(row.model) and row.gpu in devices()]
-        self.rows = [row for row in rows if "why" not in known[row.key]]
+    def __init__(self, rows: Iterable[Row], known: Mapping[str, Any], fits: Callable[[str], bool] = is_fitted) -> None:
+        rows = [row for row in rows if fits(row.model) and row.gpu in devices()]
+        rows = [row for row in rows if "why" not in known[row.key]]
+        self.rows = [
+            row for row in rows if not any(one.kind in UNMODELLED for one, _ in work(known[row.key], row.mode))
+        ]
         self.kernels: dict[str, list[tuple[int, int, Work]]] = defaultdict(list)  # kind → (row, times, work)
         for n, row in enumerate(self.rows):
             for kernel, times in work(known[row.key], row.mode):
@@ -68,11 +89,9 @@ class Fit:
             self._known[kind] = own, found
         return found
 
-    def run(self) -> dict[str, float]:
-        """The constants of least loss."""
-        first = dict(constants())
-        for key in FITTED_DEVICES:
-            first |= {f"device {key}: {name}": getattr(devices()[key], name) for name in ("clock", "memory")}
+    def run(self, first: Mapping[str, float] | None = None) -> dict[str, float]:
+        """The constants of least loss; they start at `first`, or at those of rates.json."""
+        first = current() if first is None else dict(first)
         names, start = list(first), np.log(list(first.values()))
 
         def residuals(logs: np.ndarray) -> np.ndarray:
@@ -86,6 +105,19 @@ class Fit:
         return dict(zip(names, map(math.exp, found.x), strict=True))
 
 
+def current() -> dict[str, float]:
+    """The constants of rates.json, and the factors of its fitted devices."""
+    found = dict(constants())
+    for key in FITTED_DEVICES:
+        found |= {f"device {key}: {name}": getattr(devices()[key], name) for name in ("clock", "memory")}
+    return found
+
+
+def neutral() -> dict[str, float]:
+    """Constants that no row has influenced."""
+    return {name: NEUTRAL.get(name, NEUTRAL.get(name.partition(": ")[2], 1.0)) for name in current()}
+
+
 def fitted_devices(fitted: Mapping[str, float]) -> dict[str, Device]:
     """The GPUs with their fitted factors."""
     factors = ("clock", "memory")
@@ -94,7 +126,17 @@ def fitted_devices(fitted: Mapping[str, float]) -> dict[str, Device]:
 
 
 SHARED = ("product: depth", "device ")  # constants of several kinds
+# constants, by name or by what they are, that were chosen by no measurement; see `neutral`
+NEUTRAL = {"bandwidth": 0.8, "flops": 0.8, "depth": 32.0, "channels": 32.0, "host: eager": 5.0, "host: compile": 3.0}
 FITTED_DEVICES = ("rtx5090",)  # whose factors are fitted; the RTX 4090's are 1
+
+
+def errors_of_gain(rows: Iterable[Row]) -> dict[str, float]:
+    """Family → the error of the gain of torch.compile over eager that nine of ten of these rows do not exceed."""
+    families: dict[str, list[Row]] = defaultdict(list)
+    for row in gains(rows):
+        families[family(row.model)].append(row)
+    return {kind: errors(found)["p90"] for kind, found in sorted(families.items())}
 
 
 def main() -> None:
@@ -102,13 +144,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--counts", type=Path, required=True, help="file that keeps what models have a GPU do")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that count (default: all cores)")
-    parser.add_argument("--write", action="store_true", help="write rates.json")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--write", action="store_true", help="write rates.json")
+    action.add_argument("--errors", action="store_true", help="write the errors of today's constants to rates.json")
+    action.add_argument(
+        "--hold-out-families", action="store_true", help="hold out half of the families; writes nothing"
+    )
     given = parser.parse_args()
     known = json.loads(given.counts.read_text()) if given.counts.exists() else {}
     rows = read(TABLE)
     known = counts(rows, known, given.jobs, given.counts)
-    fitted = Fit(rows, known).run()
+    if given.errors:
+        write(json.loads(RATES.read_text()) | {"error_of_gain": errors_of_gain(predicted(rows, known))})
+        return
+    fits = is_family_fitted if given.hold_out_families else is_fitted
+    fitted = Fit(rows, known, fits).run(neutral() if given.hold_out_families else None)
     gpus = fitted_devices(fitted)
+    if given.hold_out_families:
+        every = predicted(rows, known, fitted, gpus)
+        for part in (True, False):
+            some = [row for row in every if fits(row.model) == part]
+            for title, group in (("eager and compile", some), ("gain", gains(some))):
+                print("fitted families" if part else "held-out families", title, errors(group))
+        return
     shown = predicted([row for row in rows if is_fitted(row.model)], known, fitted, gpus)
     for name, value in fitted.items():
         print(f"{name:32} {constants().get(name, 1.0):8.3f} → {value:8.3f}")
@@ -122,13 +180,18 @@ def main() -> None:
         for key in FITTED_DEVICES:
             table["devices"][key] |= {name: round(getattr(gpus[key], name), 4) for name in ("clock", "memory")}
         every = predicted(rows, known, fitted, gpus)
-        table["error_of_gain"] = errors(row for row in gains(every) if family(row.model) not in excluded(every))
+        table["error_of_gain"] = errors_of_gain(every)
         table["note"] = (
             f"Constants fitted by benchmarks.fit_rates to {sum(row.predicted is not None for row in shown)} rows of "
             "benchmarks/published/timm.csv; see fastvit_triton/expected/times.py. Nothing was measured by this project."
         )
-        with replacing(RATES) as temporary:
-            temporary.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n")
+        write(table)
+
+
+def write(table: Mapping[str, Any]) -> None:
+    """Writes rates.json."""
+    with replacing(RATES) as temporary:
+        temporary.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

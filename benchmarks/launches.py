@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 import fastvit_triton
-from fastvit_triton.cli.checks import check_size, image_size
+from fastvit_triton.cli.checks import at_least, check_size, image_size
+from fastvit_triton.cli.model_by_name import check_name
 from fastvit_triton.expected.inductor import inductor_count
 from fastvit_triton.expected.trace import Count, Trace, tracing
 from fastvit_triton.expected.values import without_weights
@@ -223,6 +224,10 @@ def main() -> None:
     setting = Setting(given.model, given.batch, given.phase, given.arch, given.ours, given.frozen, given.depth, size)
     try:
         check_size("--img-size", size or (1, 1))
+        check_name("--model", given.model.removeprefix("timm:") if given.ours else given.model)
+        at_least(1)("--batch", given.batch)
+        if given.depth is not None:
+            at_least(1)("--depth", given.depth)
         block, rest = parts(setting)
     except ValueError as error:
         parser.error(str(error))

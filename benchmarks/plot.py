@@ -8,6 +8,7 @@ Where there is no measurement, a table says so and shows the predicted bound fro
 import argparse
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from fastvit_triton.kernels.cost import Branch, gpus
 from fastvit_triton.kernels.launch import targeting
 
 from . import community
+from .backtest import ALWAYS, family
 from .result_file import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -246,12 +248,46 @@ def backtest_table(results: Results) -> str:
     if results.backtest is None:
         return NOT_YET
     titles = {"eager": "eager", "compile": "torch.compile", "gain": "torch.compile ÷ eager"}
-    lines = ["| predicted against published | rows | median error | nine of ten within |", "|---|--:|--:|--:|"]
-    for key, one in results.backtest["by"]["gpu, mode, fitted"].items():
+    columns = "rows | median error | nine of ten within"
+    lines = [
+        f"| predicted against published | {columns} | with what is excluded: {columns} |",
+        "|---" + "|--:" * 6 + "|",
+    ]
+    found = results.backtest["by"]
+    for key, every in found["gpu, mode, fitted, with excluded"].items():
         gpu, mode, part = key.split(" ", 2)
-        name = f"{SHEETS[gpu].name}, {titles[mode]}, {part}"
-        lines.append(f"| {name} | {one['predicted']} | {100 * one['median']:.1f} % | {100 * one['p90']:.1f} % |")
+        cells = [f"{one['predicted']} | {_percent(one['median'])} | {_percent(one['p90'])}"
+                 for one in (found["gpu, mode, fitted"][key], every)]  # fmt: skip
+        lines.append(f"| {SHEETS[gpu].name}, {titles[mode]}, {part} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def families_table(results: Results) -> str:
+    """Table of the errors of the families that are always predicted, and of those that are not predicted."""
+    if results.backtest is None:
+        return NOT_YET
+    lines = ["| family | rows | median error | nine of ten within | shown as |", "|---|--:|--:|--:|---|"]
+    found, outside = results.backtest["by"]["family"], results.backtest["excluded families"]
+    models = defaultdict(list)
+    for name, why in results.backtest["excluded models"].items():
+        model, mode = name.split(", ")
+        models[family(model)].append(f"{mode}: {why}")
+    for kind, one in sorted(found.items(), key=lambda pair: (pair[0] not in ALWAYS, pair[0])):
+        if kind in ALWAYS:
+            shown = "predicted"
+        elif kind in outside:
+            fit = outside[kind]
+            shown = f"not predicted: fitted rows {_percent(fit['median'])}, nine of ten {_percent(fit['p90'])}"
+        elif kind in models:
+            shown = f"not predicted in {', '.join(sorted(set(models[kind])))}"
+        else:
+            continue
+        lines.append(f"| {kind} | {one['predicted']} | {_percent(one['median'])} | {_percent(one['p90'])} | {shown} |")
+    return "\n".join(lines)
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.1f} %"
 
 
 def pages() -> list[Path]:
@@ -260,7 +296,8 @@ def pages() -> list[Path]:
 
 
 TABLES = {"models": models_table, "ops": ops_table, "cpu": cpu_table, "host": host_table, "users": users_table}
-TABLES |= {"gains": gains_table, "training": training_table, "backtest": backtest_table}
+TABLES |= {"gains": gains_table, "training": training_table, "backtest": backtest_table,
+           "families": families_table}  # fmt: skip
 
 
 def fill(readme: str, results: Results) -> str:
@@ -353,15 +390,19 @@ def backtest_points(results: Results, path: Path) -> bool:
     """Plots predicted against published throughput, eager and compiled, of two GPUs; False without predictions."""
     if results.backtest is None:
         return False
-    rows = [row for row in results.backtest["predictions"] if row[-1]]
+    rows = [row for row in results.backtest["predictions"] if row[6] or row[7]]
     figure, axes = _figure(8, 4.2, 2)
     for axis, gpu in zip(axes, dict.fromkeys(row[0] for row in rows), strict=True):
         ends = [min(r[5] for r in rows if r[0] == gpu) / 1.3, max(r[5] for r in rows if r[0] == gpu) * 1.3]
         for factor, style in ((1.0, "-"), (1.1, ":"), (1 / 1.1, ":")):
             axis.plot(ends, [end * factor for end in ends], color="black", linewidth=0.7, linestyle=style)
         for mode, color in (("eager", "#8d8d8d"), ("compile", "#4c72b0")):
-            points = [(r[5], r[6]) for r in rows if r[:2] == [gpu, mode]]
+            points = [(r[5], r[6]) for r in rows if r[:2] == [gpu, mode] and r[6]]
             axis.scatter(*zip(*points, strict=True), s=5, color=color, alpha=0.6, linewidths=0, label=mode)
+        points = [(r[5], r[7]) for r in rows if r[0] == gpu and r[7]]
+        if points:
+            label = "not predicted: excluded"
+            axis.scatter(*zip(*points, strict=True), s=9, color="#c44e52", marker="x", linewidths=0.6, label=label)
         axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
         axis.set_title(f"{SHEETS[gpu].name}, autocast to float16", fontsize=9)
         axis.set_xlabel("published images per second", fontsize=8)

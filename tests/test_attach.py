@@ -55,7 +55,7 @@ def test_shallow_copies_run_on_themselves(copied):
     """Oracle: the forward of a copy is bound to the copy; PyTorch's own method, called by name, leaves it as it is."""
     block = create_model("vit_tiny_patch16_224", **SMALL).blocks[0]
     other = copied(block)
-    assert (other.forward.args == (other,)) == (copied is not REPLICATED)
+    assert (other.forward.args == (other,)) == (copied is not nn.Module._replicate_for_data_parallel)
     assert block.forward.args == (block,)
 
 

@@ -613,8 +613,9 @@ def test_doctor_examines_a_model(name, side, size, blocks, launches, tmp_path, c
         assert (before, *ours) == launches and compiled < before
     assert len(values(text, "MB per image")) == 4
     assert len(values(text, "expected ms")) == 5
+    error = r"± \d+ %" if "timm:" in name else "not tested against measurements"  # names of published models
     assert re.search(
-        r"batch 64: expected \d\.\d\d × torch\.compile \(± \d+ %\), \d\.\d\d × its mode max-autotune", text
+        rf"batch 64: expected \d\.\d\d × torch\.compile \({error}\), \d\.\d\d × its mode max-autotune", text
     )
 
 
@@ -727,7 +728,9 @@ def test_doctor_uses_the_local_gpu(monkeypatch, capsys: pytest.CaptureFixture):
 
 
 @pytest.mark.parametrize("installed", [True, False])
-@pytest.mark.parametrize("words", ["--gpu 4090 --batch 8", "--train --batch 8", "--amp float16 --batch 8"])
+@pytest.mark.parametrize(
+    "words", ["--gpu 4090 --batch 8", "--train --batch 8", "--amp float16 --batch 8", "--batch 8 --amp"]
+)
 def test_doctor_assumes_vit_b(words, installed, monkeypatch, capsys: pytest.CaptureFixture):
     """Oracle: timm's ViT-B/16 if timm is installed, else ours; both have 86.6 million parameters."""
     monkeypatch.setattr(variants, "absent", lambda name: None if installed else f"{name} cannot be imported")

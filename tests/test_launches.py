@@ -167,9 +167,15 @@ def test_the_command_takes_an_image_size(monkeypatch, capsys):
     run("--img-size", "266x224", "--json")
     want = figures(Setting(words[2], 2, arch="sm_90", depth=1, size=(266, 224)))
     assert json.loads(capsys.readouterr().out).items() >= want.items()
-    for size, sentence in (("225", "height 225 is not a multiple of patch_size 14"), ("0", "--img-size is 0")):
+    for wrong, sentence in (
+        (["--img-size", "225"], "height 225 is not a multiple of patch_size 14"),
+        (["--img-size", "0"], "--img-size is 0"),
+        (["--batch", "0"], "--batch is 0; use an integer of at least 1"),
+        (["--depth", "0"], "--depth is 0; use an integer of at least 1"),
+        (["--model", "timm:no_such"], "timm has no model called 'no_such'"),
+    ):
         with pytest.raises(SystemExit, match="2"):
-            run("--img-size", size)
+            run(*wrong)
         assert sentence in capsys.readouterr().err.splitlines()[-1]
 
 

@@ -1,5 +1,6 @@
 """Tests of the plan: which way a block runs, and that every way computes the same function."""
 
+import functools
 import itertools
 import json
 import threading
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, layers, optimize
 from fastvit_triton.engine import ways
+from fastvit_triton.expected.count import traced
 from fastvit_triton.kernels import cost, depthwise, launch, mixed, plan
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
@@ -151,6 +153,8 @@ def test_saved_values_and_compiled_time():
     """Oracle: the equations of a block in units of C; PyTorch's attention for ours, and a pass for the sum in place."""
     C, block = 768, vit("B", 64)
     assert [sum(cost.saved_values(b, way) for b in block) / C for way in cost.WAYS] == [16, 10, 10]
+    wide = [b._replace(wide=1) for b in block]  # x is float32, twice a value; LN(x) is saved in 16 bits if fused
+    assert [sum(cost.saved_values(b, way) for b in wide) / C for way in cost.WAYS] == [18, 12, 14]
     gpu = cost.gpus()["h200"]._replace(fused_attention_tflops=(1e6, 1e6))
     for training in (False, True):
         slow = gpu._replace(fused_attention_tflops=(1e-6, 1e-6))
@@ -188,6 +192,68 @@ def test_products_in_ieee_float32_are_left_to_pytorch():
             assert plan.way_of(x, vit("S", 256), False, True) == "fused"
         finally:
             torch.set_float32_matmul_precision("highest")
+
+
+def of_autocast(x: torch.Tensor, sizes: tuple[cost.Branch, ...], dtype: torch.dtype | None) -> plan.Choice:
+    """The choice for a block of these sizes on an RTX 4090."""
+    seen = []
+    autocast = torch.autocast("cpu", dtype, enabled=dtype is not None)
+    with torch.no_grad(), targeting("sm_89"), autocast, plan.observing(seen.append):
+        plan.way_of(x, sizes, False, True)
+    return seen[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_have_the_dtype_of_autocast(dtype):
+    """Oracle: the dtypes of PyTorch under autocast: products are in its dtype, a float32 residual stays float32."""
+    wide, half, block = torch.empty(1), torch.empty(1, dtype=dtype), vit("S", 256)
+    assert "fused" in of_autocast(wide, block, None).refused
+    choice, alone = of_autocast(wide, block, dtype), of_autocast(half, block, dtype)
+    assert not choice.refused and choice.branches == tuple(b._replace(wide=1) for b in block)
+    gpu = cost.gpu_of("sm_89")
+    assert {way: us for way, (us, _) in choice.us.items()} == {
+        way: cost.block_us(gpu, choice.branches, way, False, False) for way in cost.WAYS
+    }
+    assert alone == of_autocast(half, block, None) and alone.way == "fused" and alone.shapes != choice.shapes
+    narrow = of_autocast(wide, vit("Ti", 256), dtype)
+    assert narrow.way == "fused" == min(narrow.us, key=lambda way: max(narrow.us[way]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("op", ["linear", "mlp", "attention", "window_attention", "patch_embed", "layer_norm"])
+def test_ops_have_the_dtype_of_autocast(op):
+    """Oracle: the choice for 16-bit operands, and for float32 norms, which autocast does not cast, that of float32."""
+    sizes = {
+        "linear": (12608, 384, 1152, False, True, False), "mlp": (12608, 192, 768, 768, False, True, False),
+        "attention": (64, 6, 197, 197, 64, True), "window_attention": (25088, 384, 49, True, False),
+        "patch_embed": (12544, 768, 384, True, True), "layer_norm": (12608, 384),
+    }[op]  # fmt: skip
+    x, seen = torch.empty(1), []
+    with targeting("sm_89"), plan.observing(seen.append):
+        plan.prefers_kernel(x if op == "layer_norm" else x.bfloat16(), op, *sizes)
+        with torch.autocast("cpu", torch.bfloat16):
+            plan.prefers_kernel(x, op, *sizes)
+    assert seen[0] == seen[1] and (" fp32" in seen[0].shapes[0]) == (op == "layer_norm")
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("way", cost.WAYS)
+def test_bytes_of_a_block_under_autocast(way, training):
+    """Oracle: bytes counted from the operators of the second of two blocks, less the casts of its weights."""
+    net = pytest.importorskip("timm").create_model("vit_small_patch16_224", depth=2)
+    optimize(net)  # ours hand the next norm on to the next block
+    images, totals = torch.empty(8, 3, 224, 224, device="meta"), []
+    gpu, seen = cost.gpu_of("sm_90"), []
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16), forcing(way), plan.observing(seen.append):
+            totals.append(traced(net, gpu, training, (images,), {}).count.nbytes)
+        del net.blocks[1:]
+    sizes = next(choice.branches for choice in seen if choice.branches)
+    assert [b.wide for b in sizes] == [1, 1]
+    casts = (4 + 2) * sum(p.numel() for layer in net.blocks.modules() if type(layer) is torch.nn.Linear
+                          for p in layer.parameters()) * (2 if training else 1)  # fmt: skip
+    want = sum(one.nbytes for one in cost.launches(gpu, sizes, way, training, False))
+    assert totals[0] - totals[1] - casts == pytest.approx(want, rel=0.08 if training else 0.005)
 
 
 @torch.no_grad()
@@ -345,6 +411,23 @@ def test_compiled_graphs_follow_the_way(converted, way):
     ours = "fastvit_triton" in names
     assert ours == (way == "fused")
     assert ("native_layer_norm" in names and "gelu" in names) == (way != "fused"), names
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_trace_reads_autocast(inside):
+    """Oracle: the choice outside a trace for its sizes; autocast is on where the graph is called, or inside of it."""
+    autocast, block, seen = functools.partial(torch.autocast, "cpu", torch.bfloat16), vit("Ti", 1), []
+
+    def call(x):
+        with autocast() if inside else nullcontext():
+            return x + len(plan.way_of(x, block, False, True))
+
+    torch._dynamo.reset()
+    with targeting("sm_89"), nullcontext() if inside else autocast(), plan.observing(seen.append):
+        y = torch.compile(call, backend="eager", fullgraph=True)(torch.zeros(2))
+    want = of_autocast(torch.empty(1), vit("Ti", *plan.TRACED), torch.bfloat16)
+    assert {choice.way for choice in seen} == {want.way} == {"fused"} and y[0] == len("fused")
+    assert seen[0].branches == want.branches
 
 
 def test_a_dynamic_batch_is_one_graph():

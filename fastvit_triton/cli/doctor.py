@@ -29,7 +29,8 @@ which reads its operands and writes its results once. Those of torch.compile are
 (expected/inductor.py). Expected times are the longer of GPU and host time"""
 WHOLE = """ of the whole call, from rates of data sheets and constants fitted to published throughput \
 (expected/rates.json); a range in brackets is from the best to the pessimistic rates of our kernels, and the \
-percentage is the error that nine of ten predicted gains of torch.compile over eager do not exceed. How calls run is \
+percentage is the error that nine of ten predicted gains of torch.compile over eager do not exceed in the model's \
+family. How calls run is \
 chosen by other, pessimistic rates (kernels/tuned/rates.json)."""
 BLOCKS = """ of the blocks, from published rates and estimates (kernels/tuned/rates.json); a range in brackets is from \
 the best to the pessimistic rates of our kernels. The choice uses the pessimistic ones. torch.compile is expected to \
@@ -48,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = f"images per batch (default: {', '.join(map(str, BATCHES))})"
     add("--batch", type=int, check=at_least(1), help=text)
     add("--train", action="store_true", help="a training step without optimiser, not inference")
-    add("--amp", choices=("bfloat16", "float16"), help="autocast to it (default: weights in bfloat16)")
+    text = "autocast to it, bfloat16 if no dtype follows (default: no autocast, weights in bfloat16)"
+    add("--amp", nargs="?", const="bfloat16", choices=("bfloat16", "float16"), help=text)
     add("--mode", choices=MODES, help="of torch.compile (default: both)")
 
 

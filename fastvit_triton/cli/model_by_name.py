@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 Size = tuple[int, int]  # height and width in pixels
 
-PREFIXES = "timm:NAME, torchvision:NAME, hf-config:PATH_OR_CLASS, or a name that `fastvit-triton models` lists"
+PREFIXED = "timm:NAME, torchvision:NAME and hf-config:PATH_OR_CLASS"
+PREFIXES = f"{PREFIXED.replace(' and', ',')}, or a name that `fastvit-triton models` lists"
 
 
 class Patches(NamedTuple):
@@ -81,7 +82,7 @@ def check_name(option: str, name: str) -> None:
         try:
             model_config(name)
         except ValueError as error:
-            raise ValueError(f"{error}; for models of other packages use {PREFIXES}") from error
+            raise ValueError(f"{error}; models of other packages are {PREFIXED}") from error
     elif prefix in ("timm", "torchvision"):
         package = _package(prefix)
         names = package.list_models() if prefix == "timm" else package.models.list_models(module=package.models)

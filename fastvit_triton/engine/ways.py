@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels import plan, settings
+from ..kernels import launch, plan, settings
 from ..kernels.backend import kernels_available
 from ..kernels.cost import Branch
 from ..kernels.layer_norm import MAX_D
@@ -107,7 +107,7 @@ def _way(x: Tensor, branches: tuple[Branch, ...], replayed: bool) -> str:
         return "plain"
     if not torch.compiler.is_compiling():
         tokens = x.numel() // max(x.shape[0] * x.shape[-1], 1)
-        size = 2 if torch.is_autocast_enabled(x.device.type) else x.element_size()
+        size = launch.product_dtype(x).itemsize
         branches = tuple(b._replace(images=x.shape[0], tokens=tokens, itemsize=size) for b in branches)
     way = plan.way_of(x, branches, torch.is_grad_enabled(), replayed and REPLAYS)
     return "plain" if way == "mixed" and not are_plain_tensors(x) else way  # traced tensors need registered ops

@@ -12,15 +12,17 @@ one. Constants and their provenance: rates.json, written by `benchmarks.fit_rate
 import functools
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from ..kernels.cost import Gpu
-from .work import Work
+from .work import UNMODELLED, Work
 
 RATES = Path(__file__).with_name("rates.json")
 LEAST_US = 4.0  # of a kernel; an estimate
+PREFIXES = "dinov3 rope siglip flexivit samvit eva beit swin deit cait".split()  # families by parts of timm's names
 ROWS, COLUMNS, DEPTH = 64, 64, 16  # tile of a batched product to which its sizes are padded
 
 
@@ -63,9 +65,21 @@ def constants() -> dict[str, float]:
     return {key: row["value"] for key, row in _table()["constants"].items()}
 
 
-def error_of_gain() -> float:
-    """The error of the predicted gain of torch.compile over eager that nine of ten published rows do not exceed."""
-    return _table()["error_of_gain"]["p90"]
+def family(name: str) -> str:
+    """The first of PREFIXES that timm's name contains, otherwise the name up to its first digit or underscore."""
+    return next((prefix for prefix in PREFIXES if prefix in name), re.split(r"[\d_]", name, maxsplit=1)[0])
+
+
+def error_of_gain(name: str) -> float | None:
+    """The error of the predicted gain of torch.compile over eager that nine of ten rows of a family do not exceed.
+
+    Args:
+        name: timm's name of a model.
+
+    Returns:
+        None for a family without published rows.
+    """
+    return _table()["error_of_gain"].get(family(name))
 
 
 @functools.cache
@@ -136,7 +150,8 @@ def with_ours(gpu: Gpu, ratio: int) -> dict[str, float]:
 
 def kernel_us(work: Work, device: Device, fitted: Mapping[str, float]) -> float:
     """Expected microseconds of one kernel; `work` is for the whole batch."""
-    memory = work.nbytes / (device.gbs * device.memory * fitted[f"{work.kind}: bandwidth"]) / 1e3
+    kind = UNMODELLED.get(work.kind, work.kind)
+    memory = work.nbytes / (device.gbs * device.memory * fitted[f"{kind}: bandwidth"]) / 1e3
     compute = 0.0
     if work.flops:
         rate = device.float32_tflops if work.kind == "float32 product" else device.tflops * device.clock

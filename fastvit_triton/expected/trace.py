@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
@@ -164,6 +165,8 @@ class _Tracer(TorchDispatchMode):
             mark(t, known)
         written = outputs[:2] if name in FLASH else outputs  # the others hold the state of random numbers
         name += "_tanh" if named.get("approximate") == "tanh" else ""
+        if name == "upsample_bilinear2d" and suggest_memory_format(tensors[0]) != torch.channels_last:
+            name += "_channels_first"  # another kernel
         self._add(name, tensors, _tensors(written), self._flops(function, arguments, named, outputs))
         return outputs
 

@@ -40,12 +40,16 @@ KINDS = {  # kind → what it is
     "copy": "copy that moves values: contiguous, roll, cat, pad, index",
     "tanh": "GELU by tanh",
     "pass": "any other operator without products",
+    "interpolation": "bilinear interpolation of maps of several images, channels first; its time is not modelled",
     "compiled pass": "kernel of torch.compile without a reduction",
     "compiled norm": "kernel of torch.compile with a reduction",
     "fused product": "matrix product of ours, or of a template of torch.compile, with what follows it",
     "fused attention": "attention of ours",
     "fused pass": "kernel of ours without a product",
 }
+# Kind whose time is not modelled → the kind whose constants stand in for it. UpSampleBilinear2d.cu gives each output
+# pixel of a channels-first map to one thread, which loops over all images and channels.
+UNMODELLED = {"interpolation": "pass"}
 OURS = {  # kernel → kind
     "linear._fwd_kernel": "fused product",
     "mlp._fwd_kernel": "fused product",
@@ -222,6 +226,8 @@ def _operator(event: Event, grows: Collection[int]) -> Work:
         return _memory(kind, pieces, grows, event.flops, size, image)
     if name in NORMS:
         return _memory("16-bit norm" if _itemsize(event.reads[0]) == 2 else "norm", pieces, grows)
+    if name == "upsample_bilinear2d_channels_first" and event.writes[0].shape[0] > 1:
+        return _memory("interpolation", pieces, grows)
     kind = "reduction" if name in REDUCTIONS else "copy" if name in COPIES else "pass"
     return _memory("tanh" if name == "gelu_tanh" else kind, pieces, grows)
 

@@ -10,6 +10,9 @@ Ways      fused: our kernels, with the LayerNorm folded into the first matmul.
           residual and the next LayerNorm. Attention by the kernel that is expected to be faster. In inference without
           LayerScale, the last matmul of a block adds to the residual in place, and no pass follows it.
           plain: PyTorch's modules, operator by operator.
+
+Under autocast, matmuls and attention are 16-bit while a float32 residual and its norms are not: norms are not folded,
+their float32 result is cast in a pass of its own (mixed writes it in 16 bits), and nothing is added in place.
 """
 
 import functools
@@ -67,6 +70,7 @@ class Branch(NamedTuple):
         itemsize: bytes per value.
         keys: of attention in windows: tokens of a window; of reduced attention: tokens per key; else 0.
         decomposed: 1 if scores have a bias by row plus one by column, whose sum PyTorch stores for every key; else 0.
+        wide: 1 if the residual is float32 and the matmuls are 16-bit, as under autocast; else 0.
     """
 
     kind: str
@@ -80,6 +84,12 @@ class Branch(NamedTuple):
     itemsize: int = 2
     keys: int = 0
     decomposed: int = 0
+    wide: int = 0
+
+    @property
+    def stream(self) -> int:
+        """Size of a value of the residual, in values of the matmuls."""
+        return 2 if self.wide else 1
 
     @property
     def attends(self) -> bool:
@@ -99,7 +109,7 @@ class Branch(NamedTuple):
         heads = f" H={self.heads}" if self.heads else ""
         heads += f" K={self.keys}" if self.keys else ""
         heads += " decomposed bias" * self.decomposed
-        wide = " fp32" if self.itemsize == 4 else ""
+        wide = " fp32" if self.itemsize == 4 else " autocast" if self.wide else ""
         return f"{self.kind} C={self.channels} F={self.width}{heads} N={self.tokens} B={self.images}{wide}"
 
     @property
@@ -209,10 +219,11 @@ def saved_values(branch: Branch, way: str) -> int:
     """Values per token that a branch saves for the backward pass, without LayerScale, drop-path and statistics.
 
     For a ViT block with hidden width 4·C the sum is 16·C if plain, else 10·C, because LN(x) and the activation's output
-    are recomputed.
+    are recomputed. The norm of a wide residual is not part of a fused branch, and its result is saved.
     """
-    again = 0 if way != "plain" else branch.channels + branch.inner * (not branch.attends)
-    return branch.channels + branch.width + branch.inner * branch.attends + again
+    again = branch.channels * (way == "plain" or (way == "fused" and branch.wide))
+    again += branch.inner * (way == "plain" and not branch.attends)
+    return branch.channels * branch.stream + branch.width + branch.inner * branch.attends + again
 
 
 def launch_us(gpu: Gpu, launch: Launch, ratio: int = 0) -> float:
@@ -294,17 +305,17 @@ def forward(
         return _reduced(gpu, b, way, first, last)
     conv = [one_pass(b, 2 * M * b.inner)] * (b.kind == "depthwise_mlp")
     if way == "fused":
-        found = [] if frozen and not training else [one_pass(b, 2 * b.width * C)]  # the fold
+        found = _norm(b, way) if b.wide else [] if frozen and not training else [one_pass(b, 2 * b.width * C)]  # fold
         narrow = b.kind == "mlp" and not training and C * b.itemsize <= NARROW and b.itemsize == 2
-        found += [] if not first or narrow else [one_pass(b, M * C)]  # row statistics
-        if narrow:  # the hidden layer is not written
-            one = product(b, M, b.width + b.inner, C, True, 2 * M * C - M * (b.width + b.inner) - M * C)
+        found += [] if not first or narrow or b.wide else [one_pass(b, M * C)]  # row statistics
+        if narrow:  # the hidden layer is not written; a wide residual is not the input of the matmul
+            one = product(b, M, b.width + b.inner, C, True, (1 + 3 * b.wide) * M * C - M * (b.width + b.inner))
             return [*found, one]
         mlp = b.kind == "mlp"
         extra = M * (b.inner if training else b.inner - b.width) if mlp else 0  # pre is saved, and h is written
         middle = [_faster_attention(gpu, b)] if attention else conv
-        return [*found, product(b, M, b.width, C, True, extra), *middle, product(b, M, C, b.inner, True, M * C)]
-    norm = [] if way == "mixed" and not first else [one_pass(b, 2 * M * C)]
+        return [*found, product(b, M, b.width, C, True, extra), *middle, _last(b)]
+    norm = [] if way == "mixed" and not first else _norm(b, way)
     core = [one_pass(b, M * (b.width + b.inner))]  # the activation
     if attention:
         core = [_faster_attention(gpu, b) if way == "mixed" else attention_launch(b, False)]
@@ -319,29 +330,44 @@ def forward(
     return [*norm, product(b, M, b.width, C), *core, product(b, M, C, b.inner, extra=M * C * in_place), *end]
 
 
+def _norm(b: Branch, way: str) -> list[Launch]:
+    """The norm of a branch in launches of its own, and autocast's cast of its result; a mixed one writes that dtype."""
+    values = b.images * b.tokens * b.channels
+    if way == "mixed":
+        return [one_pass(b, (b.stream + 1) * values)]
+    return [one_pass(b, 2 * b.stream * values)] + [one_pass(b, (b.stream + 1) * values)] * b.wide
+
+
+def _last(b: Branch) -> Launch:
+    """The last matmul of a fused branch, which adds to the residual."""
+    M, C = b.images * b.tokens, b.channels
+    return product(b, M, C, b.inner, True, (2 * b.stream - 1) * M * C)
+
+
 def _adds_in_place(b: Branch, way: str, first: bool, last: bool, training: bool) -> bool:
     """True if a mixed MLP adds to the residual in its last matmul; the branch before it then adds its bias."""
-    return way == "mixed" and b.kind == "mlp" and last and not first and not training and not b.scales
+    return way == "mixed" and b.kind == "mlp" and last and not first and not training and not (b.scales or b.wide)
 
 
 def _end(b: Branch, way: str, last: bool) -> list[Launch]:
     """LayerScale, stochastic depth and the residual addition of a mixed or plain branch."""
     values = b.images * b.tokens * b.channels
     if way == "mixed":
-        return [one_pass(b, (3 if last else 4) * values)]
-    return [one_pass(b, 2 * values)] * b.scales + [one_pass(b, 3 * values)]
+        return [one_pass(b, ((1 if last else 2) + 2 * b.stream) * values)]
+    scales = [one_pass(b, (before + b.stream) * values) for before in (1, b.stream)[: b.scales]]  # the first promotes
+    return [*scales, one_pass(b, ((b.stream if scales else 1) + 2 * b.stream) * values)]
 
 
 def _reduced(gpu: Gpu | None, b: Branch, way: str, first: bool, last: bool) -> list[Launch]:
     """Forward pass of attention with one key per `keys` tokens: norm, queries, reduction, its norm, keys and values."""
     M, C, ours = b.images * b.tokens, b.channels, way == "fused"
     rows = max(M // b.keys, 1)
-    norm = [] if way == "mixed" and not first else [one_pass(b, 2 * M * C)]
+    norm = [] if way == "mixed" and not first else _norm(b, way)
     reduction = [product(b, rows, C, C * b.keys, ours), one_pass(b, 2 * rows * C)] if b.keys > 1 else []
     products = [product(b, M, b.inner, C, ours), *reduction, product(b, rows, 2 * b.inner, C, ours)]
     core = attention_launch(b, False) if way == "plain" else _faster_attention(gpu, b)
     end = [] if ours else _end(b, way, last)
-    return [*norm, *products, core, product(b, M, C, b.inner, ours, M * C if ours else 0), *end]
+    return [*norm, *products, core, _last(b) if ours else product(b, M, C, b.inner), *end]
 
 
 def _backward(gpu: Gpu, b: Branch, way: str) -> list[Launch]:
@@ -350,6 +376,8 @@ def _backward(gpu: Gpu, b: Branch, way: str) -> list[Launch]:
     products += [product(b, M, C, b.width), product(b, b.width, C, M)]
     sums = [one_pass(b, M * C), one_pass(b, M * b.width)]  # bias gradients
     small = one_pass(b, 0)
+    casts = [one_pass(b, (b.stream + 1) * M * C)] * b.wide
+    products += casts  # of the gradient of the residual
     if b.kind == "reduced_attention" and b.keys > 1:
         rows = max(M // b.keys, 1)
         products += [product(b, rows, C * b.keys, C), product(b, C, C * b.keys, rows)]
@@ -362,11 +390,15 @@ def _backward(gpu: Gpu, b: Branch, way: str) -> list[Launch]:
         if attention:  # FlashAttention's three kernels, and packing dq, dk, dv
             middle = [attention_launch(b, False, True), small, small, one_pass(b, 2 * M * b.width)]
             middle += [one_pass(b, bias_values(b))] * (2 * b.decomposed)  # sums over rows and over columns
-        norm = [one_pass(b, 3 * M * C, "norm backward"), small, small, one_pass(b, 3 * M * C)]  # last: the residual
-        return [*products, *sums, *middle, *norm, *[one_pass(b, 3 * M * C)] * b.scales]
+        wide = 3 * b.stream * M * C
+        norm = [*casts, one_pass(b, wide, "norm backward"), small, small, one_pass(b, wide)]  # last: the residual
+        return [*products, *sums, *middle, *norm, *[one_pass(b, wide)] * b.scales]
     middle = [one_pass(b, 2 * M * (b.width + b.inner))]
     if attention:
         one = _faster_attention(gpu, b, True)
         middle = [one] if one.kind == "fused attention" else [one, small, small, one_pass(b, 2 * M * b.width)]
     scaled = [one_pass(b, 2 * M * C)] if b.scales else []
-    return [*products, *scaled, *sums, *middle, one_pass(b, 5 * M * C), small]
+    norm = [one_pass(b, (2 + 3 * b.stream) * M * C), small]
+    if b.wide and way == "fused":  # the norm is an operation of its own
+        norm = [*casts, one_pass(b, 3 * b.stream * M * C), small, one_pass(b, 3 * b.stream * M * C)]
+    return [*products, *scaled, *sums, *middle, *norm]

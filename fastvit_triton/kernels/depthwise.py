@@ -26,9 +26,8 @@ from .activation import ACTIVATIONS, GATED, activate, activate_grad
 from .argument import expect_bool, expect_floating, expect_int, expect_nonempty
 from .backend import kernels_available
 from .depthwise_backward import parameter_sums
-from .launch import cdiv, config, launch, power_of_2
+from .launch import cdiv, config, launch, power_of_2, product_dtype
 from .layer_norm_backward import grads_dtype
-from .mixed import product_dtype
 from .op import Op, expect, make_randn, once_differentiable, register
 from .tile import jit, tl
 

@@ -284,6 +284,12 @@ def is_ieee(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and torch._C._get_fp32_precision_getter("cuda", "matmul") != "tf32"
 
 
+def product_dtype(x: torch.Tensor) -> torch.dtype:
+    """Dtype of matmuls and attention of x: autocast's if it is enabled for the device, else that of x."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 def cdiv(a: int, b: int) -> int:
     """⌈a / b⌉."""
     return -(-a // b)

@@ -31,7 +31,7 @@ from .activation import GATED, activate, apply_activation, gate_of
 from .argument import NextNorm, Norm, Normalized, NormLike, Pair, expect_bool, kind_of
 from .backend import kernels_available
 from .fold import Folded
-from .launch import cdiv, config, launch, power_of_2, precision
+from .launch import cdiv, config, launch, power_of_2, precision, product_dtype
 from .layer_norm import merge_stats, output_dtype
 from .linear_backward import bwd_op
 from .op import Op, can_fold_norm, cast, make_randn, once_differentiable, register
@@ -140,7 +140,7 @@ def run(
     """
     grad = torch.is_grad_enabled()
     if way == "mixed":
-        call = mixed.Call(stats, return_stats if isinstance(return_stats, NextNorm) else None, mixed.product_dtype(x))
+        call = mixed.Call(stats, return_stats if isinstance(return_stats, NextNorm) else None, product_dtype(x))
         operand, stats, eps = x, None, 0.0 if norm is None else norm[2]
     else:
         call, (operand, norm) = None, apply_or_keep_norm(x, norm, weight)
@@ -167,8 +167,9 @@ def handed_on(left: list[Any], call: mixed.Call | None) -> Tensor | Normalized |
 
 def _kernel_is_chosen(x, weight, norm, residual):
     """True if the plan selects our kernel for this matmul, not the reference."""
-    rows, fold = plan.rows_of(math.prod(x.shape[:-1])), norm is not None and not isinstance(weight, Folded)
-    return plan.prefers_kernel(x, "linear", rows, *product_shape(weight), norm is not None, residual is not None, fold)
+    rows, has_norm = plan.rows_of(math.prod(x.shape[:-1])), norm is not None and can_fold_norm(x)
+    sizes = *product_shape(weight), has_norm, residual is not None, has_norm and not isinstance(weight, Folded)
+    return plan.prefers_kernel(x, "linear", rows, *sizes)
 
 
 def reference(

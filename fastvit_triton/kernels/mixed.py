@@ -33,12 +33,6 @@ class Call(NamedTuple):
     dtype: torch.dtype
 
 
-def product_dtype(x: Tensor) -> torch.dtype:
-    """Dtype of a matmul of x: autocast's if enabled, else that of x."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
 def forward(
     x: Tensor,
     weight: Tensor,

@@ -25,10 +25,10 @@ from .argument import NextNorm, Norm, NormLike, Pair, expect_bool, expect_floati
 from .attention_inner import dot_transposed, load_tiles, zero_tiles
 from .backend import kernels_available
 from .fold import Folded
-from .launch import cdiv, config, launch, split_tiles
+from .launch import cdiv, config, launch, product_dtype, split_tiles
 from .linear import apply_epilogue, apply_norm_and_bias
 from .mlp_backward import bwd_op
-from .op import Op, expect, make_randn, once_differentiable, register
+from .op import Op, can_fold_norm, expect, make_randn, once_differentiable, register
 from .tile import jit, store_stats, tl, zero_stats
 
 # Default parameters of the single launch: (maximum width of x in bytes, counting whole tiles; parameters).
@@ -131,7 +131,7 @@ def run(
 ) -> Tensor | Any:
     """`mlp` in a given way, without argument checks or plan; see `linear.run`."""
     if way == "mixed":
-        call = mixed.Call(stats, return_stats if isinstance(return_stats, NextNorm) else None, mixed.product_dtype(x))
+        call = mixed.Call(stats, return_stats if isinstance(return_stats, NextNorm) else None, product_dtype(x))
         operand, stats, eps = x, None, 0.0 if norm is None else norm[2]
     else:
         call, (operand, norm) = None, linear.apply_or_keep_norm(x, norm, fc1[0])
@@ -146,8 +146,9 @@ def run(
 
 def _kernel_is_chosen(x, weight, fc2_weight, norm, residual):
     """True if the plan selects our kernels for this MLP, not the reference."""
-    rows, fold = plan.rows_of(math.prod(x.shape[:-1])), norm is not None and not isinstance(weight, Folded)
-    sizes = *linear.product_shape(weight), fc2_weight.shape[1], norm is not None, residual is not None, fold
+    rows, has_norm = plan.rows_of(math.prod(x.shape[:-1])), norm is not None and can_fold_norm(x)
+    fold = has_norm and not isinstance(weight, Folded)
+    sizes = *linear.product_shape(weight), fc2_weight.shape[1], has_norm, residual is not None, fold
     return plan.prefers_kernel(x, "mlp", rows, *sizes)
 
 

@@ -2,7 +2,8 @@
 
 The first of these decides: a context (`forcing`) or the backend switch; measurements on this GPU (see `measured`); a
 measured row "ways" in tuned/<architecture>.json; the least max(expected GPU time, host time), with the pessimistic
-rates of our kernels. IEEE float32 matmuls always run in PyTorch. All ways compute the same function.
+rates of our kernels. IEEE float32 matmuls always run in PyTorch; under autocast matmuls and attention have autocast's
+dtype, whatever that of the residual. All ways compute the same function.
 
 While a graph is traced, choices must not depend on the number of images or tokens, so those for `TRACED` sizes are
 used. Mixed and plain are then both PyTorch operators, which the compiler fuses, and are called plain.
@@ -24,6 +25,7 @@ from .op_cost import OPS
 
 TRACED = (256, 197)  # (images, tokens) assumed while tracing
 MAX_CHOICES = 4096  # cached choices
+KEEP_DTYPE = ("layer_norm", "depthwise")  # ops whose operands autocast does not cast
 
 
 class Choice(NamedTuple):
@@ -60,31 +62,35 @@ def way_of(x: Tensor, branches: tuple[Branch, ...], training: bool, replayed: bo
     """Chooses the way of a block's residual branches: "fused", "mixed" or "plain".
 
     Args:
-        x: [B, ..., C], for which the kernels are available; only its device and dtype are used.
-        branches: of the block.
+        x: [B, ..., C], the residual, for which the kernels are available; only its device and dtype are used.
+        branches: of the block; while tracing, numbers of images and tokens are those of `TRACED`.
         training: True if gradients are enabled.
         replayed: True if calls of the block are replayed, see `engine.replay`.
     """
     traced = torch.compiler.is_compiling()
-    return _way(x.device, x.dtype, tuple(tuple(b) for b in branches), training, traced, replayed)
+    dtypes = x.dtype, launch.product_dtype(x)
+    return _way(x.device, dtypes, tuple(tuple(b) for b in branches), training, traced, replayed)
 
 
 @backend.constant
 def _way(
     device: torch.device,
-    dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype],
     sizes: tuple[tuple, ...],
     training: bool,
     traced: bool,
     replayed: bool,
 ) -> str:
-    key = (device, dtype, sizes, training, traced, replayed, *settings.choices(device.type))
+    """`way_of`, for the dtypes of the residual and of the matmuls."""
+    key = (device, dtypes, sizes, training, traced, replayed, *settings.choices(device.type))
     way = _choices.get(key)
     if way is None or settings.observer is not None:
         branches = tuple(Branch(*one) for one in sizes)
+        if dtypes[0] == torch.float32 != dtypes[1]:
+            branches = tuple(b._replace(wide=1) for b in branches)
         if traced:
             branches = tuple(b._replace(images=TRACED[0], tokens=TRACED[1]) for b in branches)
-        asked, switch, exact = settings.forced, backend.backend(), launch.is_ieee(dtype)
+        asked, switch, exact = settings.forced, backend.backend(), launch.is_ieee(dtypes[1])
         choice = choose(device, branches, training, traced, replayed, asked, switch, exact)
         way = "plain" if traced and choice.way != "fused" else choice.way
         _remember(key, choice._replace(way=way))
@@ -212,7 +218,8 @@ def prefers_kernel(x: Tensor, op: str, *sizes: int) -> bool:
         op: a name in `op_cost.OPS`.
         sizes: arguments of its function in `op_cost.OPS`.
     """
-    return _prefers(x.device, x.dtype, x.element_size(), torch.is_grad_enabled(), op, sizes)
+    dtype = x.dtype if op in KEEP_DTYPE else launch.product_dtype(x)
+    return _prefers(x.device, dtype, dtype.itemsize, torch.is_grad_enabled(), op, sizes)
 
 
 @backend.constant

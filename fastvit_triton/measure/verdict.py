@@ -2,10 +2,11 @@
 
 import contextlib
 import copy
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..convert.reporting import Report
@@ -34,7 +35,8 @@ class Expected(NamedTuple):
         eager_ms: milliseconds in eager PyTorch.
         compile_ms: under torch.compile in its mode "default", and in its mode "max-autotune".
         ours_ms: by default, at the expected rates of our kernels.
-        error: of published gains of torch.compile, nine of ten are predicted with at most this error.
+        error: of published gains of torch.compile over eager of the model's family, nine of ten are predicted with at
+            most this error; None for a model without a name of timm's, or of a family without published figures.
     """
 
     headline: str
@@ -44,7 +46,7 @@ class Expected(NamedTuple):
     eager_ms: float
     compile_ms: tuple[float, float]
     ours_ms: float
-    error: float
+    error: float | None
 
     @property
     def speedup(self) -> tuple[float, float]:
@@ -53,10 +55,11 @@ class Expected(NamedTuple):
 
     def __str__(self) -> str:
         over, best = self.speedup
+        error = "not tested against measurements" if self.error is None else f"± {100 * self.error:.0f} %"
         return (
             f"{self.headline.rstrip('.')}; {self.gpu}, {self.numbers}, batch {self.batch}: expected {over:.2f} × "
-            f"torch.compile (± {self.error:.0%}), {best:.2f} × its mode max-autotune; next: {NEXT}"
-        ).replace("%)", " %)")
+            f"torch.compile ({error}), {best:.2f} × its mode max-autotune; next: {NEXT}"
+        )
 
 
 def expected(
@@ -79,8 +82,8 @@ def expected(
     autocast = getattr(torch, amp, amp) if isinstance(amp, str) else amp
     if autocast not in (None, torch.bfloat16, torch.float16):
         raise ValueError(f"amp is {amp}; use bfloat16, float16 or None")
-    if batch < 1:
-        raise ValueError(f"batch is {batch}; use at least 1")
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise ValueError(f"batch is {batch}; use an integer of at least 1")
     rates = local_gpu() if gpu is None else gpu_by_name(gpu)
     model = None if report.subject is None else report.subject.model
     if report.subject is None or model is None:
@@ -108,9 +111,15 @@ def of_prediction(found: "Prediction", report: Report, batch: int, numbers: str)
     """What a prediction of inference says; arguments as the attributes of `Expected`."""
     compiled = (found.compiled_us(MODES[0]) / 1e3, found.compiled_us(MODES[1]) / 1e3)
     ours = found.ours_us()[1] / 1e3
-    return Expected(
-        report.headline(), found.gpu.name, numbers, batch, found.eager_us() / 1e3, compiled, ours, error_of_gain()
-    )
+    name = None if report.subject is None else _timms_name(report.subject.model)
+    error = None if name is None else error_of_gain(name)
+    return Expected(report.headline(), found.gpu.name, numbers, batch, found.eager_us() / 1e3, compiled, ours, error)
+
+
+def _timms_name(model: nn.Module | None) -> str | None:
+    """The name of one of timm's models, or of ours of the same name."""
+    known: Any = getattr(model, "pretrained_cfg", None) or {}
+    return known.get("architecture") if isinstance(known, Mapping) else None
 
 
 def _images(t: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
