@@ -23,6 +23,7 @@ from fastvit_triton import (
     varlen_attention,
     window_attention,
 )
+from fastvit_triton.convert.modules import attach
 from fastvit_triton.kernels.argument import Norm
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.layers.attention import Attention
@@ -110,6 +111,7 @@ def _blocks() -> Iterator[Case]:
     ) -> tuple[Callable, tuple, dict]:
         D, H, _, N = MODELS[model]
         blocks = Blocks(*(Block(D, Attention(D, H), Mlp(D, 4 * D), **options) for _ in range(2)))
+        attach(blocks)
         blocks.to(getattr(torch, dtype))
 
         def call(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, layers, optimize
+from fastvit_triton.convert.modules import attach
 from fastvit_triton.engine import ways
 from fastvit_triton.expected.count import traced
 from fastvit_triton.kernels import cost, depthwise, launch, mixed, plan
@@ -56,7 +57,16 @@ def chosen(architecture: str, size: str, batch: int, training: bool = False) -> 
 def block(dim: int = 32, act: str = "gelu", qk_norm: float | None = None, **options: object) -> layers.Block:
     torch.manual_seed(0)
     attention = layers.Attention(dim, 2, qk_norm=qk_norm)
-    return layers.Block(dim, attention, layers.Mlp(dim, 4 * dim, act), **options)
+    made = layers.Block(dim, attention, layers.Mlp(dim, 4 * dim, act), **options)
+    attach(made)
+    return made
+
+
+def sequence(*blocks: layers.Block) -> layers.Blocks:
+    """These blocks, each of which passes statistics on to the next."""
+    made = layers.Blocks(*blocks)
+    attach(made)
+    return made
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -282,7 +292,7 @@ def test_small_batches_are_bound_by_the_host():
 @pytest.mark.parametrize("way", ["mixed", "fused"])
 def test_every_way_equals_the_modules(way, name, autocast, always_folded):
     """Oracle: the modules in float64, output and every gradient; the first of two blocks computes the second's norm."""
-    nets = layers.Blocks(block(**BLOCKS[name]), block(**BLOCKS[name])) if hasattr(layers, "Blocks") else None
+    nets = sequence(block(**BLOCKS[name]), block(**BLOCKS[name])) if hasattr(layers, "Blocks") else None
     x = torch.randn(4, 7, 32, requires_grad=True)
     dtype = torch.float16 if autocast else torch.float32
 
@@ -294,7 +304,7 @@ def test_every_way_equals_the_modules(way, name, autocast, always_folded):
     half = lambda: torch.autocast("cpu", dtype) if autocast else nullcontext()  # noqa: E731
     nets.train()
     truth = found(
-        layers.Blocks(block(**BLOCKS[name]), block(**BLOCKS[name])).double(),
+        sequence(block(**BLOCKS[name]), block(**BLOCKS[name])).double(),
         x.detach().double().requires_grad_(),
         nullcontext(),
     )
@@ -474,7 +484,7 @@ def test_a_mixed_block_draws_and_keeps_no_more_than_it_needs(monkeypatch):
         return s, normed
 
     monkeypatch.setattr(mixed, "add_and_normalize", noted)
-    net, x = layers.Blocks(block(drop_path=0.5), block(drop_path=0.5)), torch.randn(2, 5, 32)
+    net, x = sequence(block(drop_path=0.5), block(drop_path=0.5)), torch.randn(2, 5, 32)
     with interpreting(), forcing("mixed"):
         y = net.eval()(x)
         assert y.requires_grad and made and not any(ref() is not None for ref in made)
