@@ -19,7 +19,7 @@ from budget import assert_within_budget
 from foreign import MODELS, PYRAMIDS, REPEATS, build, inputs, outputs, redraw
 from functorch.compile import make_boxed_func
 from interpreter import interpreting
-from sampling import sampled
+from sampling import marked, sampled
 from timm.models import convnext, densenet, metaformer, mlp_mixer, regnet, resnet
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -116,6 +116,7 @@ HEAVY = [*REPEATS, *(n for n in PYRAMIDS if n not in ("timm_swin", "timm_tnt"))]
 
 
 EACH = [pytest.param(n, marks=pytest.mark.full if n in HEAVY else ()) for n in MODELS]
+EACH = marked(EACH, pytest.mark.fast, lambda name: name == "timm_vit")
 
 
 @pytest.mark.parametrize("name", sampled(EACH, 3))
@@ -179,6 +180,7 @@ def test_our_models_are_rewritten(gpu):
     assert {"patch_embed", "attention_qkv", "mlp"} <= eager.became
 
 
+@pytest.mark.fast
 def test_drop_path_draws_are_unchanged(gpu):
     """Oracle: the original model in training mode with the same seed."""
     options = dict(img_size=32, patch_size=16, embed_dim=24, depth=3, num_heads=2, drop_path_rate=0.5, init_values=0.1)
@@ -599,6 +601,7 @@ def test_inductor_compiles_the_rest_of_the_graph():
     assert (got - want).norm() <= 64 * torch.finfo(torch.float32).eps * want.norm()
 
 
+@pytest.mark.fast
 def test_decisions_are_logged_and_reported(caplog):
     """Oracle: the expected sentences; twelve reports of a model fill no compile cache."""
     model, images = build("timm_vit", torch.float32), inputs("timm_vit", torch.float32)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from foreign import redraw
 from interpreter import interpreting
+from sampling import marked
 from test_explain import hooks, within
 
 from fastvit_triton import create_model, explain, optimize
@@ -100,8 +101,13 @@ def three(name):
     return *models, images
 
 
-@pytest.mark.parametrize("path", ["plain", "reference", "interpreter"])
-@pytest.mark.parametrize("name", MODELS)
+SHOWN = "twins", "swin", "cait", "levit"  # in the fast tests
+PATHS = [(name, path) for name in MODELS for path in ("plain", "reference", "interpreter")]
+
+
+@pytest.mark.parametrize(
+    "name, path", marked(PATHS, pytest.mark.fast, lambda name, path: path == "reference" and name in SHOWN)
+)
 def test_maps_equal_the_packages_softmax(name, path, request):
     """Oracle: every softmax of the package's unfused code in float64; outputs and hooks are as without capture."""
     truth, plain, model, images = three(name)
@@ -143,6 +149,7 @@ def test_map_gradients_equal_autograd(name, optimised, references):
         within(layer.map_grad(), *(t.reshape(-1, *t.shape[-3:]) for t in (one, want)))
 
 
+@pytest.mark.fast
 def test_statistics_refuse_what_is_not_square():
     """Oracle: the sentences; a model with one window and no shift has square maps."""
     sentences = {
@@ -185,6 +192,7 @@ class StrangeAttention(torch.nn.Linear):
     """An attention of a type that no reader knows."""
 
 
+@pytest.mark.fast
 def test_unknown_attention_is_named():
     """Oracle: the sentences, beside a layer that can be recorded and alone."""
     known = torch.nn.TransformerEncoderLayer(24, 2, 48, 0.0, batch_first=True).eval()

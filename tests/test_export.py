@@ -147,6 +147,7 @@ def test_onnx_after_revert(tmp_path):
         assert_close(torch.from_numpy(got), first(model(images)), first(truth(images.double())))
 
 
+@pytest.mark.fast
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_jit_trace_records_only_pytorch():
     """Oracle: the operators in the graph of our model, traced where the kernels would run, and the model's output."""

@@ -93,6 +93,7 @@ def test_foreign_models(name, dtype):
             assert findings(model, given, dtype, way, training) == [], (way, training)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_architecture(arch):
     """Oracle: as above; each architecture has launch parameters of its own."""
@@ -101,6 +102,7 @@ def test_every_architecture(arch):
         assert findings(model, images, "bf16", way, True, arch) == [], way
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name", ["timm_naflex", "hf_siglip2"])
 def test_models_that_wait_for_values_are_listed(name):
     """Oracle: the reason why a family is excluded above; if it no longer waits, it must be included."""

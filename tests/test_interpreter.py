@@ -10,6 +10,7 @@ import torch
 import triton.language as tl
 from budget import converted, largest, leaves, outside, results
 from interpreter import interpreting, poisoned
+from sampling import marked
 from triton import jit
 from triton.runtime.errors import InterpreterError
 
@@ -55,14 +56,14 @@ TYPED += [
 ]
 
 
-@pytest.mark.parametrize("dtype, op, case", TYPED)
+@pytest.mark.parametrize("dtype, op, case", marked(TYPED, pytest.mark.fast, lambda dtype, *_: dtype == torch.float16))
 def test_kernel_equals_float64(dtype, op, case):
     """Oracle: the reference in float64, within its `Budget`; new memory is filled with NaN."""
     assert outside(op, case, dtype) == []
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.fast)], ids=str)
 def test_every_activation_equals_float64(name, dtype):
     """Oracle: as above, for pre-activations of magnitude 10, so that all pieces of an activation occur."""
     for op, case in ((depthwise.OP, dict(B=2, H=4, W=9, C=8, K=3)), (linear.OP, dict(B=1, N=9, K=16, F=8))):
@@ -126,6 +127,7 @@ def alone(op, arguments, keep):
     return results(op.run, {n: freeze(v, n, itertools.count()) for n, v in arguments.items()})
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("op", KERNELS, ids=lambda op: op.name)
 def test_frozen_parameters_change_no_other_gradient(op):
     """Oracle: the same kernels when every parameter learns; freezing one tensor must not affect the others."""
@@ -180,6 +182,7 @@ CUTS = {  # cu_seqlens for 9 tokens, max_seqlen, and the token ranges of the ima
 }
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CUTS)
 def test_unchecked_lengths_stay_in_bounds(name, dtype):
@@ -199,6 +202,7 @@ def test_unchecked_lengths_stay_in_bounds(name, dtype):
         assert largest(got - expected) <= 16 * torch.finfo(dtype).eps * max(largest(expected), 1)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("lens", [[-5, 2**40], [0, -(2**33)], [9, 3]])
 def test_unchecked_key_lengths_stay_in_bounds(lens):
     """Oracle: the reference with lengths clamped to 0 … Nk; the gradient of a bias has a kernel of its own."""
@@ -228,6 +232,7 @@ def _copy_kernel(x_ptr, y_ptr, first, N, BLOCK: tl.constexpr, MASKED: tl.constex
     tl.store(y_ptr + i, tl.load(x_ptr + first + i, mask=mask), mask=mask)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
 def test_access_outside_of_the_arguments_raises(dtype):
     """Oracle: a tensor's first and last element, by its strides; masked lanes may point anywhere."""
@@ -253,6 +258,7 @@ def _first_tile_kernel(x_ptr, y_ptr, tile, N, BLOCK: tl.constexpr, LIMIT: tl.con
     tl.store(y_ptr + i, tl.load(x_ptr + i, mask=mask), mask=mask)
 
 
+@pytest.mark.fast
 def test_masks_of_other_dtypes_raise():
     """Oracle: triton 3.9, where block & scalar raises as it does here; a limit expresses the same mask."""
     x, y = torch.randn(8), torch.zeros(8)

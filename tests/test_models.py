@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from budget import telling
 from pyramids import CASES
-from sampling import sampled
+from sampling import marked, sampled
 from torch import nn
 from torchvision.models import VisionTransformer
 
@@ -25,6 +25,12 @@ ROUNDINGS = 84  # 1e-5 in float32: sums through many blocks, in another order
 TOLERANCE = ROUNDINGS * torch.finfo(torch.float32).eps
 
 TIMM_NAMES = [name for name, family in CATALOGUE.items() if family.ORACLE.get(name) == "timm"]
+
+
+def plain(name: str) -> bool:
+    """True for the models of which the fast tests compare keys, logits and gradients."""
+    return name.endswith(("patch16_224", "dinov2")) and not name.startswith("tnt")
+
 
 # Named models at full width; image size and depth are reduced so that each runs in about a second on two cores.
 AGAINST_TIMM = {
@@ -121,7 +127,7 @@ def no_truncated_normals(monkeypatch):
     monkeypatch.setattr("timm.layers.weight_init._trunc_normal_", lambda tensor, *_: tensor, raising=False)
 
 
-@pytest.mark.parametrize("name", TIMM_NAMES)
+@pytest.mark.parametrize("name", marked(TIMM_NAMES, pytest.mark.fast, plain))
 def test_state_dict_equals_timms(name, no_truncated_normals):
     """Oracle: keys and shapes of timm's model of the same name, built on the meta device."""
     with torch.device("meta"):
@@ -140,6 +146,7 @@ def test_catalogue_holds_timms_plain_sizes():
     assert set(n for n in wanted if n.startswith(sizes)) - set(list_models()) == set()
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name, count", [(n, c) for f in FAMILIES for n, c in f.PARAMS.items()])
 def test_parameter_count(name, count):
     """Oracle: the family's PARAMS, counted with timm or by hand for 1000 classes."""
@@ -148,7 +155,7 @@ def test_parameter_count(name, count):
     assert sum(p.numel() for p in model.parameters()) == count
 
 
-@pytest.mark.parametrize("name", AGAINST_TIMM)
+@pytest.mark.parametrize("name", marked(AGAINST_TIMM, pytest.mark.fast, plain))
 def test_logits_and_gradients_equal_timms(name, no_truncated_normals):
     """Oracle: timm's model with the same random weights."""
     overrides = {"num_classes": 20} | AGAINST_TIMM[name]
@@ -181,6 +188,7 @@ TIMM_OPTIONS = [
 ]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("options", TIMM_OPTIONS, ids=str)
 def test_options_equal_timms(options):
     """Oracle: timm's VisionTransformer with the option of the same name."""
@@ -192,6 +200,7 @@ def test_options_equal_timms(options):
     assert_same(ours, theirs, dict(theirs.named_parameters()), images, lambda y: y)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("act", [None, "gelu_tanh", "quick_gelu", "relu", "silu"])
 def test_activations_equal_timms(act):
     """Oracle: timm's activation of the same name; None for that of both where none is chosen."""
@@ -202,6 +211,7 @@ def test_activations_equal_timms(act):
     assert_same(ours, theirs, dict(theirs.named_parameters()), torch.randn(2, 3, 32, 32), lambda y: y)
 
 
+@pytest.mark.fast
 def test_config_matches_timms_drop_rates():
     """Oracle: by hand: each rate is that of its own module; drop-path rates equal timm's."""
     rates = dict(drop_rate=0.1, pos_drop_rate=0.2, patch_drop_rate=0.3, proj_drop_rate=0.4, attn_drop_rate=0.5)
@@ -227,6 +237,7 @@ DROPS = [
 ]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("family, rate", DROPS)
 def test_every_drop_acts_in_training_only(family, rate):
     """Oracle: two training passes differ, two eval passes do not, and every parameter still gets a gradient."""
@@ -284,6 +295,7 @@ def test_every_option_runs_and_every_parameter_learns(options):
         assert parameter.grad.isfinite().all() and parameter.grad.abs().sum() > 0, name
 
 
+@pytest.mark.fast
 def test_torchvision_vit_with_copied_weights():
     """Oracle: torchvision's VisionTransformer (eps 1e-6, exact GELU), weights copied key by key."""
     theirs = randomize(VisionTransformer(32, 16, 2, 3, 48, 96, num_classes=7)).eval()

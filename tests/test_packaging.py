@@ -13,6 +13,8 @@ import pytest
 
 import fastvit_triton
 
+pytestmark = pytest.mark.fast
+
 pytest.importorskip("setuptools")
 ROOT = Path(__file__).parents[1]
 FOLDERS = (".ci", "benchmarks", "docs", "examples", "fastvit_triton", "tests")

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from interpreter import interpreting
+from sampling import marked
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.launch_recorder import recording
@@ -57,6 +58,7 @@ def block(dim: int = 32, act: str = "gelu", qk_norm: float | None = None, **opti
     return layers.Block(dim, attention, layers.Mlp(dim, 4 * dim, act), **options)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("size", SIZES)
 def test_the_first_table_of_rates(size):
     """Oracle: by hand, from the published rates, for inference with 64 images and more."""
@@ -68,6 +70,7 @@ def test_the_first_table_of_rates(size):
         assert min(times, key=times.get) == want, (architecture, batch, times)
 
 
+@pytest.mark.fast
 def test_expected_time_of_launches():
     """Oracle: by hand. A product is bound by flops or bytes, a pass by bytes; the minimum is 2.5 or 5 µs."""
     gpu = cost.gpus()["h200"]._replace(product_tflops=100.0, copy_gbs=1000.0, units=100, fused_product=(0.5, 1.0, 1.0))
@@ -109,6 +112,7 @@ def test_pytorch_stores_a_decomposed_bias():
     assert {one.kind for one in launches if one.flops} == {"product", "fused attention"}
 
 
+@pytest.mark.fast
 def test_rates_say_where_they_come_from():
     """Oracle: every GPU has a source; the pessimistic ratio is the smallest."""
     for name, gpu in cost.gpus().items():
@@ -160,6 +164,7 @@ def test_saved_values_and_compiled_time():
         assert cost.compiled_us(gpu, block, training) > cost.block_us(gpu, block, "mixed", training, False)
 
 
+@pytest.mark.fast
 def test_order_of_the_choice(monkeypatch, tmp_path):
     """Oracle: the precedence: a context, the switch, a measured row, the expected time."""
     expected = chosen("sm_90", "L", 256)
@@ -178,6 +183,7 @@ def test_order_of_the_choice(monkeypatch, tmp_path):
         pass
 
 
+@pytest.mark.fast
 def test_products_in_ieee_float32_are_left_to_pytorch():
     """Oracle: torch.set_float32_matmul_precision."""
     x = torch.empty(1)
@@ -201,6 +207,7 @@ def test_weights_stored_for_depthwise_are_not_copied():
             assert chosen == (weight is stored)
 
 
+@pytest.mark.fast
 def test_small_batches_are_bound_by_the_host():
     """Oracle: the way with the least host time, if the GPU needs less time than the host."""
     x, block = torch.empty(1, dtype=torch.bfloat16), vit("B", 1)
@@ -212,7 +219,7 @@ def test_small_batches_are_bound_by_the_host():
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", marked(BLOCKS, pytest.mark.fast, lambda name: name == "plain"))
 @pytest.mark.parametrize("way", ["mixed", "fused"])
 def test_every_way_equals_the_modules(way, name, autocast, always_folded):
     """Oracle: the modules in float64, output and every gradient; the first of two blocks computes the second's norm."""
@@ -297,6 +304,7 @@ class Ops(TorchDispatchMode):
         return function(*arguments, **named or {})
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("converted", [False, True])
 def test_a_plain_block_runs_only_pytorch(converted):
     """Oracle: the operators of the same modules without kernels; none of them is ours."""
@@ -317,7 +325,7 @@ def test_a_plain_block_runs_only_pytorch(converted):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
-@pytest.mark.parametrize("way", ["plain", "mixed", "fused"])
+@pytest.mark.parametrize("way", [pytest.param("plain", marks=pytest.mark.fast), "mixed", "fused"])
 @pytest.mark.parametrize("converted", [False, True])
 def test_compiled_graphs_follow_the_way(converted, way):
     """Oracle: the graph. Only a fused block is an opaque op; otherwise the compiler sees norm, GELU and addition."""
@@ -359,6 +367,7 @@ def test_a_dynamic_batch_is_one_graph():
                 compiled(torch.randn(batch, 5, 64))
 
 
+@pytest.mark.fast
 def test_plain_state_is_thread_local():
     """Oracle: two threads in overlapping plain blocks; neither sees the other's state nor leaves it set."""
     first, second, seen = threading.Event(), threading.Event(), []

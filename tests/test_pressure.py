@@ -195,6 +195,7 @@ def test_addresses_are_64_bit_products(monkeypatch):
         assert not found, (launch.name, found)
 
 
+@pytest.mark.fast
 def test_alignment_is_compiled_in():
     """Oracle: the compiler's intermediate code: divisibility by 16 is promised for an aligned x, not for x + 1."""
     weight, said = torch.ones(64, requires_grad=True), []
@@ -271,6 +272,7 @@ def test_nan_and_infinity_propagate(op, case, bad):
         assert bool(got[name].isfinite().all()) == bool(t.isfinite().all()), name
 
 
+@pytest.mark.fast
 def test_relu_propagates_nan():
     """Oracle: torch.relu(nan) is nan; a GPU's maximum, unlike the interpreter's, would return the other operand."""
     x, weight = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)
@@ -324,6 +326,7 @@ def mutated(module, name, old, new):
     return made[name]
 
 
+@pytest.mark.fast
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
 @pytest.mark.parametrize("kernel", sampled(MUTATIONS, 2))
 def test_one_wrong_sign_is_detected(kernel, monkeypatch):
@@ -339,6 +342,7 @@ def test_one_wrong_sign_is_detected(kernel, monkeypatch):
     assert outside(op_, case, dtype) != []
 
 
+@pytest.mark.fast
 def test_every_kernel_has_a_mutation():
     """Oracle: the kernels found in the kernel files."""
     found = {f"{file}.{name}" for file, m in MODULES.items() for name in vars(m) if re.fullmatch(r"_\w+_kernel", name)}

@@ -359,6 +359,7 @@ def test_maps_equal_those_of_the_oracle(name):
     assert all(distance(a, b) <= 1e-6 for a, b in zip(*maps, strict=True))  # maps are float32
 
 
+@pytest.mark.fast
 def test_attention_without_reduction_is_attention():
     """Oracle: `Attention` with the same projections."""
     ours, plain = ReducedAttention(12, 3, 1).double(), Attention(12, 3).double()
@@ -370,6 +371,7 @@ def test_attention_without_reduction_is_attention():
     assert distance(ours(x), plain(x.flatten(1, 2)).unflatten(1, (4, 5))) <= ROUNDINGS * EPS64
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("size", [(4, 4), (2, 5), (1, 3)])
 def test_bias_of_every_pair_equals_timms(size):
     """Oracle: timm's indices of a table, values and gradient."""
@@ -383,6 +385,7 @@ def test_bias_of_every_pair_equals_timms(size):
     assert distance(*grads) <= ROUNDINGS * EPS64
 
 
+@pytest.mark.fast
 @pytest.mark.filterwarnings("ignore:torch.searchsorted", "ignore:Using a non-tuple sequence")  # in timm
 @pytest.mark.parametrize("old, new", [((7, 7), (12, 12)), ((7, 7), (4, 4)), ((4, 4), (5, 3)), ((2, 2), (7, 7))])
 def test_resized_tables_equal_timms(old, new):
@@ -580,6 +583,7 @@ BLOCKS = {
 }
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("block", BLOCKS)
 def test_launches_of_a_frozen_block(block):
     """Oracle: one more block launches attention once, one product before and one after, and its MLP, in at most 5
@@ -610,6 +614,7 @@ def test_launches_of_a_frozen_block(block):
         assert added.total() <= 5 and added["linear._fwd_kernel"] in (2, 4) and not added["layer_norm._stats_kernel"]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "name, options, words",
     [
@@ -666,6 +671,7 @@ def test_masked_pre_training_is_refused(name):
             build_masked_model(recipe, model, nn.Identity())
 
 
+@pytest.mark.fast
 def test_wrong_images_raise_one_sentence():
     """Oracle: channels and size, both given."""
     model = create_model(CASES["swin"].name, **CASES["swin"].options, img_size=16)

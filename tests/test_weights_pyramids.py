@@ -17,6 +17,8 @@ from fastvit_triton import create_model, load_model, load_weights, save_weights
 from fastvit_triton.layers import resize_pos_embed
 from fastvit_triton.weights import WeightsError, stems
 
+pytestmark = pytest.mark.fast
+
 # Hierarchical models
 
 
