@@ -216,7 +216,7 @@ def tiny(dtype=torch.float32, train=False, **options):
     return Subject("tiny", model, inputs, 2, dtype, CPU, True)
 
 
-@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("train", [pytest.param(False, marks=pytest.mark.full), True])
 def test_comparison_on_a_cpu(train):
     """Oracle: the verdicts of float64; three variants, their ratios, and dropout that is switched off."""
     with compiling("aot_eager"):
@@ -371,8 +371,11 @@ def here(monkeypatch, tmp_path):
     return folder
 
 
+FOREIGN = "--model", "timm:test_vit", "--device", "cpu", "--train"
+
+
 @pytest.mark.filterwarnings("default")  # of timm
-@pytest.mark.parametrize("words", [DIGITS, ("--model", "timm:test_vit", "--device", "cpu", "--train")])
+@pytest.mark.parametrize("words", [DIGITS, pytest.param(FOREIGN, marks=pytest.mark.full)])
 def test_a_run_on_a_cpu(here, capsys, words):
     """Oracle: every stage starts and ends; the file has ratios, no absolute time, and its machine and versions."""
     assert main(["check", *words]) == 0

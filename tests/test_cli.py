@@ -430,6 +430,7 @@ def test_resume_auto_and_more_epochs(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert load_state(out / STATE)["settings"]["epochs"] == 2
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such file names")
 def test_ctrl_c_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     """Oracle: the sentence says how to resume, because the previous state is there; resuming succeeds."""
@@ -448,6 +449,7 @@ def test_ctrl_c_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert main([*words, "--resume"]) == 0
 
 
+@pytest.mark.full
 def test_names_that_the_encoding_lacks_are_escaped(digits_run: Path, tmp_path: Path):
     """Oracle: the escapes of a file name, on a stdout that is ASCII, as in a pipe on Windows."""
     picture = tmp_path / "日.png"

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import io
+import itertools
 import math
 import pickle
 import re
@@ -93,9 +94,11 @@ def single(t):
     return t.float() if t.is_floating_point() else t
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("name", MODELS)
+# every model in training mode, with its gradients; every third also in evaluation mode
+MODES = [(name, True) for name in MODELS] + sampled([(name, False) for name in MODELS], 3)
+
+
+@pytest.mark.parametrize("name, train", marked(MODES, pytest.mark.fast, lambda name, train: train))
 def test_references_equal_the_original(name, train, references):
     """Oracle: the untouched model; truth in float64. The fused forwards must have run."""
     truth, plain, model, exact, given = twins(name, train)
@@ -111,7 +114,7 @@ EACH = [pytest.param(n, marks=pytest.mark.full if n in HEAVY else ()) for n in M
 EACH = marked(EACH, pytest.mark.fast, lambda name: name == "timm_vit")
 
 
-@pytest.mark.parametrize("name", sampled(EACH, 2))
+@pytest.mark.parametrize("name", sampled(EACH, 4))
 def test_kernels_equal_the_original(name):
     """Oracle: as above, through the Triton kernels in the interpreter."""
     truth, plain, model, exact, given = twins(name, True)
@@ -299,8 +302,7 @@ MORE |= {"torch_encoder_layer": (1, 0, 0)}
 WAYS = ("frozen", "fold", "norms")
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name, way", sampled(itertools.product(BLOCKS, WAYS), 2))
 def test_a_block_makes_six_to_eight_launches(name, way, monkeypatch):
     """Oracle: the plan: row statistics, LN → qkv, attention, proj + residual, LN → fc1 → act, fc2 + residual.
 
@@ -446,7 +448,7 @@ CASES = [(n, kernels) for n in AUTOCAST for kernels in (False, True)]
 CASES += [(n, False) for n in PYRAMIDS]  # as on a GPU, the kernel of their first norm returns float32
 
 
-@pytest.mark.parametrize("name, kernels", CASES)
+@pytest.mark.parametrize("name, kernels", sampled(CASES, 3))
 def test_autocast_dtypes_equal_the_original(name, kernels, references):
     """Oracle: the dtype of every block's output in the original, a float32 model under bfloat16 autocast."""
     truth, plain, model, exact, given = twins(name, False)
@@ -684,7 +686,7 @@ COMPILED += [pytest.param(n, "auto", marks=pytest.mark.full) for n in PYRAMIDS i
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
-@pytest.mark.parametrize("name, backend", sampled(COMPILED, 4))
+@pytest.mark.parametrize("name, backend", sampled(COMPILED, 8))
 def test_compiles_as_one_graph(name, backend):
     """Oracle: the same model uncompiled; fullgraph=True raises on any graph break."""
     model, given = build(name, torch.float32).eval(), inputs(name, torch.float32)
@@ -904,7 +906,7 @@ OTHER_RELEASES += [("hf_siglip", "embeddings", rename, "it has no patch_embeddin
 OTHER_RELEASES += [(t, n, extend, "it takes later") for t, n, f in DECLARED if f.takes is not None]
 
 
-@pytest.mark.parametrize("name, path, change, why", sampled(OTHER_RELEASES, 3))
+@pytest.mark.parametrize("name, path, change, why", sampled(OTHER_RELEASES, 5))
 def test_a_module_of_another_release_is_not_fused(name, path, change, why):
     """Oracle: the model before the change; only that module runs its own forward, by itself and in a fused block."""
     model, given = build(name, torch.float32).eval(), inputs(name, torch.float32)
@@ -922,7 +924,7 @@ def test_a_module_of_another_release_is_not_fused(name, path, change, why):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
-@pytest.mark.parametrize("change", [rename, extend])
+@pytest.mark.parametrize("change", [rename, pytest.param(extend, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", ["hf_vit", *(pytest.param(name, marks=pytest.mark.full) for name in TOWERS[1:])])
 def test_models_with_modules_of_another_release_compile(name, change):
     """Oracle: the model before the changes of the test above, made to all modules at once and to the first layer."""

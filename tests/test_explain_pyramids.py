@@ -8,7 +8,6 @@ import pytest
 import torch
 from foreign import redraw
 from interpreter import interpreting
-from sampling import marked
 from test_explain import hooks, within
 
 from fastvit_triton import create_model, explain, optimize
@@ -101,13 +100,15 @@ def three(name):
     return *models, images
 
 
-SHOWN = "twins", "swin", "cait", "levit"  # in the fast tests
+# each model by one or two paths; those without the kernels are fast
 PATHS = [(name, path) for name in MODELS for path in ("plain", "reference", "interpreter")]
+PATHS = [
+    pytest.param(*pair, marks=[pytest.mark.full] if i % 2 else [pytest.mark.fast] if pair[1] == "reference" else [])
+    for i, pair in enumerate(PATHS)
+]
 
 
-@pytest.mark.parametrize(
-    "name, path", marked(PATHS, pytest.mark.fast, lambda name, path: path == "reference" and name in SHOWN)
-)
+@pytest.mark.parametrize("name, path", PATHS)
 def test_maps_equal_the_packages_softmax(name, path, request):
     """Oracle: every softmax of the package's unfused code in float64; outputs and hooks are as without capture."""
     truth, plain, model, images = three(name)

@@ -94,7 +94,7 @@ def test_our_backend_after_optimize(name):
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "name, compiler", sampled(itertools.product((OURS, "timm_deit3"), ("fastvit_triton", "inductor")), 2)
+    "name, compiler", sampled(itertools.product((OURS, "timm_deit3"), ("fastvit_triton", "inductor")), 4)
 )
 def test_inductor(name, compiler):
     """Oracle: the untouched model; one graph, compiled to C++."""
@@ -106,7 +106,9 @@ def test_inductor(name, compiler):
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # torch 2.11, reading a file
-@pytest.mark.parametrize("name", [OURS, "timm_deit3", "timm_eva02", "hf_vit", "torchvision_vit", "vit_pytorch_simple"])
+@pytest.mark.parametrize(
+    "name", sampled([OURS, "timm_deit3", "timm_eva02", "hf_vit", "torchvision_vit", "vit_pytorch_simple"], 3)
+)
 def test_exported_programs_save_and_load(name, tmp_path):
     """Oracle: the untouched model, for another batch size; the loaded program contains none of our operators."""
     model, truth = made(name)

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from interpreter import interpreting
-from sampling import marked
+from sampling import marked, sampled
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.launch_recorder import recording
@@ -218,9 +218,13 @@ def test_small_batches_are_bound_by_the_host():
             assert plan.way_of(x, block, False, replayed) == min(ratios, key=ratios.get)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", marked(BLOCKS, pytest.mark.fast, lambda name: name == "plain"))
-@pytest.mark.parametrize("way", ["mixed", "fused"])
+CASES = [(way, name, autocast) for autocast in (False, True) for name in BLOCKS for way in ("mixed", "fused")]
+CASES = marked([c for c in CASES if c[1] == "plain"], pytest.mark.fast, lambda *_: True) + sampled(
+    [c for c in CASES if c[1] != "plain"], 3
+)
+
+
+@pytest.mark.parametrize("way, name, autocast", CASES)
 def test_every_way_equals_the_modules(way, name, autocast, always_folded):
     """Oracle: the modules in float64, output and every gradient; the first of two blocks computes the second's norm."""
     nets = layers.Blocks(block(**BLOCKS[name]), block(**BLOCKS[name])) if hasattr(layers, "Blocks") else None
@@ -325,8 +329,7 @@ def test_a_plain_block_runs_only_pytorch(converted):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
-@pytest.mark.parametrize("way", [pytest.param("plain", marks=pytest.mark.fast), "mixed", "fused"])
-@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize("converted, way", sampled(itertools.product((False, True), ("plain", "mixed", "fused")), 2))
 def test_compiled_graphs_follow_the_way(converted, way):
     """Oracle: the graph. Only a fused block is an opaque op; otherwise the compiler sees norm, GELU and addition."""
     timm = pytest.importorskip("timm")
