@@ -418,7 +418,7 @@ def test_jit_capture_ignores_other_threads():
 CALLED = [n for n in MODELS if n not in ("torch_multihead", "torch_encoder_layer", "torch_encoder_layer_first")]
 
 
-@pytest.mark.parametrize("name", CALLED)
+@pytest.mark.parametrize("name", sampled(CALLED, 2))
 def test_the_report_matches_what_runs(name, monkeypatch):
     """Oracle: the called modules, and those that ran their own forward, in one inference call that folds norms.
 

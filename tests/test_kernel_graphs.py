@@ -113,7 +113,7 @@ def worst(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
 TOLERANCE = 64 * torch.finfo(torch.float32).eps
 
 
-@pytest.mark.parametrize("name", ["plain", "checkpointed", "post", "map", "qk_norm", "swiglu", "relative"])
+@pytest.mark.parametrize("name", sampled("plain checkpointed post map qk_norm swiglu relative".split(), 3))
 def test_models_run_on_the_kernels(name):
     """Oracle: the same model on the PyTorch path, logits and every gradient."""
     options = {

@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import json
 import pickle
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from budget import telling
 from pyramids import CASES
-from sampling import marked, sampled
+from sampling import sampled
 from torch import nn
 from torchvision.models import VisionTransformer
 
@@ -127,10 +128,13 @@ def no_truncated_normals(monkeypatch):
     monkeypatch.setattr("timm.layers.weight_init._trunc_normal_", lambda tensor, *_: tensor, raising=False)
 
 
-PLAIN = [pytest.param(name, marks=pytest.mark.fast) for name in filter(plain, TIMM_NAMES)]
+def in_turn(names: Iterable[str], step: int) -> list:
+    """The plain models, which are fast, and each step-th of the others; the rest is full."""
+    fast = [pytest.param(name, marks=pytest.mark.fast) for name in names if plain(name)]
+    return fast + sampled((name for name in names if not plain(name)), step)
 
 
-@pytest.mark.parametrize("name", PLAIN + sampled((name for name in TIMM_NAMES if not plain(name)), 3))
+@pytest.mark.parametrize("name", in_turn(TIMM_NAMES, 3))
 def test_state_dict_equals_timms(name, no_truncated_normals):
     """Oracle: keys and shapes of timm's model of the same name, built on the meta device."""
     with torch.device("meta"):
@@ -158,7 +162,7 @@ def test_parameter_count(name, count):
     assert sum(p.numel() for p in model.parameters()) == count
 
 
-@pytest.mark.parametrize("name", marked(AGAINST_TIMM, pytest.mark.fast, plain))
+@pytest.mark.parametrize("name", in_turn(AGAINST_TIMM, 2))
 def test_logits_and_gradients_equal_timms(name, no_truncated_normals):
     """Oracle: timm's model with the same random weights."""
     overrides = {"num_classes": 20} | AGAINST_TIMM[name]

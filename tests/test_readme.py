@@ -43,7 +43,9 @@ def elsewhere(tmp_path, monkeypatch, code):
 @pytest.mark.parametrize(
     "page, code",
     [
-        pytest.param(*example, id=f"{i} {example[0]}", marks=pytest.mark.fast if i == 0 else ())
+        pytest.param(
+            *example, id=f"{i} {example[0]}", marks=[pytest.mark.fast] if i == 0 else [pytest.mark.full] * (i % 3 > 0)
+        )
         for i, example in enumerate(EXAMPLES)
     ],
 )

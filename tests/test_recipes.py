@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageEnhance, ImageOps
+from sampling import sampled
 from test_cli import accuracy, refused
 from test_data import write_folder
 from timm.optim import Lamb as TimmLamb
@@ -50,7 +51,7 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
 ELSEWHERE = ("digits", "fashion-mnist", "mae-pretrain", "mae-finetune")  # tested with data of their own
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ELSEWHERE])
+@pytest.mark.parametrize("name", sampled((name for name in RECIPES if name not in ELSEWHERE), 3))
 def test_recipes_run_on_an_image_folder(folder: Path, tmp_path: Path, name: str):
     """Oracle: a narrow model of another size trains for two epochs; its saved settings name the recipe."""
     out = tmp_path / "run"

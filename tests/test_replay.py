@@ -116,7 +116,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("make, way, call", sampled(CASES, 2))
+@pytest.mark.parametrize("make, way, call", sampled(CASES, 3))
 def test_replays_equal_the_call(interpreted, make, way, call):
     """Oracle: three calls in a row, of which the first two record; each with other images and other weights."""
     model = MODELS[make]()
