@@ -1,7 +1,6 @@
 """Tests of deployment: PyTorch's own backends, torch.export, AOTInductor and ONNX, on our models and optimised ones."""
 
 import copy
-import itertools
 import shutil
 from functools import partial
 
@@ -92,10 +91,10 @@ def test_our_backend_after_optimize(name):
         assert_close(one, plain, want.detach())
 
 
+@pytest.mark.full  # by default, test_backend.py compiles a graph with Inductor
 @needs_compiler
-@pytest.mark.parametrize(
-    "name, compiler", sampled(itertools.product((OURS, "timm_deit3"), ("fastvit_triton", "inductor")), 4)
-)
+@pytest.mark.parametrize("compiler", ["fastvit_triton", "inductor"])
+@pytest.mark.parametrize("name", [OURS, "timm_deit3"])
 def test_inductor(name, compiler):
     """Oracle: the untouched model; one graph, compiled to C++."""
     model, truth = made(name)
