@@ -1,9 +1,29 @@
-"""Which of many similar cases run by default; the others run with -m full."""
+"""Which of many similar cases run by default, and which with -m fast; the others run with -m full."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+
+
+def marked(cases: Iterable[Any], mark: pytest.MarkDecorator, which: Callable[..., bool]) -> list[Any]:
+    """Parameters for `pytest.mark.parametrize`, with one more mark for those whose values `which` takes.
+
+    Args:
+        cases: values, tuples of values, or `pytest.param`s, whose marks stay.
+        mark: such as `pytest.mark.fast`.
+        which: the values of a case → True if it gets the mark.
+    """
+    found = []
+    for values, marks, name in map(_parts, cases):
+        found.append(pytest.param(*values, marks=(*marks, mark) if which(*values) else marks, id=name))
+    return found
+
+
+def _parts(case: Any) -> tuple[tuple, tuple, str | None]:
+    """Values, marks and name of a case."""
+    values, marks, name = case if isinstance(case, type(pytest.param())) else (case, (), None)
+    return values if isinstance(values, tuple) else (values,), tuple(marks), name
 
 
 def sampled(cases: Iterable[Any], step: int) -> list[Any]:
@@ -14,9 +34,7 @@ def sampled(cases: Iterable[Any], step: int) -> list[Any]:
         step: 1 keeps all.
     """
     found, place = [], 0
-    for case in cases:
-        values, marks, name = case if isinstance(case, type(pytest.param())) else (case, (), None)
-        values = values if isinstance(values, tuple) else (values,)
+    for values, marks, name in map(_parts, cases):
         if all(mark.name != "full" for mark in marks):
             marks = marks if place % step == 0 else (*marks, pytest.mark.full)
             place += 1

@@ -16,6 +16,8 @@ from fastvit_triton.train.data.sampler import RepeatedAugmentation
 from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.train.drop_path import set_drop_path
 
+pytestmark = pytest.mark.fast
+
 FILL = (124, 116, 104)
 
 

@@ -19,7 +19,7 @@ from budget import assert_within_budget
 from foreign import MODELS, PYRAMIDS, REPEATS, build, inputs, outputs, redraw
 from functorch.compile import make_boxed_func
 from interpreter import interpreting
-from sampling import sampled
+from sampling import marked, sampled
 from timm.models import convnext, densenet, metaformer, mlp_mixer, regnet, resnet
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -116,9 +116,10 @@ HEAVY = [*REPEATS, *(n for n in PYRAMIDS if n not in ("timm_swin", "timm_tnt"))]
 
 
 EACH = [pytest.param(n, marks=pytest.mark.full if n in HEAVY else ()) for n in MODELS]
+EACH = marked(EACH, pytest.mark.fast, lambda name: name == "timm_vit")
 
 
-@pytest.mark.parametrize("name", sampled(EACH, 3))
+@pytest.mark.parametrize("name", sampled(EACH, 6))
 def test_models_equal_the_original(name, gpu):
     """Oracle: the unmodified model, every gradient; truth in float64. All of its attention must be rewritten."""
     whole = name not in ("timm_naflex", "hf_mae")  # these models have graph breaks
@@ -129,7 +130,7 @@ def test_models_equal_the_original(name, gpu):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.full if n in HEAVY else ()) for n in PYRAMIDS if "hf_" not in n]
+    "name", [pytest.param(n, marks=() if n == "timm_swin" else pytest.mark.full) for n in PYRAMIDS if "hf_" not in n]
 )
 def test_optimised_pyramids_of_any_batch_equal_the_original(name, gpu, references):
     """Oracle: the model that `optimize` converted, uncompiled; one graph serves every number of images."""
@@ -144,10 +145,10 @@ def test_optimised_pyramids_of_any_batch_equal_the_original(name, gpu, reference
     assert {"mlp", "linear"} & eager.became and len(eager.graphs) == 1
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["timm_deit3", "timm_beit", "hf_dinov3", "vit_pytorch_vit", "torch_encoder_layer", "torch_encoder_layer_first"],
-)
+INFERRED = "timm_deit3 timm_beit hf_dinov3 vit_pytorch_vit torch_encoder_layer torch_encoder_layer_first".split()
+
+
+@pytest.mark.parametrize("name", sampled(INFERRED, 3))
 def test_inference_equals_the_original(name, gpu):
     """Oracle: the unmodified model in eval mode without gradients."""
     model, given = build(name).eval(), inputs(name)
@@ -160,7 +161,7 @@ def test_inference_equals_the_original(name, gpu):
     assert any("attention" in word for word in eager.became)
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", [pytest.param(True, marks=pytest.mark.full), False])
 def test_timm_without_fused_attention(fused, gpu):
     """Oracle: the same model, in which timm then writes softmax out."""
     timm.layers.set_fused_attn(fused)
@@ -179,6 +180,7 @@ def test_our_models_are_rewritten(gpu):
     assert {"patch_embed", "attention_qkv", "mlp"} <= eager.became
 
 
+@pytest.mark.fast
 def test_drop_path_draws_are_unchanged(gpu):
     """Oracle: the original model in training mode with the same seed."""
     options = dict(img_size=32, patch_size=16, embed_dim=24, depth=3, num_heads=2, drop_path_rate=0.5, init_values=0.1)
@@ -204,7 +206,7 @@ def test_checkpointed_blocks_are_rewritten(gpu):
     assert [row.became for row in eager.rows].count("mlp") == 2 * 4
 
 
-@pytest.mark.parametrize("name, dtype", [("timm_deit3", torch.bfloat16), ("hf_vit_eager", torch.float16)])
+@pytest.mark.parametrize("name, dtype", sampled([("timm_deit3", torch.bfloat16), ("hf_vit_eager", torch.float16)], 2))
 def test_autocast(name, dtype, gpu):
     """Oracle: the model under the same autocast, dtypes and values; truth in float64."""
 
@@ -269,7 +271,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("name", sampled(FOREIGN, 3))
 def test_other_architectures_equal_the_original(name, gpu):
     """Oracle: the model itself. Convolutional models stay unchanged, node for node; others are rewritten in part."""
     model, images = redraw(FOREIGN[name]()).eval(), torch.randn(2, 3, 32, 32)
@@ -289,7 +291,7 @@ def test_other_architectures_equal_the_original(name, gpu):
     assert_within_budget(*({"output": t.double()} for t in (got, want, truth)))
 
 
-@pytest.mark.parametrize("name", ["timm_deit3", "hf_vit_eager"])
+@pytest.mark.parametrize("name", ["timm_deit3", pytest.param("hf_vit_eager", marks=pytest.mark.full)])
 def test_kernels_run_forward_and_backward(name):
     """Oracle: the unmodified model, every gradient; the kernels run in the interpreter."""
     with interpreting():
@@ -599,6 +601,7 @@ def test_inductor_compiles_the_rest_of_the_graph():
     assert (got - want).norm() <= 64 * torch.finfo(torch.float32).eps * want.norm()
 
 
+@pytest.mark.fast
 def test_decisions_are_logged_and_reported(caplog):
     """Oracle: the expected sentences; twelve reports of a model fill no compile cache."""
     model, images = build("timm_vit", torch.float32), inputs("timm_vit", torch.float32)
@@ -635,7 +638,7 @@ assert fn is module.backend and "fastvit_triton" in torch._dynamo.list_backends(
 """
 
 
-@pytest.mark.parametrize("installed, logged", [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize("installed, logged", sampled([(True, False), (False, False), (False, True)], 3))
 def test_the_backend_is_found_by_name(tmp_path, installed, logged):
     """Oracle: Dynamo's own lookup, for an installed package with setup.py's entry point and for a source tree.
 

@@ -53,6 +53,7 @@ def test_dry_run_executes_every_part(tmp_path):
         assert all(row["match"] for row in held["rows"] if "speedup" in row)
 
 
+@pytest.mark.fast
 def test_variants_alternate_in_both_orders():
     """Oracle: the order of calls, recorded by the variants; the untimed part runs before each call."""
     called = []
@@ -69,6 +70,7 @@ def test_variants_alternate_in_both_orders():
     assert {name: len(taken) for name, taken in samples.items()} == {"a": 3, "b": 3}
 
 
+@pytest.mark.fast
 def test_median_and_quartiles():
     """Oracle: the quartiles of five ordered numbers, and a call of known duration."""
     assert timing.Timing.of([5.0, 1.0, 4.0, 2.0, 3.0]) == timing.Timing(3.0, 2.0, 4.0, 5)
@@ -103,6 +105,7 @@ def layer():
     return Case("layer", torch.bfloat16, inputs, found, eager, facts=dict(op="layer"), work=(2.0 * 64 * 16 * 32, 1e4))
 
 
+@pytest.mark.fast
 def test_wrong_variants_have_no_time():
     """Oracle: which variants were made wrong, and how."""
     forward, backward = (measure(layer(), phase, CPU, Deadline(60), 0.0) for phase in ("forward", "backward"))
@@ -120,6 +123,7 @@ def test_wrong_variants_have_no_time():
     assert forward.rows["eager"]["speedup"] == 1.0 and forward.rows["eager"]["flops"] == 2 * 64 * 16 * 32
 
 
+@pytest.mark.fast
 def test_a_missing_output_does_not_match():
     """Oracle: the definition; a variant that returns fewer outputs, or one of another shape, does not match."""
     truth = {"output 0": torch.ones(2), "output 1": torch.ones(3)}
@@ -128,6 +132,7 @@ def test_a_missing_output_does_not_match():
     assert verdict(truth, truth, truth, torch.float32).match
 
 
+@pytest.mark.fast
 def test_error_limit_uses_all_tensors_of_a_deep_model():
     """Oracle: by hand. Eager errs by 1 % in two of three tensors, a variant by 1 % in the third as well."""
     truth = {f"output {i}": torch.full((2,), 10.0, dtype=torch.float64) for i in range(3)}
@@ -139,6 +144,7 @@ def test_error_limit_uses_all_tensors_of_a_deep_model():
     assert not verdict(wrong, truth, eager, torch.float32, deep=True).match
 
 
+@pytest.mark.fast
 def test_saved_bytes_count_storages_once():
     """Oracle: x·y saves x and y of 4 KiB each; views share a storage; tensors that the caller keeps do not count."""
     x, y = torch.randn(1024, requires_grad=True), torch.randn(1024, requires_grad=True)
@@ -148,6 +154,7 @@ def test_saved_bytes_count_storages_once():
     assert timing.saved_bytes(lambda: (x * y).exp(), [x, y]) == 4096
 
 
+@pytest.mark.fast
 def test_deadlines_interrupt_and_list_missing_rows(part):
     """Oracle: the clock. Rows before the deadline finish, one is interrupted, and later ones are listed as missing."""
     made, start = part(0.3), time.monotonic()
@@ -164,6 +171,7 @@ def test_deadlines_interrupt_and_list_missing_rows(part):
     assert held["not_reached"] == ["slow (begun)", "later"] and held["rows"] == [{"case": "quick"}]
 
 
+@pytest.mark.fast
 def test_an_alarm_while_a_deadline_ends_leaves_no_timer(monkeypatch):
     """Oracle: the process's own timer and handler, if the alarm arrives while it is being turned off."""
     handler, turn, came = signal.getsignal(signal.SIGALRM), signal.setitimer, []
@@ -180,6 +188,7 @@ def test_an_alarm_while_a_deadline_ends_leaves_no_timer(monkeypatch):
     assert came and signal.getitimer(signal.ITIMER_REAL)[0] == 0 and signal.getsignal(signal.SIGALRM) is handler
 
 
+@pytest.mark.fast
 def test_deadlines_nest_and_leave_no_alarm():
     """Oracle: the process's own timer and handler; the earlier of two deadlines interrupts, the outer one continues."""
     handler, outer = signal.getsignal(signal.SIGALRM), Deadline(20)
@@ -195,6 +204,7 @@ class _Slow:
         time.sleep(30)
 
 
+@pytest.mark.fast
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_lost_in_a_destructor_is_repeated(monkeypatch):
     """Oracle: the clock. Python prints and drops exceptions of destructors; the next interrupt ends the work."""
@@ -232,6 +242,7 @@ class Gpu:
         return event
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("latency", [False, True])
 def test_device_times_are_taken_between_events(latency, monkeypatch):
     """Oracle: the order: head start for the host, cold cache, events around the call only; milliseconds become µs."""
@@ -243,6 +254,7 @@ def test_device_times_are_taken_between_events(latency, monkeypatch):
     assert clock.samples() == {"a": [250.0]} and clock.samples() == {} and gpu_.asked[-1] == "synchronize"
 
 
+@pytest.mark.fast
 def test_peak_memory_is_what_a_call_adds(monkeypatch):
     """Oracle: a peak of 350 bytes where 100 were allocated before."""
     monkeypatch.setattr(timing, "torch", gpu_ := Gpu())
@@ -250,6 +262,7 @@ def test_peak_memory_is_what_a_call_adds(monkeypatch):
     assert gpu_.asked == ["synchronize", "reset_peak_memory_stats", "call", "synchronize"]
 
 
+@pytest.mark.fast
 def test_a_lost_device_restarts_the_script_after_the_row(tmp_path, monkeypatch):
     """Oracle: the second process's command (remaining parts and time, kept rows), and the watchdog's time limit."""
 
@@ -284,6 +297,7 @@ def test_a_lost_device_restarts_the_script_after_the_row(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.fast
 def test_models_are_measured_eager_before_any_is_compiled(monkeypatch, part):
     """Oracle: the order of the measured variants; eager PyTorch is measured each time."""
     seen = []
@@ -297,6 +311,7 @@ def test_models_are_measured_eager_before_any_is_compiled(monkeypatch, part):
     assert all("compile" in name for names in seen[half:] for name in names[1:])
 
 
+@pytest.mark.fast
 def test_a_slow_variant_leaves_time_for_the_others():
     """Oracle: a variant that sleeps past the deadline."""
     case = layer()
@@ -306,6 +321,7 @@ def test_a_slow_variant_leaves_time_for_the_others():
     assert found.rows["slow"]["error"].startswith("TimedOut")
 
 
+@pytest.mark.fast
 def test_a_failing_row_is_recorded_and_files_stay_complete(part):
     """Oracle: the file after every row; a resumed part skips the rows that it contains."""
     made = part()
@@ -320,6 +336,7 @@ def test_a_failing_row_is_recorded_and_files_stay_complete(part):
     assert [row["case"] for row in again.rows] == ["bad", "good"]
 
 
+@pytest.mark.fast
 def test_measured_rows_are_not_replaced_by_predictions(tmp_path):
     """Oracle: the file of the table."""
     (tmp_path / "sm_90.json").write_text('{"a": {"config": {"X": 1}, "provenance": "measured"}}')
@@ -331,6 +348,7 @@ def test_measured_rows_are_not_replaced_by_predictions(tmp_path):
     assert json.loads((tmp_path / "sm_90.json").read_text())["a"]["config"] == {"X": 4}
 
 
+@pytest.mark.fast
 def test_measured_ways_are_kept_with_new_launch_parameters(tmp_path):
     """Oracle: the table. For one shape the first measurement counts; a later run replaces an earlier one."""
     said = [dict(shape="a", way=way) for way in ("mixed", "fused")]
@@ -341,6 +359,7 @@ def test_measured_ways_are_kept_with_new_launch_parameters(tmp_path):
     assert table["a"] == dict(config={"X": 2}, provenance="measured")
 
 
+@pytest.mark.fast
 def test_ways_are_timed_and_compared():
     """Oracle: the PyTorch path, on which every way calls the modules; shapes are named as the plan looks them up."""
     tiny = dict(img_size=32, embed_dim=16, num_heads=2)
@@ -351,6 +370,7 @@ def test_ways_are_timed_and_compared():
         assert all(row[f"{way}_match"] and row[f"{way}_us"] > 0 for way in WAYS)
 
 
+@pytest.mark.fast
 def test_tuning_results_are_adopted(tmp_path):
     """Oracle: the table; the first shape decides, a dry run is rejected, and each row names its source."""
     rows = [dict(case=str(x), arch="sm_90", row="a", best={"X": x}) for x in (1, 2)]
@@ -365,6 +385,7 @@ def test_tuning_results_are_adopted(tmp_path):
         tuned_tables.adopt(tmp_path / "dry.json", tmp_path)
 
 
+@pytest.mark.fast
 def test_overridden_launch_parameters_end_with_their_context():
     """Oracle: what `config` returns inside and outside; contexts nest, and the innermost one has precedence."""
     device, row = torch.device("cpu"), "linear.fwd.half"
@@ -375,6 +396,7 @@ def test_overridden_launch_parameters_end_with_their_context():
     assert inner == {row: {"X": 7}, "other": {"X": 8}} and looked_up == {}
 
 
+@pytest.mark.fast
 def test_variant_lists_match_the_cases():
     """Oracle: the variants that the cases have."""
     for name in op_cases.NAMES:
@@ -397,6 +419,7 @@ def row(variant, us, match=True, phase="forward"):
     return dict(case="m", phase=phase, arm=variant, us=us, match=match, **work)
 
 
+@pytest.mark.fast
 def test_tables_are_generated_from_files_only(tmp_path):
     """Oracle: numbers written into files by hand; without files, or with a dry run, there is no number."""
     readme = "a\n<!-- measured: models -->\nold 1.23\n<!-- end -->\nb\n<!-- measured: ops -->\n<!-- end -->\n"
@@ -420,6 +443,7 @@ def test_tables_are_generated_from_files_only(tmp_path):
     assert "A GPU" in full and plot.NOT_YET not in full and plot.fill(full, plot.load(tmp_path)) == full
 
 
+@pytest.mark.fast
 def test_the_cpu_table_is_generated_from_files(tmp_path):
     """Oracle: ratios written into files by hand; newer files win cell by cell, and wrong results show no number."""
     facts = dict(command="python -m benchmarks.cpu --out x", threads=2, packages=dict(torch="2"))
@@ -458,6 +482,7 @@ def test_compiled_cells(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.fast
 def test_comparing_two_trees(tmp_path):
     """Oracle: ratios of artificial times, medians over the rounds; rows without a match or a phase are ignored."""
     sides = {"before": ([4.0, 4.0], [2.0, 6.0]), "after": ([4.0, 2.0], [1.0, 3.0])}
@@ -471,6 +496,7 @@ def test_comparing_two_trees(tmp_path):
     assert compare_commits.ratios(found["before"], found["after"]) == {("m", "forward", "ours eager"): (2.0, 4 / 3)}
 
 
+@pytest.mark.fast
 def test_the_pages_are_up_to_date(tmp_path):
     """Oracle: the committed result files, from which `python -m benchmarks.plot` writes tables and the plot."""
     found, results = {page: page.read_text(encoding="utf-8") for page in plot.pages()}, plot.load()
@@ -480,6 +506,7 @@ def test_the_pages_are_up_to_date(tmp_path):
     assert plot.launch_bars(results, tmp_path / "launches.png")
 
 
+@pytest.mark.fast
 def test_images_are_written_when_there_is_data(tmp_path):
     """Oracle: for each plot, a PNG is written if and only if there is data."""
     (tmp_path / "m.json").write_text(fake("models", [row("eager", 3e3), row("ours eager", 2e3)]))
@@ -509,6 +536,7 @@ def test_cpu_benchmark_writes_each_cell_once(tmp_path):
     assert json.loads((tmp_path / "cpu.json").read_text())["packages"]["torch"]
 
 
+@pytest.mark.fast
 def test_rounds_alternate_in_both_orders(monkeypatch):
     """Oracle: the recorded calls; the first round is not timed."""
     called = []
@@ -518,6 +546,7 @@ def test_rounds_alternate_in_both_orders(monkeypatch):
     assert "".join(called) == "abbaabba" and {name: len(found) for name, found in taken.items()} == {"a": 3, "b": 3}
 
 
+@pytest.mark.fast
 def test_unknown_markers_and_parts_raise(tmp_path, capsys):
     """Oracle: the sentence names the unknown marker or part."""
     with pytest.raises(ValueError, match="nonsense"):

@@ -13,6 +13,8 @@ from fastvit_triton.kernels import fold
 from fastvit_triton.kernels.cost import Branch
 from fastvit_triton.layers import Block
 
+pytestmark = pytest.mark.fast
+
 SIZES = dict(img_size=8, patch_size=4, embed_dim=16, num_heads=2, num_classes=3)
 FREE = ("view", "reshape", "transpose", "permute", "unbind", "slice", "select", "expand", "detach", "empty", "alias")
 

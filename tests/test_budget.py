@@ -128,8 +128,10 @@ def dropped(op, case, dtype, every):
     return [place for place, ratio in with_fault.items() if not ratio > 1]
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, *HALF), ids=str)
-@pytest.mark.parametrize("op", OPS)
+IN_TURN = [pytest.param(op.values[0], dtype, id=f"{op.id}-{dtype}") for op in OPS for dtype in (torch.float32, *HALF)]
+
+
+@pytest.mark.parametrize("op, dtype", sampled(IN_TURN, 2))
 def test_a_dropped_tile_exceeds_the_budget(op, dtype):
     """Oracle: the same kernels; 16 terms of the last tile in the longest loop of the op are missing."""
     assert dropped(op, FEW_TERMS[op.name], dtype, every=False) == []

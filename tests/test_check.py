@@ -45,6 +45,7 @@ CPU = torch.device("cpu")
 DIGITS = ("--model", "vit_digits_patch2_8", "--batch", "2", "--device", "cpu")
 
 
+@pytest.mark.fast
 def test_stages_that_overrun_or_fail_are_named_and_the_others_run():
     """Oracle: a clock that the stages advance: each one's line, row and seconds, in order."""
     now, said, ends = [0.0], [], []
@@ -170,6 +171,7 @@ VERDICTS = {
 }  # fmt: skip
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("case", VERDICTS)
 def test_verdict(case):
     """Oracle: sentences by hand."""
@@ -177,6 +179,7 @@ def test_verdict(case):
     assert verdict(stages) == sentence
 
 
+@pytest.mark.fast
 def test_ratios_are_paired_by_round():
     """Oracle: by hand: three pairs of times, of which the second is of a slow round; two say nothing about a spread."""
     samples = dict(eager=[2.0, 40.0, 2.0], ours=[1.0, 10.0, 1.0], other=[1.0, 10.0, 2.0])
@@ -185,6 +188,7 @@ def test_ratios_are_paired_by_round():
     assert _ratios({name: taken[:2] for name, taken in samples.items()}, "ours") == {}
 
 
+@pytest.mark.fast
 def test_reasons_for_missing_times():
     """Oracle: sentences by hand."""
     wrong = dict(match=False, within=3.25, worst="output 0")
@@ -212,7 +216,7 @@ def tiny(dtype=torch.float32, train=False, **options):
     return Subject("tiny", model, inputs, 2, dtype, CPU, True)
 
 
-@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("train", [pytest.param(False, marks=pytest.mark.full), True])
 def test_comparison_on_a_cpu(train):
     """Oracle: the verdicts of float64; three variants, their ratios, and dropout that is switched off."""
     with compiling("aot_eager"):
@@ -265,6 +269,7 @@ def test_models_of_other_packages_are_converted():
     assert [row["arm"] for row in found["rows"]] == names and all(row["match"] for row in found["rows"])
 
 
+@pytest.mark.fast
 def test_only_dropout_is_switched_off():
     """Oracle: an attribute of the same name of another module is kept."""
 
@@ -366,8 +371,11 @@ def here(monkeypatch, tmp_path):
     return folder
 
 
+FOREIGN = "--model", "timm:test_vit", "--device", "cpu", "--train"
+
+
 @pytest.mark.filterwarnings("default")  # of timm
-@pytest.mark.parametrize("words", [DIGITS, ("--model", "timm:test_vit", "--device", "cpu", "--train")])
+@pytest.mark.parametrize("words", [DIGITS, pytest.param(FOREIGN, marks=pytest.mark.full)])
 def test_a_run_on_a_cpu(here, capsys, words):
     """Oracle: every stage starts and ends; the file has ratios, no absolute time, and its machine and versions."""
     assert main(["check", *words]) == 0
@@ -391,6 +399,7 @@ def results(**changes):
     return found | changes
 
 
+@pytest.mark.fast
 def test_the_file_is_complete_after_every_stage(here, monkeypatch, capsys):
     """Oracle: what each stage, and Ctrl-C in the last one, finds in the folder: one file that loads."""
     seen = []
@@ -419,6 +428,7 @@ def test_the_file_is_complete_after_every_stage(here, monkeypatch, capsys):
     assert list(held["check"]["stages"]) == names[:2] and [path.name for path in here.iterdir()] == ["out.json"]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "stages, code",
     [
@@ -471,6 +481,7 @@ class Instant:
         return 0
 
 
+@pytest.mark.fast
 def test_checks_of_the_kernels(monkeypatch):
     """Oracle: the rows of a stand-in: numbers and names for the file; no finished check means that it is late."""
     monkeypatch.setattr(selftest, "planned", lambda device: dict.fromkeys("ab"))
@@ -486,6 +497,7 @@ def test_checks_of_the_kernels(monkeypatch):
         command._selftest(request, 0.0)
 
 
+@pytest.mark.fast
 def test_a_request_travels_as_json():
     """Oracle: the fields; a size becomes a tuple again where the model is built."""
     request = Request("compare", "vit_digits_patch2_8", (16, 8), 2, "fp32", False, "cpu", False, 60.0, 1e9)
@@ -493,6 +505,7 @@ def test_a_request_travels_as_json():
     assert again.built().shape == (1, 16, 8) and again.deadline().over
 
 
+@pytest.mark.fast
 def test_tuning_is_summarised():
     """Oracle: by hand: one of two launches has new parameters; a block without a time keeps its way."""
     used, new = dict(A=1), dict(A=2)
@@ -555,6 +568,7 @@ def on_a_gpu():
     )
 
 
+@pytest.mark.fast
 def test_the_file_can_be_contributed():
     """Oracle: `benchmarks.community`, which finds nothing wrong with a file of a GPU, and what it says about others."""
     stages, settings = on_a_gpu(), dict(model="vit_invented", batch=4)

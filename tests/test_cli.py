@@ -83,6 +83,7 @@ def stopped(capsys: pytest.CaptureFixture, *argv: str) -> str:
     return captured.out
 
 
+@pytest.mark.fast
 def test_version_and_help(capsys: pytest.CaptureFixture):
     """Oracle: the package's version; a bare command is --help, which names every command."""
     assert stopped(capsys, "--version") == f"fastvit-triton {__version__}\n"
@@ -92,6 +93,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture):
     assert "models" in names and names <= set(re.findall(r"^    (\w+)", text, re.MULTILINE))
 
 
+@pytest.mark.fast
 def test_models(capsys: pytest.CaptureFixture):
     """Oracle: list_models(); a word is a part of a name, a pattern is the whole name."""
     for words, pattern in (((), "*"), (("deit3",), "*deit3*"), (("vit_*_224",), "vit_*_224")):
@@ -121,6 +123,7 @@ def test_hierarchical_models_are_trained_and_evaluated(family: str, tmp_path: Pa
     assert float(re.search(r"test accuracy ([\d.]+) %", capsys.readouterr().out)[1]) > 15
 
 
+@pytest.mark.fast
 def test_help_shows_the_defaults_of_recipes(capsys: pytest.CaptureFixture):
     """Oracle: each recipe's fields, read back from its options and from those of every recipe."""
     _, _, text = stopped(capsys, "train", "--help").partition("\nrecipes:\n")
@@ -183,6 +186,7 @@ WRONG = {
 }
 
 
+@pytest.mark.fast
 @pytest.mark.filterwarnings("default")  # timm's own
 @pytest.mark.parametrize("command", WRONG)
 def test_errors_come_in_the_order_typed(command: str, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture):
@@ -196,6 +200,7 @@ def test_errors_come_in_the_order_typed(command: str, tmp_path: Path, monkeypatc
         assert WRONG[command][order[0][0]][1] in sentence, sentence
 
 
+@pytest.mark.fast
 def test_models_are_refused_before_images_are_listed(digits_run: Path, tmp_path: Path, monkeypatch, capsys):
     """Oracle: a scan of the folder, which takes minutes for ImageNet, that fails the test."""
     monkeypatch.setattr(data, "load", lambda *words, **options: pytest.fail("listed"))
@@ -425,6 +430,7 @@ def test_resume_auto_and_more_epochs(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert load_state(out / STATE)["settings"]["epochs"] == 2
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such file names")
 def test_ctrl_c_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     """Oracle: the sentence says how to resume, because the previous state is there; resuming succeeds."""
@@ -443,6 +449,7 @@ def test_ctrl_c_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert main([*words, "--resume"]) == 0
 
 
+@pytest.mark.full
 def test_names_that_the_encoding_lacks_are_escaped(digits_run: Path, tmp_path: Path):
     """Oracle: the escapes of a file name, on a stdout that is ASCII, as in a pipe on Windows."""
     picture = tmp_path / "日.png"
@@ -547,6 +554,7 @@ def test_benchmark_on_a_gpu_reports_times_and_memory(capsys: pytest.CaptureFixtu
     assert text.startswith("vit batch 2, one training step without optimiser, bfloat16")
 
 
+@pytest.mark.fast
 @pytest.mark.filterwarnings("default")
 def test_benchmark_rejects_invalid_options(capsys: pytest.CaptureFixture):
     """Oracle: the sentence names what was given and suggests a remedy."""
@@ -566,6 +574,7 @@ def test_benchmark_ends_in_time(capsys: pytest.CaptureFixture, monkeypatch: pyte
     assert "vit_huge_patch14_224 at batch 2 takes longer than" in sentence and time.monotonic() - start < 30
 
 
+@pytest.mark.fast
 def test_doctor_names_every_op(capsys: pytest.CaptureFixture):
     """Oracle: the list of ops."""
     from fastvit_triton.kernels import OPS
@@ -752,6 +761,7 @@ def test_doctor_predicts_autocast(model: str, capsys: pytest.CaptureFixture):
     assert counts["bfloat16"] == counts["float16"] and counts["float16"][0] >= counts[""][0] + 12 * 4
 
 
+@pytest.mark.fast
 def test_doctor_names_the_way_of_each_module(capsys: pytest.CaptureFixture):
     """Oracle: the way that is forced, for blocks and what is inside them."""
     for way in cost.WAYS:
@@ -764,6 +774,7 @@ def test_doctor_names_the_way_of_each_module(capsys: pytest.CaptureFixture):
         assert f"12 of 12 blocks run {way}, 98 % of the FLOPs" in text
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "words, sentence",
     [
@@ -814,6 +825,7 @@ def test_doctor_reports_a_missing_package(name, monkeypatch, capsys: pytest.Capt
     assert ("pip install 'fastvit_triton[bench]'" in sentence) == (package == "timm")
 
 
+@pytest.mark.fast
 def test_convert_round_trip_keeps_every_tensor(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: every tensor of the original model."""
     from fastvit_triton.models.weights import load_model

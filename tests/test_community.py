@@ -13,6 +13,8 @@ from benchmarks import community, plot, tune
 from fastvit_triton.kernels import launch, plan
 from fastvit_triton.measure import tuned_tables
 
+pytestmark = pytest.mark.fast
+
 GPU = "Invented GPU 1000"
 SOURCE = dict(command="c", date="2027-01-31 12:30 UTC", gpu=GPU, commit=None, cuda="13.0", hip=None)
 SOURCE |= dict(driver_version="1.2", packages=dict(fastvit_triton="0.1.0", torch="2.13.0", triton="3.7.1"))

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import io
+import itertools
 import math
 import pickle
 import re
@@ -18,7 +19,7 @@ import vit_pytorch
 from budget import allowed, assert_within_budget, telling
 from foreign import HF, MODELS, PYRAMIDS, REPEATS, TIMM, build, inputs, outputs, redraw
 from interpreter import interpreting
-from sampling import sampled
+from sampling import marked, sampled
 from timm.models import beit
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -93,8 +94,11 @@ def single(t):
     return t.float() if t.is_floating_point() else t
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("name", MODELS)
+# every model in training mode, with its gradients; every third also in evaluation mode
+MODES = [(name, True) for name in MODELS] + sampled([(name, False) for name in MODELS], 3)
+
+
+@pytest.mark.parametrize("name, train", marked(MODES, pytest.mark.fast, lambda name, train: train))
 def test_references_equal_the_original(name, train, references):
     """Oracle: the untouched model; truth in float64. The fused forwards must have run."""
     truth, plain, model, exact, given = twins(name, train)
@@ -107,9 +111,10 @@ HEAVY = [*REPEATS, *(n for n in PYRAMIDS if n not in USUAL)]
 
 
 EACH = [pytest.param(n, marks=pytest.mark.full if n in HEAVY else ()) for n in MODELS]
+EACH = marked(EACH, pytest.mark.fast, lambda name: name == "timm_vit")
 
 
-@pytest.mark.parametrize("name", sampled(EACH, 2))
+@pytest.mark.parametrize("name", sampled(EACH, 4))
 def test_kernels_equal_the_original(name):
     """Oracle: as above, through the Triton kernels in the interpreter."""
     truth, plain, model, exact, given = twins(name, True)
@@ -121,6 +126,7 @@ def test_kernels_equal_the_original(name):
     assert_within_budget(got, baseline, want, torch.float32)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name", ["timm_deit3", "timm_swin", "hf_dinov3", "torchvision_vit", "vit_pytorch_vit"])
 def test_keys_parameters_and_classes_are_unchanged(name):
     """Oracle: identities before `optimize`; `revert` restores each instance's dictionary."""
@@ -238,6 +244,7 @@ def replace_forward(block):
     block.mlp.forward = lambda x: 2 * own(x)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("change", [replace_qkv, parametrize_fc2, quantise_proj, wrap_mlp, other_norm, replace_forward])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_replaced_submodules_are_called(change, when, references):
@@ -295,8 +302,7 @@ MORE |= {"torch_encoder_layer": (1, 0, 0)}
 WAYS = ("frozen", "fold", "norms")
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name, way", sampled(itertools.product(BLOCKS, WAYS), 2))
 def test_a_block_makes_six_to_eight_launches(name, way, monkeypatch):
     """Oracle: the plan: row statistics, LN → qkv, attention, proj + residual, LN → fc1 → act, fc2 + residual.
 
@@ -323,6 +329,7 @@ def test_a_block_makes_six_to_eight_launches(name, way, monkeypatch):
     assert seen == [expected] * len(blocks)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("rate", ["drop_path_rate", "proj_drop_rate", "attn_drop_rate", "patch_drop_rate"])
 def test_dropout_draws_equal_the_original(rate, references):
     """Oracle: the original with the same seed; drop path is always on."""
@@ -388,6 +395,7 @@ DRAWING = {  # models with dropout, and the shape of their input
 }
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name", DRAWING)
 def test_dropout_draws_of_other_packages_equal_the_original(name, references):
     """Oracle: the original with the same seed, with drawn weights, as torchvision's head is initialised with zeros."""
@@ -416,6 +424,7 @@ def test_dropout_of_vit_pytorch_is_named_in_the_report():
     ]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name", ["hf_dinov2", "hf_dinov3"])
 def test_transformers_drop_path_draws_equal_the_original(name, references):
     """Oracle: the original with the same seed."""
@@ -439,7 +448,7 @@ CASES = [(n, kernels) for n in AUTOCAST for kernels in (False, True)]
 CASES += [(n, False) for n in PYRAMIDS]  # as on a GPU, the kernel of their first norm returns float32
 
 
-@pytest.mark.parametrize("name, kernels", CASES)
+@pytest.mark.parametrize("name, kernels", sampled(CASES, 3))
 def test_autocast_dtypes_equal_the_original(name, kernels, references):
     """Oracle: the dtype of every block's output in the original, a float32 model under bfloat16 autocast."""
     truth, plain, model, exact, given = twins(name, False)
@@ -463,6 +472,7 @@ def test_autocast_dtypes_equal_the_original(name, kernels, references):
     assert (got - want).norm() <= allowed((baseline - want).norm(), want.norm(), torch.bfloat16)
 
 
+@pytest.mark.fast
 def test_report_lists_each_candidate():
     """Oracle: the rows written out by hand, for one module of each outcome."""
     model = nn.Module()
@@ -514,6 +524,7 @@ def test_hard_activations_are_read():
     assert isinstance(activation_of(nn.Hardtanh()), nn.Hardtanh)
 
 
+@pytest.mark.fast
 def test_report_prints_a_table():
     """Oracle: the text; blocks with identical rows share a line."""
     model = MODELS["timm_cait"]()
@@ -533,6 +544,7 @@ def test_report_prints_a_table():
     assert [row.why for row in optimize(nn.RMSNorm(2)).left] == ["its ε is None"]
 
 
+@pytest.mark.fast
 def test_on_a_cpu_the_original_runs():
     """Oracle: the untouched model, bit by bit; none of our operators runs."""
     model = build("timm_deit3", torch.float32)
@@ -556,6 +568,7 @@ MASKS = {
 }
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("first", [False, True], ids=["batch_second", "batch_first"])
 @pytest.mark.parametrize("masks", [{}, *MASKS.values()], ids=["none", *MASKS])
 def test_multihead_masks_equal_the_original(masks, first, references):
@@ -580,9 +593,9 @@ def test_multihead_masks_equal_the_original(masks, first, references):
     "options, why",
     [
         (dict(dropout=0.3), "attention dropout 0.3"),
-        (dict(add_bias_kv=True), "added keys"),
-        (dict(add_zero_attn=True), "added keys"),
-        (dict(kdim=6), "keys or values of another width"),
+        pytest.param(dict(add_bias_kv=True), "added keys", marks=pytest.mark.fast),
+        pytest.param(dict(add_zero_attn=True), "added keys", marks=pytest.mark.fast),
+        pytest.param(dict(kdim=6), "keys or values of another width", marks=pytest.mark.fast),
         (dict(bias=False), None),
     ],
     ids=str,
@@ -649,6 +662,7 @@ def test_unusual_modules_equal_the_original(name, references):
     assert same(model(x, **call), plain(x, **call))
 
 
+@pytest.mark.fast
 def test_timm_masks_equal_the_original(references):
     """Oracle: the untouched block with each kind of mask; a causal mask makes the block run its own forward."""
     plain = timm.models.vision_transformer.Block(24, 2).double()
@@ -672,7 +686,7 @@ COMPILED += [pytest.param(n, "auto", marks=pytest.mark.full) for n in PYRAMIDS i
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
-@pytest.mark.parametrize("name, backend", sampled(COMPILED, 4))
+@pytest.mark.parametrize("name, backend", sampled(COMPILED, 8))
 def test_compiles_as_one_graph(name, backend):
     """Oracle: the same model uncompiled; fullgraph=True raises on any graph break."""
     model, given = build(name, torch.float32).eval(), inputs(name, torch.float32)
@@ -892,7 +906,7 @@ OTHER_RELEASES += [("hf_siglip", "embeddings", rename, "it has no patch_embeddin
 OTHER_RELEASES += [(t, n, extend, "it takes later") for t, n, f in DECLARED if f.takes is not None]
 
 
-@pytest.mark.parametrize("name, path, change, why", sampled(OTHER_RELEASES, 3))
+@pytest.mark.parametrize("name, path, change, why", sampled(OTHER_RELEASES, 5))
 def test_a_module_of_another_release_is_not_fused(name, path, change, why):
     """Oracle: the model before the change; only that module runs its own forward, by itself and in a fused block."""
     model, given = build(name, torch.float32).eval(), inputs(name, torch.float32)
@@ -910,7 +924,7 @@ def test_a_module_of_another_release_is_not_fused(name, path, change, why):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
-@pytest.mark.parametrize("change", [rename, extend])
+@pytest.mark.parametrize("change", [rename, pytest.param(extend, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", ["hf_vit", *(pytest.param(name, marks=pytest.mark.full) for name in TOWERS[1:])])
 def test_models_with_modules_of_another_release_compile(name, change):
     """Oracle: the model before the changes of the test above, made to all modules at once and to the first layer."""

@@ -70,6 +70,7 @@ def watched_run(model, given, register):
 REGISTER = forward_pre, forward, backward_pre, backward
 
 
+@pytest.mark.fast
 @pytest.mark.filterwarnings("ignore:.*backward hook:UserWarning")  # for images without a gradient, and dictionaries
 @pytest.mark.parametrize("name, register", sampled(itertools.product(FAMILIES, REGISTER), 3))
 def test_global_hooks_see_every_call(name, register, references):
@@ -199,6 +200,7 @@ PATCHED = {
 }
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name, when", sampled(itertools.product(PATCHED, ("before", "after")), 3))
 def test_patched_forwards_are_called(name, when, references, monkeypatch):
     """Oracle: the original under the same patch, and without it after the patch is undone."""
@@ -272,6 +274,7 @@ def unchanged(model, before):
     )
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, Stop])
 @pytest.mark.parametrize("place", ["filter", "reader", "revert"])
 @pytest.mark.parametrize("earlier", [False, True], ids=["plain", "optimised"])
@@ -313,6 +316,7 @@ def test_a_failed_optimize_changes_nothing(earlier, place, error, monkeypatch, r
 GRAPHS = ["timm_vit", "timm_siglip", "timm_swin", "timm_eva02", "torchvision_vit"]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name", GRAPHS)
 def test_fx_traces_the_original(name, references):
     """Oracle: the original's graph, node by node, and its results."""
@@ -414,7 +418,7 @@ def test_jit_capture_ignores_other_threads():
 CALLED = [n for n in MODELS if n not in ("torch_multihead", "torch_encoder_layer", "torch_encoder_layer_first")]
 
 
-@pytest.mark.parametrize("name", CALLED)
+@pytest.mark.parametrize("name", sampled(CALLED, 2))
 def test_the_report_matches_what_runs(name, monkeypatch):
     """Oracle: the called modules, and those that ran their own forward, in one inference call that folds norms.
 
@@ -445,6 +449,7 @@ def test_the_report_matches_what_runs(name, monkeypatch):
             assert (id(module) in called) == row.bare, row
 
 
+@pytest.mark.fast
 def test_labels_of_unfused_towers():
     """Oracle: CLIP's text tower is always causal, so its attention and the norms before it are not fused."""
     sizes = dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, vocab_size=9)

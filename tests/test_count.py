@@ -19,6 +19,8 @@ from fastvit_triton.explain.costs import image_cost
 from fastvit_triton.kernels import backend, cost, launch, plan, tile
 from fastvit_triton.kernels.plan import forcing
 
+pytestmark = pytest.mark.fast
+
 
 def empty(*shape, dtype=torch.bfloat16):
     """An uninitialised tensor whose values are never read."""

@@ -16,6 +16,8 @@ from fastvit_triton.train.data.folder import FolderBatches, scan_folder
 from fastvit_triton.train.data.transform import Transform, find_defect, read_image, save_image
 from fastvit_triton.train.recipes import DIGITS, FOLDER
 
+pytestmark = pytest.mark.fast
+
 RECIPE = replace(FOLDER, img_size=16, batch_size=4)
 
 

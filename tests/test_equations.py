@@ -32,6 +32,8 @@ from fastvit_triton.layers.resnet import StdConv2d
 from fastvit_triton.models.transformer import VisionTransformer
 from fastvit_triton.train.loss import hard_distillation, soft_distillation
 
+pytestmark = pytest.mark.fast
+
 EPS = torch.finfo(torch.float64).eps
 
 

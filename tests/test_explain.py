@@ -22,7 +22,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
-from sampling import sampled
+from sampling import marked, sampled
 from test_convert import Recorder, same, twins
 from test_data import truncate
 
@@ -116,7 +116,7 @@ def own(**options):
     return copy.deepcopy(model).double(), model, torch.randn(2, 3, 16, 16)
 
 
-@pytest.mark.parametrize("path", ["reference", "interpreter"])
+@pytest.mark.parametrize("path", [pytest.param("reference", marks=pytest.mark.fast), "interpreter"])
 @pytest.mark.parametrize("options", OWN.values(), ids=OWN)
 def test_maps_of_our_models_equal_the_softmax(options, path):
     """Oracle: the full matrix written out in float64; outputs and hooks are those without capture."""
@@ -150,7 +150,10 @@ def test_captured_blocks_stay_fused():
     assert fused[0] == fused[1] and any("attention" in n for n in fused[0])
 
 
-@pytest.mark.parametrize("name, path", sampled(itertools.product(FOREIGN, ("interpreter", "reference")), 3))
+MAPS = sampled(itertools.product(FOREIGN, ("interpreter", "reference")), 3)
+
+
+@pytest.mark.parametrize("name, path", marked(MAPS, pytest.mark.fast, lambda name, path: path == "reference"))
 def test_maps_of_other_models_equal_their_softmax(name, path, request):
     """Oracle: the package's own probabilities, unfused, in float64."""
     truth, plain, model, exactly, given = twins(name, False)
@@ -175,6 +178,7 @@ def test_maps_of_other_models_equal_their_softmax(name, path, request):
     assert hooks(model) == before
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("optimised", [False, True], ids=["plain", "optimised"])
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_map_gradients_equal_autograd(name, optimised, references):
@@ -198,6 +202,7 @@ def test_map_gradients_equal_autograd(name, optimised, references):
         within(layer.map_grad(), one, want)
 
 
+@pytest.mark.fast
 def test_gradient_rollout_depends_on_the_class():
     """Oracle: the paper's recursion with autograd's gradients of written-out attention; no hook or gradient stays."""
     truth, _, images = own()
@@ -286,6 +291,7 @@ def test_capture_errors_are_one_sentence():
         seen.layers[0].map_grad()
 
 
+@pytest.mark.fast
 def test_rollout_by_hand():
     """Oracle: (A + I) / 2 multiplied by hand; rows sum to 1 for every fusion and discard ratio."""
     first = torch.tensor([[0.5, 0.5], [0.0, 1.0]], dtype=torch.float64)
@@ -593,6 +599,7 @@ def number(word: str) -> float | None:
     return None if word == "-" else float(word)
 
 
+@pytest.mark.fast
 def test_published_tables_equal_the_paper():
     """Oracle: the tables, row by row as the paper prints them; its abstract (88.55, 90.72, 94.55, 77.63) and rankings:
     ViT-H/14 leads, more data helps it; from ImageNet alone larger models are worse."""

@@ -100,8 +100,15 @@ def three(name):
     return *models, images
 
 
-@pytest.mark.parametrize("path", ["plain", "reference", "interpreter"])
-@pytest.mark.parametrize("name", MODELS)
+# each model by one or two paths; those without the kernels are fast
+PATHS = [(name, path) for name in MODELS for path in ("plain", "reference", "interpreter")]
+PATHS = [
+    pytest.param(*pair, marks=[pytest.mark.full] if i % 2 else [pytest.mark.fast] if pair[1] == "reference" else [])
+    for i, pair in enumerate(PATHS)
+]
+
+
+@pytest.mark.parametrize("name, path", PATHS)
 def test_maps_equal_the_packages_softmax(name, path, request):
     """Oracle: every softmax of the package's unfused code in float64; outputs and hooks are as without capture."""
     truth, plain, model, images = three(name)
@@ -143,6 +150,7 @@ def test_map_gradients_equal_autograd(name, optimised, references):
         within(layer.map_grad(), *(t.reshape(-1, *t.shape[-3:]) for t in (one, want)))
 
 
+@pytest.mark.fast
 def test_statistics_refuse_what_is_not_square():
     """Oracle: the sentences; a model with one window and no shift has square maps."""
     sentences = {
@@ -185,6 +193,7 @@ class StrangeAttention(torch.nn.Linear):
     """An attention of a type that no reader knows."""
 
 
+@pytest.mark.fast
 def test_unknown_attention_is_named():
     """Oracle: the sentences, beside a layer that can be recorded and alone."""
     known = torch.nn.TransformerEncoderLayer(24, 2, 48, 0.0, batch_first=True).eval()

@@ -1,7 +1,6 @@
 """Tests of deployment: PyTorch's own backends, torch.export, AOTInductor and ONNX, on our models and optimised ones."""
 
 import copy
-import itertools
 import shutil
 from functools import partial
 
@@ -92,10 +91,10 @@ def test_our_backend_after_optimize(name):
         assert_close(one, plain, want.detach())
 
 
+@pytest.mark.full  # by default, test_backend.py compiles a graph with Inductor
 @needs_compiler
-@pytest.mark.parametrize(
-    "name, compiler", sampled(itertools.product((OURS, "timm_deit3"), ("fastvit_triton", "inductor")), 2)
-)
+@pytest.mark.parametrize("compiler", ["fastvit_triton", "inductor"])
+@pytest.mark.parametrize("name", [OURS, "timm_deit3"])
 def test_inductor(name, compiler):
     """Oracle: the untouched model; one graph, compiled to C++."""
     model, truth = made(name)
@@ -106,7 +105,9 @@ def test_inductor(name, compiler):
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # torch 2.11, reading a file
-@pytest.mark.parametrize("name", [OURS, "timm_deit3", "timm_eva02", "hf_vit", "torchvision_vit", "vit_pytorch_simple"])
+@pytest.mark.parametrize(
+    "name", sampled([OURS, "timm_deit3", "timm_eva02", "hf_vit", "torchvision_vit", "vit_pytorch_simple"], 3)
+)
 def test_exported_programs_save_and_load(name, tmp_path):
     """Oracle: the untouched model, for another batch size; the loaded program contains none of our operators."""
     model, truth = made(name)
@@ -147,6 +148,7 @@ def test_onnx_after_revert(tmp_path):
         assert_close(torch.from_numpy(got), first(model(images)), first(truth(images.double())))
 
 
+@pytest.mark.fast
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_jit_trace_records_only_pytorch():
     """Oracle: the operators in the graph of our model, traced where the kernels would run, and the model's output."""

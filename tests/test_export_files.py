@@ -168,6 +168,7 @@ def test_optimised_models(name, tmp_path):
     assert before and fused() == before and is_frozen(model)
 
 
+@pytest.mark.fast
 def test_naflex_takes_images(tmp_path):
     """Oracle: the NaFlex model on the patches of the same images."""
     model, images = drawn("naflexvit_base_patch16_gap"), torch.randn(2, 3, 32, 48)  # its own table is 2 x 2
@@ -177,6 +178,7 @@ def test_naflex_takes_images(tmp_path):
     assert agrees(got.detach(), model, patches)
 
 
+@pytest.mark.fast
 def test_commands_take_naflex(tmp_path, capsys):
     """Oracle: the NaFlex model on the patches; its weights name another image size than the table of positions has."""
     model, path = drawn("naflexvit_base_patch16_gap"), tmp_path / "model.pt2"
@@ -218,6 +220,7 @@ class Bessel(nn.Module):
         return torch.special.bessel_j0(images.flatten(1))
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "make, path, to, options, message",
     [

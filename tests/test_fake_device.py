@@ -29,13 +29,13 @@ FOREIGN = "timm_beit timm_dinov3 timm_vit_qk_norm hf_dinov2_swiglu hf_clip torch
 
 
 def selected(names: list[str], sample: list[str]) -> list:
-    """(name, dtype) parameters: those of the sample run in bfloat16 and autocast always, the others with `-m full`.
+    """(name, dtype) parameters: those of the sample run in bfloat16 or autocast, in turn; the others with `-m full`.
 
     Only the sample runs in float16, whose launches are those of bfloat16; the others take turns with one dtype each.
     """
     turns = cycle(dtype for dtype in DTYPES if dtype != "fp16")
     pairs = [(n, d) for n in names if n not in WAITING for d in (DTYPES if n in sample else [next(turns)])]
-    often = {(name, dtype) for name in sample for dtype in ("bf16", "autocast")}
+    often = set(zip(sample, cycle(("bf16", "autocast"))))
     return [pytest.param(*pair, marks=[] if pair in often else pytest.mark.full) for pair in pairs]
 
 
@@ -93,6 +93,7 @@ def test_foreign_models(name, dtype):
             assert findings(model, given, dtype, way, training) == [], (way, training)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_architecture(arch):
     """Oracle: as above; each architecture has launch parameters of its own."""
@@ -101,6 +102,7 @@ def test_every_architecture(arch):
         assert findings(model, images, "bf16", way, True, arch) == [], way
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name", ["timm_naflex", "hf_siglip2"])
 def test_models_that_wait_for_values_are_listed(name):
     """Oracle: the reason why a family is excluded above; if it no longer waits, it must be included."""

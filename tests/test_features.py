@@ -10,6 +10,7 @@ import torch
 from budget import telling
 from foreign import redraw
 from interpreter import interpreting
+from sampling import marked
 from timm.models._features import FeatureGetterNet as TimmGetter
 from timm.models._manipulate import group_parameters
 from torch import nn
@@ -60,7 +61,12 @@ def assert_equal(found: object, wanted: object) -> None:
 PAIRS = {name: dict() for name in distinct(TIMM_NAMES)} | {"vit_tiny_patch16_384": dict(global_pool="avg")}
 
 
-@pytest.fixture(scope="module", params=PAIRS)
+def tiny_vit(name: str) -> bool:
+    """True for the models of the fast tests."""
+    return name.startswith("vit_tiny_p")
+
+
+@pytest.fixture(scope="module", params=marked(PAIRS, pytest.mark.fast, tiny_vit))
 def twins(request) -> tuple[nn.Module, nn.Module, torch.Tensor]:
     """Our model, timm's with the same weights, and images."""
     torch.manual_seed(0)
@@ -140,7 +146,7 @@ def test_every_backbone_has_timms_form(name):
     assert [y.shape for y in ours(torch.zeros(2, 3, *options["img_size"]))] == [(2, TINY["embed_dim"], 2, 3)] * 2
 
 
-@pytest.mark.parametrize("name", distinct(OTHER_NAMES))
+@pytest.mark.parametrize("name", marked(distinct(OTHER_NAMES), pytest.mark.fast, lambda name: "naflex" in name))
 @torch.no_grad()
 def test_models_without_timms_agree_with_themselves(name):
     """Oracle: the last intermediate with the final norm is what enters the pooling; pruned models give the same."""
@@ -174,6 +180,7 @@ def test_two_blocks_have_two_features():
     assert len(create_model("cct_2_3x2_32", features_only=True)(torch.zeros(1, 3, 32, 32))) == 2
 
 
+@pytest.mark.fast
 @torch.no_grad()
 def test_naflex_intermediates_equal_timms():
     """Oracle: timm's NaFlexVit on the same patches, in its input form; padding tokens are undefined."""
@@ -223,6 +230,7 @@ def test_kernels_equal_the_pytorch_path(way, always_folded):
                 assert_equal(model.forward_intermediates(images, [0, 1], norm=True), wanted)
 
 
+@pytest.mark.fast
 def test_intermediates_cost_no_launch(always_folded):
     """Oracle: the launches of `forward_features`: row statistics travel past the outputs that are taken."""
     model, images = digits().bfloat16(), torch.randn(4, 1, 6, 6, dtype=torch.bfloat16)
@@ -234,6 +242,7 @@ def test_intermediates_cost_no_launch(always_folded):
     assert counts[0] == counts[1]
 
 
+@pytest.mark.fast
 def test_stopping_early_runs_no_later_block():
     """Oracle: the blocks that are called."""
     model, called = digits(), []
@@ -243,6 +252,7 @@ def test_stopping_early_runs_no_later_block():
     assert called == [0, 1]
 
 
+@pytest.mark.fast
 def test_checkpointed_gradients_are_bitwise_equal():
     """Oracle: the same backbone without checkpointing."""
     backbone, images, gradients = FeatureGetterNet(digits(), (0, 2)), torch.randn(2, 1, 6, 6), []
@@ -303,6 +313,7 @@ def test_features_take_part_in_training_options():
     assert tokens.shape == (1, 4, 16)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "call, error, words",
     [

@@ -17,6 +17,8 @@ from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.train.loop import evaluate, fit
 from fastvit_triton.train.optim import reinit_pos_embed
 
+pytestmark = pytest.mark.fast
+
 CLOSE = torch.testing.assert_close
 
 

@@ -9,6 +9,8 @@ import torch
 from benchmarks.fingerprint import key
 from benchmarks.launch_recorder import Launch, Pointer
 
+pytestmark = pytest.mark.fast
+
 SOURCE = '''"""A kernel and its helper."""
 
 import triton.language as tl

@@ -12,7 +12,7 @@ import torch
 from budget import allowed
 from foreign import build, inputs, outputs
 from interpreter import interpreting
-from sampling import sampled
+from sampling import marked, sampled
 
 from fastvit_triton import create_model, freeze, optimize, unfreeze
 from fastvit_triton.engine import freeze as freeze_file
@@ -151,14 +151,22 @@ def changed(name: str, change, frozen: bool = False, again: bool = False):
 CHANGED = [("ours", c) for c in (*COUNTED, *SILENT)] + [("timm", c) for c in (_optimizer, _assign, *SILENT[:2])]
 
 
-@pytest.mark.parametrize("name, change", sampled(CHANGED, 2))
+def typical(name, change):
+    """True for the changes that the fast tests make."""
+    return change in (_optimizer, _assign) or (name, change) == ("ours", _data_merge)
+
+
+CHANGED = marked(CHANGED, pytest.mark.fast, typical)
+
+
+@pytest.mark.parametrize("name, change", sampled(CHANGED, 3))
 def test_changed_weights_change_the_next_call(name, change, way):
     """Oracle: a fresh copy of the changed model, which has cached nothing, bit by bit."""
     before, after, fresh = changed(name, change)
     assert torch.equal(after, fresh) and not torch.equal(after, before)
 
 
-@pytest.mark.parametrize("name, change", CHANGED)
+@pytest.mark.parametrize("name, change", sampled(CHANGED, 2))
 def test_frozen_models_detect_counted_writes(name, change, monkeypatch):
     """Oracle: a fresh copy, which folds in its call; after writes that PyTorch does not count, `freeze` is repeated."""
     monkeypatch.setitem(fold_file.SPACE, "border", dict(ROWS_PER_OUTPUT=0))
@@ -166,6 +174,7 @@ def test_frozen_models_detect_counted_writes(name, change, monkeypatch):
     assert torch.equal(after, fresh) and not torch.equal(after, before)
 
 
+@pytest.mark.fast
 def test_frozen_models_fold_once():
     """Oracle: the number of fold launches: one per block for both norms, then none, for any batch."""
     net = model(depth=2)
@@ -338,6 +347,7 @@ def test_a_compiled_model_folds_in_each_call():
     assert float((got - want).abs().max()) <= 64 * torch.finfo(torch.float32).eps * float(want.abs().max())
 
 
+@pytest.mark.fast
 def test_the_folding_threshold_comes_from_a_table(monkeypatch):
     """Oracle: bytes: a fold moves 2·F·K values, a LayerNorm 2·M·K; a table may set another threshold."""
     x = torch.empty(4, 10, 16)
@@ -346,6 +356,7 @@ def test_the_folding_threshold_comes_from_a_table(monkeypatch):
     assert fold_file.pays(x, 80) and not fold_file.pays(x, 81)
 
 
+@pytest.mark.fast
 def test_invalid_arguments_raise():
     """Oracle: one sentence that names the argument, states what was given and suggests a remedy."""
     for call in (freeze, unfreeze):

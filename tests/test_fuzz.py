@@ -9,6 +9,7 @@ from benchmarks import fuzz
 from fastvit_triton.kernels import OPS
 
 
+@pytest.mark.fast
 def test_a_sample_of_the_calls():
     """Oracle: float64 for accepted calls, an error of this package for others; PyTorch's results for the kernels."""
     plain = [fuzz.answer(number) for number in range(300)]
@@ -23,6 +24,7 @@ def test_all_calls():
     assert fuzz.report() == []
 
 
+@pytest.mark.fast
 def test_committed_result_is_clean():
     """Oracle: its counts, which list only allowed outcomes."""
     result = json.loads(fuzz.RESULT.read_text())

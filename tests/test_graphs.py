@@ -10,6 +10,8 @@ from torch.utils._pytree import tree_leaves
 from fastvit_triton import create_model, cuda_graph, cuda_graph_packed, freeze, varlen_attention
 from fastvit_triton.deploy import cuda_graph as graphs
 
+pytestmark = pytest.mark.fast
+
 SMALL = dict(img_size=8, patch_size=4, embed_dim=16, depth=1, num_heads=2, num_classes=3)
 
 

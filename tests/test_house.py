@@ -14,6 +14,8 @@ import pytest
 import fastvit_triton
 from fastvit_triton.kernels import OPS, attention_backward, linear_backward, rms_norm
 
+pytestmark = pytest.mark.fast
+
 ROOT = Path(fastvit_triton.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 

@@ -37,6 +37,8 @@ from fastvit_triton.models.weights import pretrained
 from fastvit_triton.models.weights.publish import save_pretrained
 from fastvit_triton.train.data.model_input import transform_of
 
+pytestmark = pytest.mark.fast
+
 # 24-bit significand: 1e-5 is 84 roundings, for sums through two blocks in another order.
 TOLERANCE = 1e-5
 SMALL = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3)

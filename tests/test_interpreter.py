@@ -10,6 +10,7 @@ import torch
 import triton.language as tl
 from budget import converted, largest, leaves, outside, results
 from interpreter import interpreting, poisoned
+from sampling import sampled
 from triton import jit
 from triton.runtime.errors import InterpreterError
 
@@ -43,16 +44,29 @@ STATS = dataclasses.replace(
 )
 KERNELS = [op for op in (*OPS, STATS) if op.ragged]
 EVERY = {f"{op.name}-{name}": (op, case) for op in KERNELS for name, case in op.ragged.items()}
-# cases of many seconds, which by default run in float32 and with the default launch parameters
+# cases of many seconds, of which SHOWN run by default, in float32 and with the default launch parameters
 LONG = ["depthwise-many_blocks", "patch_embed-registers"]
 LONG += [f"window_attention-{name}" for name in ("padded", "padded_last", "swin", "swin384", "swinv2", "swinv2_256")]
 UNLESS_LONG = [pytest.param(*EVERY[name], marks=pytest.mark.full if name in LONG else (), id=name) for name in EVERY]
-TYPED = [pytest.param(torch.float32, *EVERY[name], id=f"torch.float32-{name}") for name in EVERY]
-TYPED += [
-    pytest.param(dtype, *parameters.values, marks=parameters.marks, id=f"{dtype}-{parameters.id}")
-    for dtype in (torch.float16, torch.bfloat16)
-    for parameters in UNLESS_LONG
+SHOWN = "patch_embed-registers", "window_attention-padded_last", "window_attention-swinv2"
+TYPED = [
+    pytest.param(
+        torch.float32, *parameters.values, marks=() if name in SHOWN else parameters.marks, id=f"torch.float32-{name}"
+    )
+    for name, parameters in zip(EVERY, UNLESS_LONG, strict=True)
 ]
+FIRST = {f"{op.name}-{next(iter(op.ragged))}" for op in KERNELS}
+
+
+def in_16_bits(dtype, odd):
+    """By default, cases run in float16 and bfloat16 in turn, and the first of each op in both."""
+    for i, name in enumerate(EVERY):
+        shown = name not in LONG and (name in FIRST or i % 2 == odd)
+        fast = pytest.mark.fast if dtype == torch.float16 else ()
+        yield pytest.param(dtype, *EVERY[name], marks=fast if shown else pytest.mark.full, id=f"{dtype}-{name}")
+
+
+TYPED += [*in_16_bits(torch.float16, 0), *in_16_bits(torch.bfloat16, 1)]
 
 
 @pytest.mark.parametrize("dtype, op, case", TYPED)
@@ -62,7 +76,7 @@ def test_kernel_equals_float64(dtype, op, case):
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.fast)], ids=str)
 def test_every_activation_equals_float64(name, dtype):
     """Oracle: as above, for pre-activations of magnitude 10, so that all pieces of an activation occur."""
     for op, case in ((depthwise.OP, dict(B=2, H=4, W=9, C=8, K=3)), (linear.OP, dict(B=1, N=9, K=16, F=8))):
@@ -99,7 +113,7 @@ def launched(op, case, architecture):
     return [(x.name, x.grid, [(n, v) for n, v in x.values.items() if isinstance(v, numbers)]) for x in launches]
 
 
-@pytest.mark.parametrize("op, case", UNLESS_LONG)
+@pytest.mark.parametrize("op, case", sampled(UNLESS_LONG, 3))
 def test_launch_parameters_of_tables_are_correct(op, case, monkeypatch):
     """Oracle: as above, with the block sizes and WGMMA row order of each architecture's table.
 
@@ -126,6 +140,7 @@ def alone(op, arguments, keep):
     return results(op.run, {n: freeze(v, n, itertools.count()) for n, v in arguments.items()})
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("op", KERNELS, ids=lambda op: op.name)
 def test_frozen_parameters_change_no_other_gradient(op):
     """Oracle: the same kernels when every parameter learns; freezing one tensor must not affect the others."""
@@ -180,6 +195,7 @@ CUTS = {  # cu_seqlens for 9 tokens, max_seqlen, and the token ranges of the ima
 }
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CUTS)
 def test_unchecked_lengths_stay_in_bounds(name, dtype):
@@ -199,6 +215,7 @@ def test_unchecked_lengths_stay_in_bounds(name, dtype):
         assert largest(got - expected) <= 16 * torch.finfo(dtype).eps * max(largest(expected), 1)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("lens", [[-5, 2**40], [0, -(2**33)], [9, 3]])
 def test_unchecked_key_lengths_stay_in_bounds(lens):
     """Oracle: the reference with lengths clamped to 0 … Nk; the gradient of a bias has a kernel of its own."""
@@ -228,6 +245,7 @@ def _copy_kernel(x_ptr, y_ptr, first, N, BLOCK: tl.constexpr, MASKED: tl.constex
     tl.store(y_ptr + i, tl.load(x_ptr + first + i, mask=mask), mask=mask)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
 def test_access_outside_of_the_arguments_raises(dtype):
     """Oracle: a tensor's first and last element, by its strides; masked lanes may point anywhere."""
@@ -253,6 +271,7 @@ def _first_tile_kernel(x_ptr, y_ptr, tile, N, BLOCK: tl.constexpr, LIMIT: tl.con
     tl.store(y_ptr + i, tl.load(x_ptr + i, mask=mask), mask=mask)
 
 
+@pytest.mark.fast
 def test_masks_of_other_dtypes_raise():
     """Oracle: triton 3.9, where block & scalar raises as it does here; a limit expresses the same mask."""
     x, y = torch.randn(8), torch.zeros(8)

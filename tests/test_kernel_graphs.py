@@ -113,7 +113,7 @@ def worst(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
 TOLERANCE = 64 * torch.finfo(torch.float32).eps
 
 
-@pytest.mark.parametrize("name", ["plain", "checkpointed", "post", "map", "qk_norm", "swiglu", "relative"])
+@pytest.mark.parametrize("name", sampled("plain checkpointed post map qk_norm swiglu relative".split(), 3))
 def test_models_run_on_the_kernels(name):
     """Oracle: the same model on the PyTorch path, logits and every gradient."""
     options = {
@@ -162,7 +162,7 @@ def test_qk_norms_without_weights_are_applied(whose):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.fast), True])
 def test_kernels_are_nodes_of_one_graph(dynamic):
     """Oracle: eager mode with the same kernels; fullgraph=True raises on a graph break; the graph has our ops."""
     model, images = model_and_images()
@@ -227,6 +227,7 @@ def test_depthwise_under_dynamo():
     torch._dynamo.reset()
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_gives_eagers_dtypes(dtype):
     """Oracle: the PyTorch path under the same autocast: values, and the dtype of every op's and block's output."""
@@ -291,6 +292,7 @@ def test_forward_mode_runs_pytorch(op_):
         assert a is b is None or (a - b).abs().max() <= TOLERANCE * b.abs().max()
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("op_", OPS, ids=lambda op_: op_.name)
 @pytest.mark.parametrize("name", backend.BACKENDS)
 def test_meta_tensors_give_shapes_under_every_switch(op_, name):
@@ -308,6 +310,7 @@ def test_meta_tensors_give_shapes_under_every_switch(op_, name):
     assert [(t.shape, t.dtype) for t in made] == want and all(t.is_meta for t in made)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name", backend.BACKENDS)
 def test_a_model_on_meta_gives_shapes_under_every_switch(name):
     """Oracle: the number of classes."""
@@ -317,6 +320,7 @@ def test_a_model_on_meta_gives_shapes_under_every_switch(name):
         assert model(images).shape == (2, 10) and model(images).is_meta
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("F", [64, 200])
 def test_statistics_are_passed_on(F):
     """Oracle: row statistics of the output, merged over tiles; and the next LayerNorm computed from x alone."""
@@ -353,6 +357,7 @@ STRIDED = {
 }
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name", STRIDED)
 def test_operands_of_any_stride_and_dtype(name):
     """Oracle: the PyTorch path on the same tensors, values and dtypes."""
@@ -367,6 +372,7 @@ def test_operands_of_any_stride_and_dtype(name):
     assert got.dtype == want.dtype and worst([got.float()], [want.float()]) <= 16 * eps
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("size", [1e-4, 1e-6])
 def test_small_layer_scale_keeps_fp16_gradients(size):
     """Oracle: float64, within ten roundings of fp16; the product of layer_scale and a weight would underflow."""
@@ -381,6 +387,7 @@ def test_small_layer_scale_keeps_fp16_gradients(size):
     assert worst([grads[1][0].double()], [grads[0][0]]) <= 10 * torch.finfo(torch.float16).eps
 
 
+@pytest.mark.fast
 def test_only_the_residual_learns():
     """Oracle: the residual's gradient equals the output's."""
     x, weight, residual = torch.randn(2, 7), torch.randn(6, 7), randn(2, 6)

@@ -31,6 +31,8 @@ from fastvit_triton.kernels.argument import Norm, can_read_values
 from fastvit_triton.kernels.backend import backend, set_backend, using_backend, why_not
 from fastvit_triton.kernels.layer_norm import row_stats
 
+pytestmark = pytest.mark.fast
+
 LONG = {"window_attention-large"}  # many seconds
 EVERY = [
     pytest.param(op, case, id=id, marks=pytest.mark.full if id in LONG else ())

@@ -165,6 +165,7 @@ def stats(M=3, x=None, grid=(2,), **options):
     launch.launch(layer_norm._stats_kernel, grid, x, mean, rstd, M, 1e-6, **fixed)
 
 
+@pytest.mark.fast
 def test_numbers_of_64_bits_and_large_tensors():
     """Oracle: sizes on both sides of 2³¹, divisible by 16 or not, for a tensor of 2³¹ elements that repeats one row."""
     with compared() as (log, _):
@@ -175,6 +176,7 @@ def test_numbers_of_64_bits_and_large_tensors():
     assert functions == [1, 1, 1, 1, 2, 2]  # by width only: Triton does not specialise on the number of rows
 
 
+@pytest.mark.fast
 def test_grids_of_one_to_three_axes():
     """Oracle: the three sizes passed to the driver."""
     with compared() as (log, _):
@@ -193,11 +195,13 @@ def log():
         yield found
 
 
+@pytest.mark.fast
 def test_second_launch_is_direct(log):
     """Oracle: the launch hooks, which Triton passes to the driver and a direct launch does not."""
     assert [hooked for *_, hooked in log.calls] == [True, False]
 
 
+@pytest.mark.fast
 def test_hooks_are_called(log):
     """Oracle: hooks of all launches and of one kernel are called once per launch, until they are removed."""
     seen, kernel = [], layer_norm._stats_kernel
@@ -214,6 +218,7 @@ def test_hooks_are_called(log):
         assert len(seen) == number
 
 
+@pytest.mark.fast
 def test_knobs_choose_another_binary(log):
     """Oracle: `debug`, instrumentation and launch options each give another binary."""
     first = log.calls[-1][1]
@@ -228,6 +233,7 @@ def test_knobs_choose_another_binary(log):
     assert log.last(by_triton=True)[1] != first
 
 
+@pytest.mark.fast
 def test_a_replaced_run_is_called(log, monkeypatch):
     """Oracle: a patch of JITFunction.run, as in profilers, sees every launch."""
     seen = []
@@ -236,6 +242,7 @@ def test_a_replaced_run_is_called(log, monkeypatch):
     assert seen == [layer_norm._stats_kernel]
 
 
+@pytest.mark.fast
 def test_another_release_is_launched_by_triton(log, monkeypatch):
     """Oracle: Triton's launch, for a release whose launcher is unknown."""
     monkeypatch.setattr(launch, "TRITON", None)
@@ -251,6 +258,7 @@ def _reads_a_global(x_ptr, N: tl.constexpr):
     tl.store(x_ptr, N * SCALE)
 
 
+@pytest.mark.fast
 def test_a_kernel_that_reads_globals_is_launched_by_triton():
     """Oracle: Triton's launch, which compares the values of globals; our kernels read none."""
     log = Log()
@@ -262,6 +270,7 @@ def test_a_kernel_that_reads_globals_is_launched_by_triton():
     assert [k.cache_key and k.used_global_vals for k in kernels] == [{}] * len(kernels)
 
 
+@pytest.mark.fast
 def test_launches_on_the_device_of_the_tensors(monkeypatch):
     """Oracle: the current device changes during a launch on another device, and each device has its own binary.
 

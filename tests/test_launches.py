@@ -29,6 +29,7 @@ def names(found):
     return sorted(event.name for event in found.events for _ in range(event.launches))
 
 
+@pytest.mark.fast
 def test_eager_block_by_hand():
     """Oracle: what each operator of a pre-norm block reads and writes, in values per token; 16 of 34 with Inductor."""
     block, _ = parts(Setting(BASE, 256, arch="sm_90"))
@@ -42,6 +43,7 @@ def test_eager_block_by_hand():
     assert block["eager_bytes"] - block["inductor_bytes"] == 2 * M * C * 2
 
 
+@pytest.mark.fast
 def test_eager_training_by_hand():
     """Oracle: three products per linear layer, and CUDA's backward kernels for attention and LayerNorm."""
     one, three = (names(trace(Setting(BASE, 8, "training", depth=depth))[0]) for depth in (1, 3))
@@ -81,6 +83,7 @@ def test_rule_gives_inductors_kernels():
     assert counted[1] - counted[0] == called[1] - called[0] == 2 * 8
 
 
+@pytest.mark.fast
 def test_mutation_casts_and_parts_are_counted():
     """Oracle: by hand: in-place writes, autocast's casts, and operators composed of others."""
     x, w, b = torch.empty(6, 8), torch.empty(16, 8), torch.empty(16)
@@ -94,6 +97,7 @@ def test_mutation_casts_and_parts_are_counted():
     assert found.events[0].nbytes == 2 * 4 * 48 and found.findings == []
 
 
+@pytest.mark.fast
 def test_host_waits_are_found():
     """Oracle: the calls for which PyTorch waits for a GPU."""
     for read in (
@@ -109,6 +113,7 @@ def test_host_waits_are_found():
         assert len(found.findings) == 1 and found.findings[0].startswith("host waits for ")
 
 
+@pytest.mark.fast
 def test_a_wrong_fake_is_found(monkeypatch):
     """Oracle: no finding with the correct fakes, and one for an operator whose fake is replaced by another's."""
     with using_backend("triton"):
@@ -124,6 +129,7 @@ def test_a_wrong_fake_is_found(monkeypatch):
             assert len(found.findings) == broken
 
 
+@pytest.mark.fast
 def test_launches_outside_operators_are_counted():
     """Oracle: the same call through the registered operator."""
     with launch.targeting("sm_90"), using_backend("triton"), torch.no_grad():

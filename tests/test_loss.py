@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from fastvit_triton.train import loss
 from fastvit_triton.train.augment.mix import mix_tokens
 
+pytestmark = pytest.mark.fast
+
 CLOSE = torch.testing.assert_close
 
 

@@ -31,6 +31,7 @@ def copy_blocks(theirs: nn.Module, ours: nn.Module) -> None:
             block.attn.qkv.bias.copy_(torch.cat([part.bias for part in parts]))
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("norm", [True, False])
 def test_autoencoder_equals_transformers(norm: bool):
     """Oracle: transformers' ViTMAEForPreTraining with the same weights and noise, in float64: pixels, mask and loss."""
@@ -67,6 +68,7 @@ def test_autoencoder_equals_transformers(norm: bool):
     CLOSE(masked.pixel_loss(predicted, images, hidden, (8, 8), norm), expected.loss)
 
 
+@pytest.mark.fast
 def test_decoder_positions():
     """Oracle: the formula at row 2, column 3 of a grid of 3 x 5, D = 8: frequencies 1 and 1/100, columns first."""
     angles = [3, 3 / 100, 2, 2 / 100]
@@ -75,6 +77,7 @@ def test_decoder_positions():
     CLOSE(masked.sincos_positions((3, 5), 8)[0, 2 * 5 + 3], torch.tensor(want))
 
 
+@pytest.mark.fast
 def test_hidden_patches_do_not_reach_the_encoder():
     """Oracle: the prediction does not change with hidden pixels, but does with visible ones."""
     encoder = create_model("vit_tiny_patch16_224", **SHAPE, embed_dim=16, depth=1, class_token=False, global_pool="avg")
@@ -92,6 +95,7 @@ def test_hidden_patches_do_not_reach_the_encoder():
         masked.MaskedAutoencoder(encoder, nn.Identity(), 6)
 
 
+@pytest.mark.fast
 def test_corruption():
     """Oracle: numbered patches show their treatment: exactly half chosen, 80/10/10 within four standard deviations."""
     B, N = 400, 50
@@ -107,6 +111,7 @@ def test_corruption():
     assert chosen.sum(0).min() > 150, "every position is chosen"
 
 
+@pytest.mark.fast
 def test_mean_colours():
     """Oracle: by hand: levels of 1/8, first channel in the highest bits; white is the last class; the loss of corrupted
     patches alone."""

@@ -16,6 +16,8 @@ from fastvit_triton.kernels import launch, measured, plan
 from fastvit_triton.kernels.cost import Branch, gpus
 from fastvit_triton.kernels.measured import Measured
 
+pytestmark = pytest.mark.fast
+
 FACTS = dict(gpu="NVIDIA Card (X)", architecture="sm_90", units=10, driver=1, torch="2", cuda="13", cudnn=9, triton="3")
 FACTS["sources"] = "abc"
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

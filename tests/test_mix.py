@@ -11,6 +11,8 @@ from timm.data.mixup import mixup_target, rand_bbox
 from fastvit_triton.models import create_model
 from fastvit_triton.train.augment import mix
 
+pytestmark = pytest.mark.fast
+
 CLOSE = torch.testing.assert_close
 
 

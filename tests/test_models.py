@@ -7,6 +7,7 @@ import json
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -28,6 +29,12 @@ ROUNDINGS = 84  # 1e-5 in float32: sums through many blocks, in another order
 TOLERANCE = ROUNDINGS * torch.finfo(torch.float32).eps
 
 TIMM_NAMES = [name for name, family in CATALOGUE.items() if family.ORACLE.get(name) == "timm"]
+
+
+def plain(name: str) -> bool:
+    """True for the models of which the fast tests compare keys, logits and gradients."""
+    return name.endswith(("patch16_224", "dinov2")) and not name.startswith("tnt")
+
 
 # Named models at full width; image size and depth are reduced so that each runs in about a second on two cores.
 AGAINST_TIMM = {
@@ -124,7 +131,13 @@ def no_truncated_normals(monkeypatch):
     monkeypatch.setattr("timm.layers.weight_init._trunc_normal_", lambda tensor, *_: tensor, raising=False)
 
 
-@pytest.mark.parametrize("name", TIMM_NAMES)
+def in_turn(names: Iterable[str], step: int) -> list:
+    """The plain models, which are fast, and each step-th of the others; the rest is full."""
+    fast = [pytest.param(name, marks=pytest.mark.fast) for name in names if plain(name)]
+    return fast + sampled((name for name in names if not plain(name)), step)
+
+
+@pytest.mark.parametrize("name", in_turn(TIMM_NAMES, 3))
 def test_state_dict_equals_timms(name, no_truncated_normals):
     """Oracle: keys and shapes of timm's model of the same name, built on the meta device."""
     with torch.device("meta"):
@@ -143,6 +156,7 @@ def test_catalogue_holds_timms_plain_sizes():
     assert set(n for n in wanted if n.startswith(sizes)) - set(list_models()) == set()
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name, count", [(n, c) for f in FAMILIES for n, c in f.PARAMS.items()])
 def test_parameter_count(name, count):
     """Oracle: the family's PARAMS, counted with timm or by hand for 1000 classes."""
@@ -151,7 +165,7 @@ def test_parameter_count(name, count):
     assert sum(p.numel() for p in model.parameters()) == count
 
 
-@pytest.mark.parametrize("name", AGAINST_TIMM)
+@pytest.mark.parametrize("name", in_turn(AGAINST_TIMM, 2))
 def test_logits_and_gradients_equal_timms(name, no_truncated_normals):
     """Oracle: timm's model with the same random weights."""
     overrides = {"num_classes": 20} | AGAINST_TIMM[name]
@@ -184,6 +198,7 @@ TIMM_OPTIONS = [
 ]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("options", TIMM_OPTIONS, ids=str)
 def test_options_equal_timms(options):
     """Oracle: timm's VisionTransformer with the option of the same name."""
@@ -195,6 +210,7 @@ def test_options_equal_timms(options):
     assert_same(ours, theirs, dict(theirs.named_parameters()), images, lambda y: y)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("act", [None, "gelu_tanh", "quick_gelu", "relu", "silu"])
 def test_activations_equal_timms(act):
     """Oracle: timm's activation of the same name; None for that of both where none is chosen."""
@@ -205,6 +221,7 @@ def test_activations_equal_timms(act):
     assert_same(ours, theirs, dict(theirs.named_parameters()), torch.randn(2, 3, 32, 32), lambda y: y)
 
 
+@pytest.mark.fast
 def test_config_matches_timms_drop_rates():
     """Oracle: by hand: each rate is that of its own module; drop-path rates equal timm's."""
     rates = dict(drop_rate=0.1, pos_drop_rate=0.2, patch_drop_rate=0.3, proj_drop_rate=0.4, attn_drop_rate=0.5)
@@ -230,6 +247,7 @@ DROPS = [
 ]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("family, rate", DROPS)
 def test_every_drop_acts_in_training_only(family, rate):
     """Oracle: two training passes differ, two eval passes do not, and every parameter still gets a gradient."""
@@ -287,6 +305,7 @@ def test_every_option_runs_and_every_parameter_learns(options):
         assert parameter.grad.isfinite().all() and parameter.grad.abs().sum() > 0, name
 
 
+@pytest.mark.fast
 def test_torchvision_vit_with_copied_weights():
     """Oracle: torchvision's VisionTransformer (eps 1e-6, exact GELU), weights copied key by key."""
     theirs = randomize(VisionTransformer(32, 16, 2, 3, 48, 96, num_classes=7)).eval()

@@ -18,6 +18,8 @@ from fastvit_triton.train.data.naflex import TokenBudgetBatches, fitting_grid, t
 from fastvit_triton.train.loop import evaluate, fit
 from fastvit_triton.train.step import Step
 
+pytestmark = pytest.mark.fast
+
 CLOSE = torch.testing.assert_close
 CONFIG = ViTConfig(img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5, dynamic_img_size=True)
 SIZES = [(16, 16), (8, 24), (12, 4), (4, 4)]

@@ -274,7 +274,7 @@ def test_muon_equals_two_optimisers():
     assert isinstance(optimizer, MuonAdamW)
 
 
-@pytest.mark.parametrize("name", ["muon", "torch.optim:NAdam"])
+@pytest.mark.parametrize("name", ["muon", pytest.param("torch.optim:NAdam", marks=pytest.mark.full)])
 def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     """Oracle: three uninterrupted epochs, bit by bit: weights, EMA and optimiser, with clipping and layer decay."""
     monkeypatch.setattr(test_train, "RECIPE", replace(test_train.RECIPE, optimizer=name, layer_decay=0.9))

@@ -200,6 +200,7 @@ def test_the_newest_undamaged_checkpoint_is_loaded(damage, folder, two, tmp_path
     assert newest_sharded(tmp_path / "run", World())[0] is None
 
 
+@pytest.mark.fast
 def test_a_failed_write_leaves_the_checkpoints_before(tmp_path, monkeypatch):
     """Oracle: one sentence and no remaining files, if the disk is full at any point of the write."""
     model, optimizer = parallel_job.trained(lambda model, world: model, World())
@@ -220,6 +221,7 @@ def test_a_failed_write_leaves_the_checkpoints_before(tmp_path, monkeypatch):
     assert [path.name[-1] for path in checkpoints(tmp_path)] == ["4", "3", "2"]
 
 
+@pytest.mark.fast
 def test_torchrun_is_required(monkeypatch):
     """Oracle: one sentence, without torchrun's environment and for a process without a GPU of its own."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -263,6 +265,7 @@ def test_a_process_that_does_not_start_raises(agent, monkeypatch):
         pass
 
 
+@pytest.mark.fast
 def test_lists_of_blocks_are_found():
     """Oracle: our list of blocks, and vit-pytorch's nested lists, of which only the outermost counts."""
     assert find_blocks(model := parallel_job.ours()) == list(model.blocks)
@@ -350,6 +353,7 @@ def test_a_stopped_rank_ends_the_run(tmp_path):
     assert code == 0 and "after 6 epochs" in text, text
 
 
+@pytest.mark.fast
 def test_invalid_commands_raise(capsys, monkeypatch, tmp_path):
     """Oracle: one sentence: --parallel without torchrun, torchrun without --parallel, an unsupported dtype."""
     from fastvit_triton.cli import main

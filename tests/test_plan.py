@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from interpreter import interpreting
+from sampling import marked, sampled
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.launch_recorder import recording
@@ -69,6 +70,7 @@ def sequence(*blocks: layers.Block) -> layers.Blocks:
     return made
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("size", SIZES)
 def test_the_first_table_of_rates(size):
     """Oracle: by hand, from the published rates, for inference with 64 images and more."""
@@ -80,6 +82,7 @@ def test_the_first_table_of_rates(size):
         assert min(times, key=times.get) == want, (architecture, batch, times)
 
 
+@pytest.mark.fast
 def test_expected_time_of_launches():
     """Oracle: by hand. A product is bound by flops or bytes, a pass by bytes; the minimum is 2.5 or 5 µs."""
     gpu = cost.gpus()["h200"]._replace(product_tflops=100.0, copy_gbs=1000.0, units=100, fused_product=(0.5, 1.0, 1.0))
@@ -121,6 +124,7 @@ def test_pytorch_stores_a_decomposed_bias():
     assert {one.kind for one in launches if one.flops} == {"product", "fused attention"}
 
 
+@pytest.mark.fast
 def test_rates_say_where_they_come_from():
     """Oracle: every GPU has a source; the pessimistic ratio is the smallest."""
     for name, gpu in cost.gpus().items():
@@ -174,6 +178,7 @@ def test_saved_values_and_compiled_time():
         assert cost.compiled_us(gpu, block, training) > cost.block_us(gpu, block, "mixed", training, False)
 
 
+@pytest.mark.fast
 def test_order_of_the_choice(monkeypatch, tmp_path):
     """Oracle: the precedence: a context, the switch, a measured row, the expected time."""
     expected = chosen("sm_90", "L", 256)
@@ -192,6 +197,7 @@ def test_order_of_the_choice(monkeypatch, tmp_path):
         pass
 
 
+@pytest.mark.fast
 def test_products_in_ieee_float32_are_left_to_pytorch():
     """Oracle: torch.set_float32_matmul_precision."""
     x = torch.empty(1)
@@ -277,6 +283,7 @@ def test_weights_stored_for_depthwise_are_not_copied():
             assert chosen == (weight is stored)
 
 
+@pytest.mark.fast
 def test_small_batches_are_bound_by_the_host():
     """Oracle: the way with the least host time, if the GPU needs less time than the host."""
     x, block = torch.empty(1, dtype=torch.bfloat16), vit("B", 1)
@@ -287,9 +294,13 @@ def test_small_batches_are_bound_by_the_host():
             assert plan.way_of(x, block, False, replayed) == min(ratios, key=ratios.get)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("way", ["mixed", "fused"])
+CASES = [(way, name, autocast) for autocast in (False, True) for name in BLOCKS for way in ("mixed", "fused")]
+CASES = marked([c for c in CASES if c[1] == "plain"], pytest.mark.fast, lambda *_: True) + sampled(
+    [c for c in CASES if c[1] != "plain"], 3
+)
+
+
+@pytest.mark.parametrize("way, name, autocast", CASES)
 def test_every_way_equals_the_modules(way, name, autocast, always_folded):
     """Oracle: the modules in float64, output and every gradient; the first of two blocks computes the second's norm."""
     nets = sequence(block(**BLOCKS[name]), block(**BLOCKS[name])) if hasattr(layers, "Blocks") else None
@@ -373,6 +384,7 @@ class Ops(TorchDispatchMode):
         return function(*arguments, **named or {})
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("converted", [False, True])
 def test_a_plain_block_runs_only_pytorch(converted):
     """Oracle: the operators of the same modules without kernels; none of them is ours."""
@@ -393,8 +405,7 @@ def test_a_plain_block_runs_only_pytorch(converted):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
-@pytest.mark.parametrize("way", ["plain", "mixed", "fused"])
-@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize("converted, way", sampled(itertools.product((False, True), ("plain", "mixed", "fused")), 2))
 def test_compiled_graphs_follow_the_way(converted, way):
     """Oracle: the graph. Only a fused block is an opaque op; otherwise the compiler sees norm, GELU and addition."""
     timm = pytest.importorskip("timm")
@@ -452,6 +463,7 @@ def test_a_dynamic_batch_is_one_graph():
                 compiled(torch.randn(batch, 5, 64))
 
 
+@pytest.mark.fast
 def test_plain_state_is_thread_local():
     """Oracle: two threads in overlapping plain blocks; neither sees the other's state nor leaves it set."""
     first, second, seen = threading.Event(), threading.Event(), []

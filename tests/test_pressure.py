@@ -81,6 +81,16 @@ LAYOUTS = {
 }
 
 
+def in_turn(cases, others):
+    """Each case with each of the others; by default, with one of them in turn."""
+    found = []
+    for i, case in enumerate(cases):
+        for j, other in enumerate(others):
+            marks = pytest.mark.full if (i + j) % len(others) else ()
+            found.append(pytest.param(*case.values, other, id=f"{case.id}-{other}", marks=marks))
+    return found
+
+
 def laid(value, layout):
     """The same structure with floating-point tensors in another layout, as leaves of a new graph."""
     if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -101,7 +111,7 @@ LAID = [
 ]
 
 
-@pytest.mark.parametrize("op, case, layout", LAID)
+@pytest.mark.parametrize("op, case, layout", sampled(LAID, 5))  # of the six layouts, one or two for each case
 def test_memory_layout_changes_nothing(op, case, layout):
     """Oracle: the same values stored contiguously, bit for bit, outputs and gradients.
 
@@ -195,6 +205,7 @@ def test_addresses_are_64_bit_products(monkeypatch):
         assert not found, (launch.name, found)
 
 
+@pytest.mark.fast
 def test_alignment_is_compiled_in():
     """Oracle: the compiler's intermediate code: divisibility by 16 is promised for an aligned x, not for x + 1."""
     weight, said = torch.ones(64, requires_grad=True), []
@@ -220,8 +231,10 @@ def first(arguments):
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")  # NumPy's, intended
-@pytest.mark.parametrize("op, case", [c for c in CASES if "shifted" not in c.id and "rope" not in c.id])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "op, case, dtype",
+    in_turn([c for c in CASES if "shifted" not in c.id and "rope" not in c.id], (torch.float32, torch.float16)),
+)
 def test_large_inputs(op, case, dtype):
     """Oracle: float64 where the dtype can represent it, with twice PyTorch's own error; elsewhere PyTorch's infinities.
 
@@ -250,9 +263,8 @@ def test_large_inputs(op, case, dtype):
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")  # NumPy's, and meant
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(  # the reference of packed images multiplies values of other images by 0, which spreads NaN
-    "op, case", [c for c in CASES if c.id != "attention_qkv-varlen"]
+    "op, case, bad", in_turn([c for c in CASES if c.id != "attention_qkv-varlen"], (math.nan, math.inf, -math.inf))
 )
 def test_nan_and_infinity_propagate(op, case, bad):
     """Oracle: the PyTorch path in float32: the same outputs are NaN or infinite, and so is part of each gradient."""
@@ -271,6 +283,7 @@ def test_nan_and_infinity_propagate(op, case, bad):
         assert bool(got[name].isfinite().all()) == bool(t.isfinite().all()), name
 
 
+@pytest.mark.fast
 def test_relu_propagates_nan():
     """Oracle: torch.relu(nan) is nan; a GPU's maximum, unlike the interpreter's, would return the other operand."""
     x, weight = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)
@@ -324,6 +337,7 @@ def mutated(module, name, old, new):
     return made[name]
 
 
+@pytest.mark.fast
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
 @pytest.mark.parametrize("kernel", sampled(MUTATIONS, 2))
 def test_one_wrong_sign_is_detected(kernel, monkeypatch):
@@ -339,6 +353,7 @@ def test_one_wrong_sign_is_detected(kernel, monkeypatch):
     assert outside(op_, case, dtype) != []
 
 
+@pytest.mark.fast
 def test_every_kernel_has_a_mutation():
     """Oracle: the kernels found in the kernel files."""
     found = {f"{file}.{name}" for file, m in MODULES.items() for name in vars(m) if re.fullmatch(r"_\w+_kernel", name)}

@@ -12,6 +12,8 @@ from fastvit_triton.train.build import build_loss, build_lr, build_mix, build_op
 from fastvit_triton.train.recipes import Recipe, override_recipe
 from fastvit_triton.train.recipes.published import PUBLISHED
 
+pytestmark = pytest.mark.fast
+
 USUAL = dict(  # fields that a recipe below does not list
     options={}, img_size=224, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), eval_crop=0.9, crop_mode="box",
     interpolation="bilinear", epochs=None, steps=None, warmup=0.05, warmup_unit="run", optimizer="adamw",

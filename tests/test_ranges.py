@@ -17,6 +17,8 @@ from fastvit_triton.train import Recipe, Step, Transform, ranges
 from fastvit_triton.train.recipes import FOLDER, override_recipe
 from fastvit_triton.train.settings import RECIPES
 
+pytestmark = pytest.mark.fast
+
 # Text without a fixed list of choices: names of `create_model`, `policy_by_name` and classes, and a source.
 FREE = {"source", "reported", "duration", "model", "policy", "optimizer"}
 HINTS = inspect.get_annotations(Recipe)

@@ -40,7 +40,15 @@ def elsewhere(tmp_path, monkeypatch, code):
 
 
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec")  # torch.onnx's warning
-@pytest.mark.parametrize("page, code", EXAMPLES, ids=[f"{i} {page}" for i, (page, _) in enumerate(EXAMPLES)])
+@pytest.mark.parametrize(
+    "page, code",
+    [
+        pytest.param(
+            *example, id=f"{i} {example[0]}", marks=[pytest.mark.fast] if i == 0 else [pytest.mark.full] * (i % 3 > 0)
+        )
+        for i, example in enumerate(EXAMPLES)
+    ],
+)
 def test_examples_run(page, code, elsewhere):
     """Oracle: no error and no warning; an example has at most 14 lines."""
     assert len([line for line in code.splitlines() if line.strip()]) <= 14
@@ -63,6 +71,7 @@ def test_examples_show_what_the_package_is_for():
         assert call in shown
 
 
+@pytest.mark.fast
 def test_releases_that_passed_are_those_recorded():
     """Oracle: the result file of the last run of all tests on the newest releases; nothing failed in it."""
     row = json.loads((Path(__file__).parents[1] / "benchmarks/results/suites.json").read_text())["suite"][-1]

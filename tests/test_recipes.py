@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageEnhance, ImageOps
+from sampling import sampled
 from test_cli import accuracy, refused
 from test_data import write_folder
 from timm.optim import Lamb as TimmLamb
@@ -50,7 +51,7 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
 ELSEWHERE = ("digits", "fashion-mnist", "mae-pretrain", "mae-finetune")  # tested with data of their own
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ELSEWHERE])
+@pytest.mark.parametrize("name", sampled((name for name in RECIPES if name not in ELSEWHERE), 3))
 def test_recipes_run_on_an_image_folder(folder: Path, tmp_path: Path, name: str):
     """Oracle: a narrow model of another size trains for two epochs; its saved settings name the recipe."""
     out = tmp_path / "run"
@@ -136,6 +137,7 @@ def test_every_option_can_be_set(folder: Path, tmp_path: Path):
     assert len({group["lr"] for group in state["optimizer"]["param_groups"]}) == 6  # blocks, stem, head
 
 
+@pytest.mark.fast
 def test_invalid_settings(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: one sentence each, and no folder."""
     train = ("train", "--out", tmp_path / "out")
@@ -156,6 +158,7 @@ def test_invalid_settings(folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.fast
 def test_lamb_equals_its_equations():
     """Oracle: the docstring's equations in float64, for three steps with a clipped and an unclipped gradient, two
     groups and a zero matrix; and timm's Lamb."""
@@ -189,6 +192,7 @@ def noise(mode: str = "RGB", size: tuple[int, int] = (40, 30)) -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8))
 
 
+@pytest.mark.fast
 def test_big_vision_operations():
     """Oracle: the arithmetic of big_vision/pp/autoaugment.py on pixels, at its magnitude 15, which is level 1.5."""
     image, moved = noise(), dict(fillcolor=(128,) * 3, at=(0.5, 0.5))
@@ -213,6 +217,7 @@ def test_big_vision_operations():
     assert len(policy.BIG_VISION) == 16
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_big_vision_policy(mode: str):
     """Oracle: the seed determines the result; every operation occurs and keeps mode and size; some are combined."""
@@ -264,6 +269,7 @@ def test_cifar_files(tmp_path: Path, capsys: pytest.CaptureFixture):
         scan_cifar(root, "val")
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("steps", [1, 3])
 def test_accumulated_steps_equal_full_batch_steps(steps: int):
     """Oracle: the same mixed batch in one step in float64, clipped, with AdamW."""
@@ -280,6 +286,7 @@ def test_accumulated_steps_equal_full_batch_steps(steps: int):
         CLOSE(a, b, msg=name)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("kind", DISTILLATION)
 def test_distillation_equals_its_loss(kind: str):
     """Oracle: the loss of the student's two logits, with a teacher that gets no gradient."""
@@ -309,6 +316,7 @@ def test_log_and_headers_are_complete(folder: Path, tmp_path: Path):
     assert best["test_accuracy"] == max(reached) and best["crc32"]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("init_values", [None, 0.1])
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_dropped_images_are_not_computed(init_values: float | None, norm: str):

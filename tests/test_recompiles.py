@@ -48,7 +48,7 @@ def assert_broken_less(original, found):
 
 
 @pytest.mark.parametrize(
-    "name, variant", sampled([(name, variant) for name, variants in OFTEN.items() for variant in variants], 4), ids=str
+    "name, variant", sampled([(name, variant) for name, variants in OFTEN.items() for variant in variants], 8), ids=str
 )
 def test_four_sizes(name, variant):
     """Whole graphs, at most two over four numbers and sizes of images, of models of one block."""

@@ -144,6 +144,7 @@ def test_killed_runs_end_in_the_same_weights(tmp_path: Path):
     assert kills >= 20 > runs and inside >= 1, done.stdout
 
 
+@pytest.mark.fast
 def test_resumes_within_an_epoch(tmp_path: Path):
     """Oracle: an uninterrupted run, including its log except for times."""
     for name in ("whole", "resumed"):
@@ -392,6 +393,7 @@ def test_damaged_weights_raise(tmp_path: Path):
         load_trained(path)
 
 
+@pytest.mark.fast
 def test_the_old_file_is_kept_and_temporary_files_are_removed(tmp_path: Path):
     """Oracle: the contents after a successful write, a full disk and a killed process."""
     path, before = tmp_path / "a.pt", tmp_path / "b.pt"
@@ -408,6 +410,7 @@ def test_the_old_file_is_kept_and_temporary_files_are_removed(tmp_path: Path):
     assert sorted(left.name for left in tmp_path.iterdir()) == [".mine.pt", "a.pt", "b.pt"]
 
 
+@pytest.mark.fast
 def test_divergence_names_step_images_and_state(tmp_path: Path):
     """Oracle: images become infinite in the second epoch; the state before that step is complete."""
     whole = build()
@@ -425,6 +428,7 @@ def test_divergence_names_step_images_and_state(tmp_path: Path):
     assert all(tensor.isfinite().all() for tensor in state["model"].values())
 
 
+@pytest.mark.fast
 def test_non_finite_weights_are_not_saved(tmp_path: Path):
     """Oracle: the files after the first epoch; a weight becomes NaN after the last step of the second."""
     whole, names = build(), (outputs.WEIGHTS, outputs.BEST, checkpoint.STATE)
@@ -459,6 +463,7 @@ def test_a_worker_that_dies_between_batches_raises(tmp_path: Path, monkeypatch: 
         list(trainer.run(build(), tmp_path, settings={}, save=save, save_every=1))
 
 
+@pytest.mark.fast
 def test_a_file_that_vanishes_raises(tmp_path: Path):
     """Oracle: the error sentence names the file."""
     files = [tmp_path / f"{i}.png" for i in range(2)]

@@ -12,7 +12,7 @@ import timm
 import torch
 import transformers
 from interpreter import interpreting
-from sampling import sampled
+from sampling import marked, sampled
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -116,7 +116,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("make, way, call", sampled(CASES, 2))
+@pytest.mark.parametrize("make, way, call", sampled(CASES, 3))
 def test_replays_equal_the_call(interpreted, make, way, call):
     """Oracle: three calls in a row, of which the first two record; each with other images and other weights."""
     model = MODELS[make]()
@@ -178,7 +178,7 @@ CHANGES = {  # changes made after a call was recorded: functions of the first bl
 
 
 @pytest.mark.parametrize("make, training", [("ours", False), pytest.param("timm", True, marks=pytest.mark.full)])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", marked(CHANGES, pytest.mark.fast, lambda c: c in ("scale", "transposed")))
 def test_later_changes_take_effect(interpreted, make, change, training):
     """Oracle: a copy of the model that never replays, changed in the same way."""
     block = MODELS[make]().blocks[0].train(training).requires_grad_(training)
@@ -297,6 +297,7 @@ def test_copies_and_pickles_have_no_records(interpreted):
     assert alive() is None
 
 
+@pytest.mark.fast
 def test_autograd_guards_saved_tensors(interpreted):
     """Oracle: PyTorch's errors for a tensor modified in place, a freed graph and second derivatives."""
     model, x = ours().train(), torch.randn(2, 5, 16)
@@ -336,6 +337,7 @@ def test_unused_parameters_are_not_in_the_graph(interpreted):
     assert {id(p) for p in block.parameters()} - reached == {id(block.mlp.unused)}
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("way", ["fused", "mixed"])
 def test_replayed_launches_get_the_same_arguments(way, training):
@@ -379,6 +381,7 @@ def test_replayed_launches_get_the_same_arguments(way, training):
             ways.REPLAYS = True
 
 
+@pytest.mark.fast
 def test_buffers_keep_live_tensors_apart():
     """Oracle: no two tensors alive at the same step share a byte; the buffer is at most as large as all of them."""
     draw = random.Random(0)

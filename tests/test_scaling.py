@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks import scaling
 
+pytestmark = pytest.mark.fast
+
 
 def test_the_committed_table_is_up_to_date():
     """Oracle: the code; after a change, run `python -m benchmarks.scaling`."""

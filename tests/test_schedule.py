@@ -18,6 +18,8 @@ from fastvit_triton.train.optim import layer_of, parameter_groups, set_lr
 from fastvit_triton.train.schedule import constant, deit_schedule, mae_schedule, vit_schedule
 from fastvit_triton.train.step import accumulate_gradients
 
+pytestmark = pytest.mark.fast
+
 CLOSE = torch.testing.assert_close
 
 

@@ -100,6 +100,7 @@ def broken(op, monkeypatch, change):
 calls = iter(range(10**6))
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "change, said",
     [
@@ -187,6 +188,7 @@ def test_no_passed_check_is_a_failure(here, capsys, tmp_path):
     assert held["not_reached"] == list(selftest.planned(CPU))
 
 
+@pytest.mark.fast
 def test_an_interrupt_keeps_the_rows(here, only, tmp_path, monkeypatch, capsys):
     """Oracle: the row before Ctrl-C is in the file; exit code 130."""
     only(*FIRST)
@@ -203,6 +205,7 @@ def test_an_interrupt_keeps_the_rows(here, only, tmp_path, monkeypatch, capsys):
     assert [row["case"] for row in json.loads(out.read_text())["rows"]] == FIRST[:1]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "words, said",
     [
@@ -226,6 +229,7 @@ def test_invalid_options(capsys, tmp_path, monkeypatch, words, said):
     assert said in sentence and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.fast
 def test_plan_of_a_gpu(monkeypatch):
     """Oracle: the documented checks in their order: real shapes, modes, memory, the last device, every case."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -268,6 +272,7 @@ def capture(run, pool):
 LAYER_NORM = next(op for op in OPS if op.name == "layer_norm")
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("mode", [selftest.on_stream, selftest.in_graph, selftest.in_threads])
 def test_modes_compare_with_a_plain_call(mode, streams, monkeypatch):
     """Oracle: the reference equals itself in every mode; an op whose result depends on the order of calls does not."""
@@ -320,6 +325,7 @@ def test_too_little_memory_is_no_failure():
     assert "skipped" in row and "error" not in row and "lost" not in row
 
 
+@pytest.mark.fast
 def test_bits_are_compared():
     """Oracle: NaN equals itself; zeros of different sign, or a missing tensor, differ."""
     a = {"x": torch.tensor([math.nan, 0.0])}
@@ -327,6 +333,7 @@ def test_bits_are_compared():
     assert not selftest.same(a, {"x": torch.tensor([math.nan, -0.0])}) and not selftest.same(a, {})
 
 
+@pytest.mark.fast
 def test_workers_share_the_checks():
     """Oracle: every name runs once, although four workers take names concurrently; rows are added one at a time."""
     names, adding, rows = [str(i) for i in range(50)], threading.Lock(), []

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from sampling import marked
 from webdataset import tariterators
 
 from fastvit_triton.cli import main
@@ -75,7 +76,7 @@ WHOLE = {(i, i % 3) for i in range(COUNT)}
 
 
 @pytest.mark.parametrize("kind", ["folder", "packed"])
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 11])
+@pytest.mark.parametrize("size", marked([1, 2, 3, 5, 11], pytest.mark.fast, lambda size: size <= 3))
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_sample_is_seen_once(kind, size, workers, request):
     """Oracle: the images written. Batches are those of one process, cut into slices whose sizes differ by one."""
@@ -92,6 +93,7 @@ def test_each_sample_is_seen_once(kind, size, workers, request):
     assert len(flat) == COUNT and set(flat) == WHOLE
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("kind", ["folder", "packed"])
 def test_an_epoch_continues_with_another_number_of_processes(kind, request):
     """Oracle: one process's order: three processes stop after four batches and two continue; no repeats, no gaps."""
@@ -119,6 +121,7 @@ def test_epochs_differ_and_seeds_repeat(packed):
     assert all({sample for batch in epoch for sample in batch} == WHOLE for run in runs for epoch in run)
 
 
+@pytest.mark.fast
 def test_windows_open_few_shards():
     """Oracle: a permutation in which a window's samples come from no more shards than the window has."""
     counts = [4, 0, 7, 1, 5, 5, 3]
@@ -135,6 +138,7 @@ def test_windows_open_few_shards():
     assert ((share - 1 / 9).abs() < 5 * (1 / 9 * 8 / 9 / 4000) ** 0.5).all()
 
 
+@pytest.mark.fast
 def test_webdataset_reads_our_shards(folder, packed):
     """Oracle: the webdataset package's reading of the same files, and the bytes of the folder's images."""
     samples, targets, classes, decode, _ = scan_shards(packed, "train")
@@ -176,6 +180,7 @@ def tar(path: Path, **members: bytes) -> None:
             archive.addfile(entry, io.BytesIO(content))
 
 
+@pytest.mark.fast
 def test_invalid_shards_raise(folder, packed, tmp_path):
     """Oracle: one sentence each: no shards, no class number, damaged or foreign file, few names, existing folder."""
     png = next((folder / "train").rglob("*.png")).read_bytes()

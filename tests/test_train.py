@@ -83,6 +83,7 @@ def train(out: Path, epochs: int = 3, resume: bool = False, **options) -> nn.Mod
     return model
 
 
+@pytest.mark.fast
 def test_schedule_at_known_points():
     """Oracle: the docstring's formula by hand for 110 steps, 10 of warm-up, peak 2, floor 1."""
     at = partial(warmup_cosine, steps=110, warmup=10, peak=2.0, floor=1.0)
@@ -94,6 +95,7 @@ def test_schedule_at_known_points():
         warmup_cosine(0, 5, 5, 1.0)
 
 
+@pytest.mark.fast
 def test_parameter_groups():
     """Oracle: matrices and the patch kernel decay; biases, norms, positions and tokens do not; each is listed once."""
     model = tiny(reg_tokens=2)
@@ -112,6 +114,7 @@ def test_parameter_groups():
     assert parameter_groups(plain, 0.1) == []
 
 
+@pytest.mark.fast
 def test_learned_positions_are_redrawn():
     """Oracle: the standard deviation of 17 · 16 normal numbers within four standard errors; a model without any."""
     model = tiny()
@@ -121,6 +124,7 @@ def test_learned_positions_are_redrawn():
     reinit_pos_embed(nn.Linear(2, 2), 0.5)
 
 
+@pytest.mark.fast
 def test_mixup_blends_images_and_labels_alike():
     """Oracle: one-hot images, which must be mixed like the labels."""
     targets = torch.tensor([0, 1, 2, 3])
@@ -133,6 +137,7 @@ def test_mixup_blends_images_and_labels_alike():
     assert torch.equal(same, images) and torch.equal(hard.argmax(1), targets)
 
 
+@pytest.mark.fast
 def test_agreement():
     """Oracle: by hand; a mixed target counts by its fraction."""
     logits = torch.tensor([[2.0, 1.0], [0.0, 1.0], [3.0, 0.0]])
@@ -140,6 +145,7 @@ def test_agreement():
     assert count_correct(logits, torch.tensor([[0.75, 0.25], [0.75, 0.25], [0.0, 1.0]])) == 1.0
 
 
+@pytest.mark.fast
 def test_evaluate_any_module():
     """Oracle: a module whose logits are its input; cross-entropy and accuracy by PyTorch; the mode is restored."""
     logits, targets = torch.randn(10, 4), torch.arange(10) % 4
@@ -156,6 +162,7 @@ def test_evaluate_any_module():
         evaluate(model, [])
 
 
+@pytest.mark.fast
 def test_fit_equals_plain_gradient_descent():
     """Oracle: two steps written out by hand, with the schedule's rates and the clipped gradient."""
     batches = list(zip(torch.randn(2, 3, 4), torch.tensor([[0, 1, 2], [2, 1, 0]]), strict=True))
@@ -178,6 +185,7 @@ def test_fit_equals_plain_gradient_descent():
     assert [report.lr for report in reports] == [0.5, 0.25, 0.25]
 
 
+@pytest.mark.fast
 def test_a_test_split_can_be_kept_for_the_end():
     """Oracle: the test batches are iterated once, after the last step, and only the last report has a score."""
     reads = []
@@ -196,6 +204,7 @@ def test_a_test_split_can_be_kept_for_the_end():
     assert [r.test is not None for r in reports if r.done] == [False, False, True]
 
 
+@pytest.mark.fast
 def test_fit_stops_at_losses_that_are_not_finite():
     """Oracle: infinite images change no weight, and raise after too many in a row."""
     good, bad = [(torch.full((2, 4), value), torch.tensor([0, 1])) for value in (1.0, math.inf)]
@@ -218,6 +227,7 @@ def test_fit_stops_at_losses_that_are_not_finite():
         train([])
 
 
+@pytest.mark.fast
 def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path):
     """Oracle: three uninterrupted epochs, bit by bit, with shuffling, augmentation, mixup, dropout and drop path."""
     whole = train(tmp_path / "whole")
@@ -236,6 +246,7 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path):
     assert torch.equal(kept["norm.weight"], a["ema"]["module.norm.weight"])
 
 
+@pytest.mark.fast
 def test_a_run_writes_all_files_and_a_finished_run_can_plot_again(tmp_path: Path):
     """Oracle: the list of files; the log has one row per epoch and equals the state's history."""
     train(tmp_path)
@@ -281,6 +292,7 @@ class _Pickled:
     """An object that `torch.load` must not construct."""
 
 
+@pytest.mark.fast
 def test_damaged_or_malicious_states_raise(tmp_path: Path):
     """Oracle: one sentence that names the file."""
     path = tmp_path / "state.pt"
@@ -301,6 +313,7 @@ def test_damaged_or_malicious_states_raise(tmp_path: Path):
         checkpoint.load_state(path)
 
 
+@pytest.mark.fast
 def test_keys_of_earlier_versions_are_renamed(tmp_path: Path):
     """Oracle: a current state with its keys renamed to those of earlier versions."""
     train(tmp_path, epochs=1)
@@ -316,6 +329,7 @@ def test_keys_of_earlier_versions_are_renamed(tmp_path: Path):
     assert found["progress"].keys() == state["progress"].keys() and found["ema"].keys() == state["ema"].keys()
 
 
+@pytest.mark.fast
 def test_settings_of_a_resumed_run():
     """Oracle: settings that are not given come from the run; a different setting raises an error that names it."""
     saved = resolve_settings({"epochs": 7})
@@ -337,6 +351,7 @@ def test_settings_of_a_resumed_run():
         resolve_settings({}, state | older)
 
 
+@pytest.mark.fast
 def test_a_finished_run_may_have_more_epochs():
     """Oracle: the rule: more epochs, once all are done."""
     saved = resolve_settings({"epochs": 7})
@@ -376,6 +391,7 @@ def test_plots_are_drawn_without_global_state(tmp_path: Path, wrong: int):
         assert min(drawn.size) > 400
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("lr, heights, label", [(2e-5, [2, 1], "10^{-5}"), (0.5, [5, 2.5], "10^{-1}"), (0, [0, 0], "")])
 def test_learning_rates_have_a_scientific_axis(lr, heights, label):
     """Oracle: the power of ten by hand; rates of 0 have none."""
@@ -385,6 +401,7 @@ def test_learning_rates_have_a_scientific_axis(lr, heights, label):
     assert label in rate.get_ylabel() and bool(label) == bool(rate.get_ylabel())
 
 
+@pytest.mark.fast
 def test_adamw_decays_matrices_only():
     """Oracle: with zero gradients a step multiplies matrices by 1 − lr · decay and leaves the rest unchanged."""
     model = nn.Linear(3, 3)
@@ -397,6 +414,7 @@ def test_adamw_decays_matrices_only():
     assert torch.equal(model.bias.detach(), before["bias"])
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("terminal", [True, False])
 def test_display(terminal: bool):
     """Oracle: no line exceeds 80 columns or is cut; one line per epoch without a terminal; the remaining time."""

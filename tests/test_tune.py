@@ -190,6 +190,7 @@ def test_candidates_that_do_not_compile_or_spill_are_left_out(invented, monkeypa
         tuning.refuse_spills(Kernel())
 
 
+@pytest.mark.fast
 def test_fastest():
     """Oracle: by hand: differences within the quartiles are noise; no choice without a time of the variant in use."""
     near, far, used = Timing(9, 8, 10.5, 5), Timing(7, 6, 8, 5), Timing(10, 10, 11, 5)
@@ -210,6 +211,7 @@ def test_the_way_in_use_stays_if_all_are_as_fast(invented, train):
     assert block["rule"] == block["way"] and block["rule"].startswith("mixed")
 
 
+@pytest.mark.fast
 def test_launches_that_share_a_name_use_the_most_frequent():
     """Oracle: by hand; launches are sorted by their counts."""
     one, other = (dict(row=f"a {n},8", best=dict(A=n), us=1.0, us_before=1.0) for n in (9, 10))
@@ -326,6 +328,7 @@ def test_rank_0_measures_and_the_others_wait(invented, monkeypatch):
 FACTS = dict(gpu="card", units=1, driver=1, torch="2", cuda="1", cudnn=1, triton="3", sources="s")
 
 
+@pytest.mark.fast
 def test_several_processes_add_to_one_file(monkeypatch, tmp_path):
     """Oracle: the union of all entries; readers always find a complete file."""
     code = f"""
@@ -345,6 +348,7 @@ for i in range(20):
     assert len(held["rows"]) == len(held["runs"]) == 40
 
 
+@pytest.mark.fast
 def test_files_of_other_sources_are_replaced_and_writes_are_thread_safe(monkeypatch, tmp_path):
     """Oracle: the file after one write with other sources, four concurrent writes, and damage."""
     monkeypatch.setenv("FASTVIT_TRITON_CACHE", str(tmp_path))
@@ -362,6 +366,7 @@ def test_files_of_other_sources_are_replaced_and_writes_are_thread_safe(monkeypa
     assert measured.parse(path.read_text())["rows"] == dict(a=dict(config=dict(A=1)))
 
 
+@pytest.mark.fast
 def test_files_by_the_command(monkeypatch, tmp_path, capsys):
     """Oracle: the output of show, export, clear and import; each error is one sentence."""
     monkeypatch.setenv("FASTVIT_TRITON_CACHE", str(tmp_path / "cache"))

@@ -13,6 +13,8 @@ from fastvit_triton.kernels.compiling import Collector
 from fastvit_triton.kernels.tile import TRITON
 from fastvit_triton.measure.variants import Case, Variant, compile_kernels
 
+pytestmark = pytest.mark.fast
+
 SMALL = dict(img_size=16, patch_size=8, depth=2, embed_dim=32, num_heads=2, num_classes=3)
 
 

@@ -32,6 +32,8 @@ from torch import Tensor, nn
 from fastvit_triton import create_model, load_model, load_weights, save_weights
 from fastvit_triton.checkpoints import WeightsError
 
+pytestmark = pytest.mark.fast
+
 # Ours
 
 

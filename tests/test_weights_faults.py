@@ -16,6 +16,8 @@ from safetensors.torch import save_file
 from fastvit_triton import create_model, load_model, load_weights, save_weights
 from fastvit_triton.checkpoints import WeightsError
 
+pytestmark = pytest.mark.fast
+
 
 class Hostile:
     """An object whose unpickling calls os.mkdir."""

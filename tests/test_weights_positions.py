@@ -14,6 +14,8 @@ from torch import nn
 from fastvit_triton import load_weights, save_weights
 from fastvit_triton.checkpoints import WeightsError
 
+pytestmark = pytest.mark.fast
+
 # Positions
 
 

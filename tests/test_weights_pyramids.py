@@ -18,6 +18,8 @@ from fastvit_triton.checkpoints import WeightsError
 from fastvit_triton.layers import resize_pos_embed
 from fastvit_triton.models import tnt
 
+pytestmark = pytest.mark.fast
+
 # Hierarchical models
 
 
