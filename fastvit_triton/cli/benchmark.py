@@ -64,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
     batch = (64 if gpu else 2) if args.batch is None else args.batch
     dtype = args.dtype or ("bfloat16" if gpu else "float32")
     phase = "training" if args.train else "forward"
-    deadline, hard, console = Deadline(SECONDS), Deadline(SECONDS + 15), Console(stderr=True)
+    deadline = Deadline(SECONDS)
+    hard = Deadline(SECONDS + 15)
+    console = Console(stderr=True)
     columns = TextColumn("{task.description:26}"), BarColumn(), TimeElapsedColumn()
     try:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar, hard:
@@ -96,17 +98,16 @@ def _case(name: str, batch: int, training: bool, dtype: str, device: "torch.devi
     from ..measure.model_cases import Run, case, least_bytes
 
     made = case(Run(name, batch, training), getattr(torch, dtype), device)
-    needed, there = least_bytes(made, COPIES), memory_of(device)
+    needed = least_bytes(made, COPIES)
+    there = memory_of(device)
     if needed > there:
         fits = max(int(batch * there / needed), 1)
         raise ValueError(
             f"--batch {batch} needs more than {needed / 2**30:.0f} GiB for {name}, and {device} has "
             f"{there / 2**30:.0f} GiB; at most {fits} can fit"
         )
-    eager, timm = (
-        made.variants[0],
-        next((variant for variant in made.variants if variant.name == "timm" and variant.reason is None), None),
-    )
+    eager = made.variants[0]
+    timm = next((variant for variant in made.variants if variant.name == "timm" and variant.reason is None), None)
     others = [variant for variant in made.variants if variant not in (eager, timm)]
     others.sort(key=lambda variant: "compile" in variant.name)
     first = replace(timm, name="eager (timm)") if timm else eager

@@ -87,7 +87,8 @@ def _refuse(name: str, built: NamedModel, batch: int, device: "torch.device") ->
 
     if not built.ours and not optimize(built.model).rows:
         raise ValueError(f"--model {name} has no Transformer blocks and no other module that the kernels replace")
-    needed, there = batch * math.prod(built.shape) * 8, memory_of(device)
+    needed = batch * math.prod(built.shape) * 8
+    there = memory_of(device)
     if needed > there:
         sizes = f"{needed / 2**30:.0f} GiB for its images in float64, and {device} has {there / 2**30:.0f} GiB"
         raise ValueError(f"--batch {batch} needs {sizes}; lower it")

@@ -75,7 +75,9 @@ def subject_of(request: Request) -> "Subject":
 
     from ..measure.check import Subject
 
-    built, dtype, device = request.built(), getattr(torch, DTYPES[request.dtype]), torch.device(request.device)
+    built = request.built()
+    dtype = getattr(torch, DTYPES[request.dtype])
+    device = torch.device(request.device)
 
     def inputs(seed: int) -> dict:
         generator = torch.Generator(device).manual_seed(seed)
@@ -129,7 +131,8 @@ def main() -> None:
 
     from ..measure.timeout import capturing
 
-    request, answer = Request(**json.loads(sys.argv[1])), dict[str, object]()
+    request = Request(**json.loads(sys.argv[1]))
+    answer = dict[str, object]()
     with capturing(answer, "error"), pretending() if request.dry else nullcontext():
         if request.device.startswith("cuda"):
             torch.cuda.set_device(request.device)

@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--num-classes is {args.num_classes} without --model; give both, or neither")
         model, header = load_model(args.checkpoint)
     else:
-        model, header = create_model(args.model), {}
+        model = create_model(args.model)
+        header = {}
         if args.num_classes is not None:
             model.reset_classifier(args.num_classes)
         if zero := load_weights(model, args.checkpoint).reinitialised:

@@ -71,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
     from ..kernels import OPS
     from ..kernels.backend import backend, why_not
 
-    device, dtypes = select_device("auto"), (torch.float32, torch.float16, torch.bfloat16)
+    device = select_device("auto")
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     installed = importlib.util.find_spec("triton") is not None
     facts = {
@@ -139,10 +140,8 @@ def _predict(found: NamedModel, args: argparse.Namespace, gpu: "Gpu") -> None:
     positional, named = found.inputs(1, make)
     report = dataclasses.replace(report, subject=Subject(model, named or positional))
     amp = torch.autocast("cpu", getattr(torch, args.amp)) if args.amp else contextlib.nullcontext()  # counted on a CPU
-    numbers, phase = (
-        f"autocast to {args.amp}" if args.amp else "bfloat16",
-        "training step" if args.train else "inference",
-    )
+    numbers = f"autocast to {args.amp}" if args.amp else "bfloat16"
+    phase = "training step" if args.train else "inference"
     for batch in BATCHES if args.batch is None else (args.batch,):
         positional, named = found.inputs(batch, make)
         try:

@@ -49,16 +49,20 @@ def run(args: argparse.Namespace) -> int:
     test = load_test(name, classes_in(trained, name), trained.transform, trained.batch_size, **options)
     device = select_device(args.device)
     score = evaluate(trained.model.to(device), test, autocast_dtype(device))
-    targets, predictions, accuracy = score.targets, score.predictions, score.accuracy
+    targets = score.targets
+    predictions = score.predictions
+    accuracy = score.accuracy
     assert targets is not None and predictions is not None and accuracy is not None  # of a classifier
     table = Table("class", "images", "correct", "accuracy")
     for number, label in enumerate(trained.classes):
         mask = targets == number
-        images, correct = int(mask.sum()), int((predictions[mask] == number).sum())
+        images = int(mask.sum())
+        correct = int((predictions[mask] == number).sum())
         share = f"{100 * correct / images:.1f} %" if images else "-"
         table.add_row(Text(printable(label)), f"{images:,}", f"{correct:,}", share)
     Console().print(table)
-    correct, images = int((predictions == targets).sum()), len(targets)
+    correct = int((predictions == targets).sum())
+    images = len(targets)
     print_line(f"test accuracy {100 * accuracy:.2f} % ({correct:,} of {images:,} images), loss {score.loss:.4f}")
     if test.bad:
         names = join_names([str(path) for path in sorted(test.bad)])

@@ -121,7 +121,8 @@ def follow_weights(source: str, given: dict[str, Any]) -> dict[str, Any]:
     for name in {"mean", "std"} & given.keys() & known.keys():
         warn_of_clash(name, given[name], known[name])
     needed = {name: known[name] for name in ("mean", "std") if len(known.get(name, ())) == 3}
-    theirs, usual = model_config(found.name, **found.options), model_config(found.name)
+    theirs = model_config(found.name, **found.options)
+    usual = model_config(found.name)
     if given.get("model", found.name) == found.name:
         changed = {key: value for key, value in vars(theirs).items() if value != getattr(usual, key)}
         changed = {key: value for key, value in changed.items() if key not in RUN and not key.endswith("_rate")}
@@ -146,13 +147,15 @@ def _read_training(model: "VisionTransformer", text: str) -> tuple[TrainedModel,
     from ..train.data.transform import Transform
     from ..train.ranges import PositiveInt, check
 
-    config, entries = model.config, json.loads(text)
+    config = model.config
+    entries = json.loads(text)
     check("training", entries, dict)
     kinds: dict[str, Any] = {"classes": tuple[str, ...], "transform": dict, "data": str | None}
     kinds |= {"batch_size": PositiveInt, "skip_bad_images": bool}
     for name in kinds.keys() & entries.keys():
         check(name, entries[name], kinds[name])
-    channels, size = config.in_chans, sides(config.img_size)
+    channels = config.in_chans
+    size = sides(config.img_size)
     names = class_names(model) or tuple(map(str, range(config.num_classes)))
     classes = tuple(entries.get("classes", names))
     transform = Transform(**entries["transform"]) if "transform" in entries else transform_of(data_config(model))

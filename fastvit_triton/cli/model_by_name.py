@@ -64,7 +64,8 @@ class NamedModel(NamedTuple):
         if patches is None:
             images = make(batch, *self.shape)
             return ((images,), {}) if self.input is None else ((), {self.input: images})
-        rows, columns = height // patches.side, width // patches.side
+        rows = height // patches.side
+        columns = width // patches.side
         flat = make(batch * rows * columns, channels * patches.frames * patches.side**2)
         grids = torch.tensor([[1, rows, columns]] * batch, device="cpu" if flat.is_meta else flat.device)
         return (), dict(zip(patches.names, (flat, grids), strict=True))
@@ -151,7 +152,8 @@ def _timm(name: str, size: Size | None) -> NamedModel:
 
 
 def _torchvision(name: str, size: Size | None) -> NamedModel:
-    models, vit = _package("torchvision").models, name.startswith("vit_")
+    models = _package("torchvision").models
+    vit = name.startswith("vit_")
     if vit and size is not None and size[0] != size[1]:
         raise ValueError(f"--img-size is {_words(size)}, and torchvision's ViTs take square images; give one side")
     model = _fit(models.get_model, size, name, weights=None, **({"image_size": size[0]} if size and vit else {}))
@@ -205,7 +207,8 @@ def _packed(cls: Any, config: Any, size: Size | None) -> NamedModel:
         model = cls._from_config(config)
     model = model._apply(lambda t: t.to("meta") if on_meta and t.is_floating_point() else t)
     rows = next(iter(list(inspect.signature(cls.forward).parameters)[1:]))
-    frames, merged = getattr(config, "temporal_patch_size", 1), getattr(config, "spatial_merge_size", 1)
+    frames = getattr(config, "temporal_patch_size", 1)
+    merged = getattr(config, "spatial_merge_size", 1)
     side = merged * config.patch_size
     held = getattr(config, "image_size", 448)
     wanted = size or ((held, held) if isinstance(held, int) else tuple(held))

@@ -30,7 +30,8 @@ def run(args: argparse.Namespace) -> int:
     trained = load_trained(args.checkpoint, args.mean, args.std)
     device = select_device(args.device)
     model = trained.model.to(device).eval()
-    files, count = find_images(args.images), 0
+    files = find_images(args.images)
+    count = 0
     for file in readable_images(files, args.max_pixels):
         count += 1
         image = read_image(file, args.max_pixels)

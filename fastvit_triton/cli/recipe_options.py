@@ -100,10 +100,13 @@ def _recipes() -> str:
 
 def _values(recipe: "Recipe | argparse.Namespace", usual: dict[str, object]) -> list[str]:
     """Options that give the values of a recipe, without those that are usual or off; lengths in steps come last."""
-    words, lengths, off = [], [], (None, "", 0.0)
+    words = []
+    lengths = []
+    off = (None, "", 0.0)
     for option in RECIPE_OPTIONS:
         name = option.replace("-", "_")
-        value, known = getattr(recipe, name), usual.get(name)
+        value = getattr(recipe, name)
+        known = usual.get(name)
         if name == "warmup" and recipe.warmup_unit != "run":
             lengths.append(f"warm-up of {value:,} {recipe.warmup_unit}")
         elif value != known and not (value in off and known in off):

@@ -93,7 +93,8 @@ class Checks:
             self.rows.append(row)
             on_row()
 
-        start, work = time.monotonic(), Run(self.names, Deadline(seconds), add, partial(Worker, self.device))
+        start = time.monotonic()
+        work = Run(self.names, Deadline(seconds), add, partial(Worker, self.device))
         try:
             work.run(count(self.device))
         except ChildProcessError as error:  # a check made the device unusable for all processes
@@ -102,7 +103,8 @@ class Checks:
             self.notes.append(str(error))
         finally:
             self.rows.sort(key=lambda row: self.names.index(row["case"]))
-            self.not_reached, self.seconds = work.not_reached, time.monotonic() - start
+            self.not_reached = work.not_reached
+            self.seconds = time.monotonic() - start
 
     def passed(self) -> list[dict]:
         """Rows of the checks that passed."""

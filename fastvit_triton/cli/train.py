@@ -141,7 +141,8 @@ def _train_in(out: Path, args: argparse.Namespace, world: "World") -> int:
         check_unchanged(data, state, args.accept_changes)
     model = build_model(settings, recipe, data, resumed=state is not None)
     teacher = load_teacher(settings["teacher"], model, len(data.classes), world.device)
-    model, amp = model.to(world.device), autocast_dtype(world.device, settings["amp"])
+    model = model.to(world.device)
+    amp = autocast_dtype(world.device, settings["amp"])
     if world.device.type == "cuda" and not recipe.mask_ratio:
         images = recipe.batch_size // world.world_size // settings["grad_accum_steps"]
         shape = max(images, 1), len(data.transform.mean), recipe.img_size, recipe.img_size
@@ -222,8 +223,10 @@ def _run(trainer: "Trainer", out: Path, settings: dict, state: dict | None, save
     from ..train.trackers import Run, tracking
     from ..train.trainer import run
 
-    world, finished = trainer.step.world, len(state["history"]) if state else 0
-    steps, tracked = len(trainer.data.train), settings["log_to"] if world.is_main else None
+    world = trainer.step.world
+    finished = len(state["history"]) if state else 0
+    steps = len(trainer.data.train)
+    tracked = settings["log_to"] if world.is_main else None
     if tracked and not settings["run_key"]:
         settings = settings | {"run_key": uuid.uuid4().hex}
     start = (state["progress"]["epoch"] - 1) * steps + state["progress"]["step"] if state else 0

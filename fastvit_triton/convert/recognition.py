@@ -90,7 +90,8 @@ class _Reader:
     """
 
     def __init__(self, cls: type) -> None:
-        self.cls, self.package = cls, cls.__module__.partition(".")[0]
+        self.cls = cls
+        self.package = cls.__module__.partition(".")[0]
         self.seen: dict[FunctionType, int] = {}  # functions by the order of their first use, as they may be recursive
 
     def method(self, name: str) -> str:
@@ -141,7 +142,8 @@ class _Writer:
     """
 
     def __init__(self, reader: _Reader, function: FunctionType, bound: bool) -> None:
-        self.reader, self.function = reader, function
+        self.reader = reader
+        self.function = function
         self.node = _tree(function)
         arguments = [*self.node.args.posonlyargs, *self.node.args.args, *self.node.args.kwonlyargs]
         self.self_name = arguments[0].arg if bound and arguments else None

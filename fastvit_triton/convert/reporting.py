@@ -106,7 +106,8 @@ class Report:
         """
         if self.is_empty or all(row.why == OURS for row in self.rows):
             return self.headline()
-        shares, lines = self.shares(), dict[tuple[str, ...], list[Row]]()
+        shares = self.shares()
+        lines = dict[tuple[str, ...], list[Row]]()
         depths: dict[str, int] = {}
         for row in self.rows:
             depths[row.path] = 0 if row.within is None else depths.get(row.within, 0) + 1
@@ -144,7 +145,8 @@ class Report:
         """
         if (shares := self.shares()) is None:
             return ""
-        rows, tops = {row.path: row for row in reversed(self.rows)}, {row.path for row in counted if row.became}
+        rows = {row.path: row for row in reversed(self.rows)}
+        tops = {row.path for row in counted if row.became}
         these = every = 0.0
         for path, row in rows.items():
             outside = next((rows[p] for p in _around(path) if p in rows), None)

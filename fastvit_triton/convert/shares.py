@@ -90,7 +90,8 @@ class Subject:
     def shares(self) -> Shares:
         """The shares of FLOPs if they can be counted, otherwise of weights; counted on the first call, then kept."""
         if self._shares is None:
-            model, example = self.model, self.example()
+            model = self.model
+            example = self.example()
             found = None if model is None or example is None else flops(model, example)
             self._shares = found or self._weights
         return self._shares
@@ -154,12 +155,17 @@ def stated_input(model: nn.Module) -> tuple | dict[str, Any] | None:
     config: Any = getattr(model, "config", None)
     first = next((p for p in model.parameters() if p.is_floating_point()), None)
     dtype = torch.float32 if first is None else first.dtype
-    channels, sides, name = 3, getattr(model, "image_size", None), None
+    channels = 3
+    sides = getattr(model, "image_size", None)
+    name = None
     timms = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
     if hasattr(config, "img_size"):
-        channels, sides = getattr(config, "in_chans", 3), config.img_size
+        channels = getattr(config, "in_chans", 3)
+        sides = config.img_size
     elif hasattr(config, "image_size") and getattr(model, "main_input_name", None) == "pixel_values":
-        channels, sides, name = getattr(config, "num_channels", 3), config.image_size, "pixel_values"
+        channels = getattr(config, "num_channels", 3)
+        sides = config.image_size
+        name = "pixel_values"
     elif isinstance(timms, Mapping) and timms.get("input_size"):
         channels, *sides = timms["input_size"]
         embed = getattr(model, "patch_embed", None)

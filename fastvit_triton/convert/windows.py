@@ -31,13 +31,15 @@ def unusual_norm(norm: nn.Module, drop_path: nn.Module) -> str | None:
 
 def table_bias(attn: Foreign) -> Tensor:
     """The bias [heads, n, n] from a table of relative positions [offsets, heads] and an index of n·n pairs."""
-    table, index = attn.relative_position_bias_table, attn.relative_position_index
+    table = attn.relative_position_bias_table
+    index = attn.relative_position_index
     return derived(attn, "bias", (table, index), lambda: _expanded(table, index))
 
 
 def continuous_bias(attn: Foreign) -> Tensor:
     """Swin V2's bias [heads, n, n]: 16 · sigmoid of an MLP of the relative coordinates."""
-    coordinates, index = attn.relative_coords_table, attn.relative_position_index
+    coordinates = attn.relative_coords_table
+    index = attn.relative_position_index
     mlp = attn.cpb_mlp if hasattr(attn, "cpb_mlp") else attn.continuous_position_bias_mlp
 
     def make() -> Tensor:
@@ -63,7 +65,8 @@ def cosine_scale(attn: Foreign) -> Tensor:
 
 def merged(x: Tensor) -> Tensor:
     """Concatenates the channels of 2 × 2 tokens, padded with zeros: [B, H, W, C] → [B, ⌈H/2⌉, ⌈W/2⌉, 4·C]."""
-    bottom, right = x.shape[1] % 2, x.shape[2] % 2
+    bottom = x.shape[1] % 2
+    right = x.shape[2] % 2
     x = nn.functional.pad(x, (0, 0, 0, right, 0, bottom)) if bottom or right else x
     return x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).permute(0, 1, 3, 4, 2, 5).flatten(3)
 

@@ -51,7 +51,10 @@ class GraphedModel:
     def __init__(
         self, model: nn.Module, example: tuple[Tensor, ...], batch_sizes: Sequence[int], max_graphs: int, copy: bool
     ) -> None:
-        self.model, self.batch_sizes, self.max_graphs, self.copy = model, sorted(batch_sizes), max_graphs, copy
+        self.model = model
+        self.batch_sizes = sorted(batch_sizes)
+        self.max_graphs = max_graphs
+        self.copy = copy
         self._graphs: OrderedDict[tuple, Captured] = OrderedDict()
         self._seen: set[tuple] = set()
         self._lock = threading.Lock()

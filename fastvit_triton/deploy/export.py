@@ -90,7 +90,8 @@ def export_model(
         TypeError: the model is no nn.Module.
         OSError: the file cannot be written.
     """
-    path, name = Path(path), getattr(model, "variant", type(model).__name__)
+    path = Path(path)
+    name = getattr(model, "variant", type(model).__name__)
     _check(model, path, to, opset)
     prepared = {**data_config(model), **(preparation or {})}
     names = class_names(model) if classes is None else classes
@@ -219,7 +220,8 @@ def _torch(program: torch.export.ExportedProgram, images: Tensor, metadata: Mapp
 
 def _compiled(program: torch.export.ExportedProgram, images: Tensor, metadata: Mapping[str, Any]) -> bytes:
     inductor: Any = importlib.import_module("torch._inductor")
-    buffer, options = io.BytesIO(), {"aot_inductor.metadata": _texts(metadata)}
+    buffer = io.BytesIO()
+    options = {"aot_inductor.metadata": _texts(metadata)}
     try:
         inductor.aoti_compile_and_package(program, package_path=buffer, inductor_configs=options)
     except RuntimeError as error:

@@ -24,7 +24,8 @@ class GraphedPackedModel(graphs.GraphedModel):
         copy: bool,
     ) -> None:
         super().__init__(model, (), (), max_graphs, copy)
-        self.token_budgets, self.max_images = sorted(token_budgets), max_images
+        self.token_budgets = sorted(token_budgets)
+        self.max_images = max_images
         for budget in self.token_budgets[-max_graphs:]:
             self._graph(self._packed_key(budget, example), partial(self._static, budget, example))
 

@@ -197,7 +197,8 @@ def _unplanned(model: nn.Module) -> nn.Module:
 @contextlib.contextmanager
 def _assumed(gpu: Gpu) -> Iterator[None]:
     """Context in which tensors count as that GPU's, and Triton as installed; nothing is compiled in it."""
-    before, tile.MISSING = tile.MISSING, None
+    before = tile.MISSING
+    tile.MISSING = None
     try:
         with targeting(gpu.architecture), assuming(gpu):
             yield

@@ -30,7 +30,8 @@ class _AsOnCuda(TorchFunctionMode):
         self.autocast = autocast
 
     def __torch_function__(self, function: Callable, types: object, arguments: tuple = (), named: dict | None = None):
-        named, name = named or {}, getattr(function, "__name__", "")
+        named = named or {}
+        name = getattr(function, "__name__", "")
         casts = self.autocast is not None and torch.is_autocast_enabled("cpu")
         if function is F.scaled_dot_product_attention:
             return _attention(self.autocast if casts else None, *arguments, **named)

@@ -81,7 +81,8 @@ _OVER = {"_fwd_kernel": (1, 1), "_bwd_kernel": (3, 2), "_bwd_dq_kernel": (2, 1),
 
 
 def _window_work(launch: Launched) -> Work:
-    a, kernel = launch.values, launch.name.removeprefix("window.")
+    a = launch.values
+    kernel = launch.name.removeprefix("window.")
     one = a["N"] <= min(a["BLOCK_M"], a["BLOCK_N"])
     dq = 5 if a["PRECISION"] == "ieee" else 3  # in fp32 Q Kᵀ and dO Vᵀ are computed twice
     pair = 2 * {"_fwd_kernel": 2, "_bwd_kernel": 5 if one else 4, "_bwd_dq_kernel": dq, "_bwd_dbias_kernel": 2}[kernel]
@@ -93,8 +94,10 @@ def _window_work(launch: Launched) -> Work:
 
 
 def _attention_work(launch: Launched) -> Work:
-    a, kernel = launch.values, launch.name.removeprefix("attention.")
-    q_width, v_width = a["D0"] + a["D1"], a["V0"] + a["V1"]
+    a = launch.values
+    kernel = launch.name.removeprefix("attention.")
+    q_width = a["D0"] + a["D1"]
+    v_width = a["V0"] + a["V1"]
     over_q, over_v = _OVER.get(kernel, (1, 1))
     pair = 2 * (over_q * a["D"] + over_v * a["Dv"])  # flops per query-key pair
     padded_pair = 2 * (over_q * q_width + over_v * v_width)
@@ -106,7 +109,8 @@ def _attention_work(launch: Launched) -> Work:
     Nq, Nk = sequence(launch)
     flops = pair * heads * Nq * Nk
     if kernel == "_bwd_kernel":
-        blocks, passes = math.ceil(Nk / a["BLOCK_N"]), Nq // a["BLOCK_M"]
+        blocks = math.ceil(Nk / a["BLOCK_N"])
+        passes = Nq // a["BLOCK_M"]
         padded = padded_pair * blocks * a["BLOCK_N"] * (passes * a["BLOCK_M"] + a["TAIL"])
         return Work(flops, padded, blocks * passes)
     if kernel == "_bwd_dkdv_kernel":

@@ -103,7 +103,8 @@ def call_us(
         host: "eager" or "compile", for the time that the host takes to launch a kernel; None to ignore it.
         fitted: constants; None for those of rates.json.
     """
-    fitted, kernels = constants() if fitted is None else fitted, list(work)
+    fitted = constants() if fitted is None else fitted
+    kernels = list(work)
     gpu = sum(times * kernel_us(kernel.at_batch(images), device, fitted) for kernel, times in kernels)
     return gpu if host is None else max(gpu, fitted[f"host: {host}"] * sum(times for _, times in kernels))
 

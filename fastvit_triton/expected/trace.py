@@ -128,10 +128,13 @@ class _Tracer(TorchDispatchMode):
 
     def __init__(self, enters: bool) -> None:
         super().__init__()
-        self.trace, self.enters, self.op = Trace(), enters, ""
+        self.trace = Trace()
+        self.enters = enters
+        self.op = ""
 
     def __torch_dispatch__(self, function: OpOverload, kinds: object, arguments: tuple = (), named: dict | None = None):
-        named, name = named or {}, function.name().split("::")[1].split(".")[0]
+        named = named or {}
+        name = function.name().split("::")[1].split(".")[0]
         if function.namespace == "fastvit_triton":
             return self._enter(name, arguments)
         tensors = _tensors((arguments, named))
@@ -149,7 +152,8 @@ class _Tracer(TorchDispatchMode):
             return function(*arguments, **named)
         if name in ALLOCATE:
             return mark(function(*arguments, **named), False)
-        known, call = is_known(function, name, tensors), (arguments, named)
+        known = is_known(function, name, tensors)
+        call = (arguments, named)
         if not known:
             call = arguments, {k: torch.device("meta") if k == "device" and v else v for k, v in named.items()}
             call = tree_map_only(Tensor, described, call)
@@ -179,7 +183,8 @@ class _Tracer(TorchDispatchMode):
             outputs = tree_map_only(Tensor, reserved, expected)
             self._add(name, _tensors(arguments), _tensors(outputs), flops, ours=True)
             return outputs
-        outer, self.op = self.op, name
+        outer = self.op
+        self.op = name
         try:
             with self:
                 outputs = body(*arguments)

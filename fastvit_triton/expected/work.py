@@ -189,7 +189,8 @@ def _template(product: Kernel, after: Kernel, grows: Collection[int]) -> tuple[W
     """
     names = [event.name in NORMS or event.name in REDUCTIONS for event in after.events]
     start = names.index(True) if True in names else len(names)
-    pointwise, rest = after.events[:start], after.events[start:]
+    pointwise = after.events[:start]
+    rest = after.events[start:]
     between = {piece.storage for piece in product.writes}
     results = [p for p in after.writes if any(p.storage == w.storage for event in pointwise for w in event.writes)]
     if len(results) != 1:
@@ -197,7 +198,8 @@ def _template(product: Kernel, after: Kernel, grows: Collection[int]) -> tuple[W
     read = {piece for event in pointwise for piece in event.reads}
     operands = [piece for piece in after.reads if piece in read and piece.storage not in between]
     event = product.events[0]
-    one, first = _operator(event, grows), event.reads[PRODUCTS[event.name]]
+    one = _operator(event, grows)
+    first = event.reads[PRODUCTS[event.name]]
     fused = _memory("fused product", (*event.reads, *operands, *results), grows, one.flops, one.size, first)
     if not rest:
         return (fused,)
@@ -208,7 +210,8 @@ def _template(product: Kernel, after: Kernel, grows: Collection[int]) -> tuple[W
 
 def _operator(event: Event, grows: Collection[int]) -> Work:
     """The work of one of PyTorch's operators."""
-    pieces, name = (*event.reads, *event.writes), event.name
+    pieces = (*event.reads, *event.writes)
+    name = event.name
     if name in PRODUCTS:
         first, second = event.reads[PRODUCTS[name] :][:2]
         size = (math.prod(first.shape[:-2]), first.shape[-2], second.shape[-1], first.shape[-1])

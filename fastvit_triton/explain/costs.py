@@ -65,7 +65,8 @@ def image_cost(
     """
     if side % patch:
         raise ValueError(f"side is {side}, not a multiple of the patch {patch}; use {side // patch * patch or patch}")
-    patches, inner = (side // patch) ** 2, num_heads * head_dim
+    patches = (side // patch) ** 2
+    inner = num_heads * head_dim
     N = patches + prefix
     return Cost(
         label,

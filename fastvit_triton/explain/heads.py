@@ -112,7 +112,9 @@ def _windows(parts: Body, x: Tensor, norm: nn.Module | None) -> Heads:
     q, k, v = (split(t, heads.num_heads) for t in qkv.chunk(3, -1))
     bias = heads.bias
     if isinstance(heads.scale, Tensor):  # cosine attention
-        q, k, scale = F.normalize(q, dim=-1) * heads.scale.to(q.dtype)[:, None, None], F.normalize(k, dim=-1), 1.0
+        q = F.normalize(q, dim=-1) * heads.scale.to(q.dtype)[:, None, None]
+        k = F.normalize(k, dim=-1)
+        scale = 1.0
     else:
         scale = _scale(heads.scale, q)
     if apart.any():
@@ -121,7 +123,8 @@ def _windows(parts: Body, x: Tensor, norm: nn.Module | None) -> Heads:
     bias = bias if bias is None or bias.dim() == 4 else bias[None]
 
     def output(o: Tensor) -> Tensor:
-        rows, at = o.transpose(1, 2).flatten(2).reshape(len(x), places.numel(), -1), places.flatten()
+        rows = o.transpose(1, 2).flatten(2).reshape(len(x), places.numel(), -1)
+        at = places.flatten()
         merged = o.new_zeros(len(x), grid[0] * grid[1], rows.shape[-1]).index_copy(1, at[at >= 0], rows[:, at >= 0])
         return finish(merged.reshape(*x.shape[:-1], -1), parts.proj, None, parts.drop)
 

@@ -60,7 +60,8 @@ class AttentionLayer:
     @property
     def why_not_square(self) -> str | None:
         """Why the maps are not square over the tokens of an image, or None."""
-        G, M = len(self.heads.q), self.heads.k.shape[2]
+        G = len(self.heads.q)
+        M = self.heads.k.shape[2]
         images = self.images or len(self.x)
         if G > images:
             return f"{self.path} attends within {G // images} windows of {M} tokens an image"
@@ -114,7 +115,8 @@ class AttentionLayer:
         """
         if self.output_grad is None:
             raise ValueError(f"{self.path} has no gradient; capture with gradients=True and run a backward pass inside")
-        v, o = self.heads.v, self.attended[0]
+        v = self.heads.v
+        o = self.attended[0]
         with torch.enable_grad():
             o = o.detach().requires_grad_()
             y = self.heads.output(o)

@@ -47,7 +47,8 @@ def write_report(panels: Iterable[Panel], out: Path, title: str) -> Path:
         title: title of the page.
     """
     out.mkdir(parents=True, exist_ok=True)
-    entries, sections = [], []
+    entries = []
+    sections = []
     for panel in panels:
         held = BytesIO()
         panel.figure.savefig(held, format="png", dpi=DPI)

@@ -58,7 +58,9 @@ def capture(model: nn.Module, gradients: bool = False) -> Iterator[Recording]:
     Raises:
         ValueError: no attention layer was recorded.
     """
-    recording, handles, watched = Recording(), [], set()
+    recording = Recording()
+    handles = []
+    watched = set()
     parents = dict(model.named_modules())
     readers = {path: read for path, module in parents.items() if (read := reader(module)) is not None}
     try:
@@ -134,7 +136,8 @@ def _enter(
 
 def _after_attention(recording: Recording, path: str, module: nn.Module, inputs: tuple, output: Tensor | tuple) -> None:
     """Forward hook of an attention layer: registers a hook that stores the gradient of its output."""
-    y, layer = output[0] if isinstance(output, tuple) else output, recording.found.get(path)
+    y = output[0] if isinstance(output, tuple) else output
+    layer = recording.found.get(path)
     if layer is not None and y.requires_grad:
         turned = isinstance(module, nn.MultiheadAttention) and not module.batch_first
         y.register_hook(lambda grad: setattr(layer, "output_grad", grad.transpose(0, 1) if turned else grad))

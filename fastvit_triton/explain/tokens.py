@@ -140,7 +140,8 @@ def feature_colours(tokens: Tensor, where: Geometry) -> Tensor:
 def stretch(values: Tensor) -> Tensor:
     """Rescales each row of [M, ...] to [0, 1]; constant rows become 0."""
     flat = values.flatten(1)
-    low, high = flat.amin(1, keepdim=True), flat.amax(1, keepdim=True)
+    low = flat.amin(1, keepdim=True)
+    high = flat.amax(1, keepdim=True)
     return ((flat - low) / (high - low).clamp_min(torch.finfo(flat.dtype).tiny)).view_as(values)
 
 
@@ -150,7 +151,8 @@ def token_similarity(tokens: Tensor) -> Tensor:
     Args:
         tokens: [B, N, D], N at least 2.
     """
-    N, unit = tokens.shape[1], F.normalize(tokens.to(torch.promote_types(tokens.dtype, torch.float32)), dim=-1)
+    N = tokens.shape[1]
+    unit = F.normalize(tokens.to(torch.promote_types(tokens.dtype, torch.float32)), dim=-1)
     own = unit.square().sum((-1, -2))  # N minus the number of zero tokens
     return (unit.sum(1).square().sum(-1) - own) / (N * (N - 1))
 

@@ -99,12 +99,16 @@ def attention(
     expect("v", v, q, B=B, H=H, Nk=k.shape[2], Dv=None)
     check.heads(q, k, v)
     check.scores(q, (H, q.shape[2], k.shape[2]), bias, kv_lens, scale, return_lse)
-    columns, bare = 0, bias is kv_lens is None
+    columns = 0
+    bare = bias is kv_lens is None
     if axis_bias is not None:
         check.axis_bias(q, (H, q.shape[2], k.shape[2]), axis_bias, bare)
-        columns, bare = axis_bias[1].shape[3], False
+        columns = axis_bias[1].shape[3]
+        bare = False
         if not columns or axis_bias[0].shape[3] + columns > MAX_AXES:
-            bias, axis_bias, columns = sum_of_axes(*axis_bias), None, 0
+            bias = sum_of_axes(*axis_bias)
+            axis_bias = None
+            columns = 0
     if kernels_available(q, max(D, v.shape[3])) and (
         return_lse or prefers_kernel(q, H, (q.shape[2], k.shape[2]), (D, v.shape[3]), bare, False)
     ):
@@ -207,10 +211,12 @@ def reference_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float | None = None
 ) -> Tensor:
     """Attention on the images padded to max_seqlen tokens, so that no value of an image reaches another one."""
-    T, images = len(q), len(cu_seqlens) - 1
+    T = len(q)
+    images = len(cu_seqlens) - 1
     length = torch.sym_min(max(max_seqlen, 1), T)
     ends = cu_seqlens.to(torch.int64).clamp(0, T)
-    tokens, slots = torch.arange(T, device=q.device), torch.arange(length, device=q.device)
+    tokens = torch.arange(T, device=q.device)
+    slots = torch.arange(length, device=q.device)
     at = ends[:-1, None] + slots  # [B, M]
     inside = (at < ends[1:, None])[:, :, None, None]
     q, k, v = (torch.where(inside, t[at.clamp(max=T - 1)], 0.0).transpose(1, 2) for t in (q, k, v))  # [B, H, M, D]
@@ -223,7 +229,8 @@ def reference_varlen(
 
 def _mask(q: Tensor, k: Tensor, bias: Tensor | None, kv_lens: Tensor | None) -> Tensor | None:
     """bias and kv_lens as one mask, boolean or of q's dtype, that broadcasts to [B, H, Nq, Nk]; None without either."""
-    B, Nk = q.shape[0], k.shape[2]
+    B = q.shape[0]
+    Nk = k.shape[2]
     if bias is not None:
         groups = bias.shape[0]
         if groups != 1 and groups != B:
@@ -332,7 +339,8 @@ class _Fn(torch.autograd.Function):
     def forward(ctx, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, columns=0):
         o, lse = fwd_op(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, columns)
         ctx.save_for_backward(q, k, v, bias, kv_lens, cu_seqlens, o, lse)
-        ctx.sizes, ctx.columns = (max_seqlen, scale), columns
+        ctx.sizes = (max_seqlen, scale)
+        ctx.columns = columns
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(lse)
         return o, lse
@@ -366,7 +374,9 @@ def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str
 
 
 def _inputs_varlen(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
-    randn, H, D = make_randn(device, dtype), case["H"], case["D"]
+    randn = make_randn(device, dtype)
+    H = case["H"]
+    D = case["D"]
     lengths = [case["a"], case["b"], case["c"]]
     ends = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
     q, k, v = (randn(sum(lengths), H, D) for _ in range(3))

@@ -314,15 +314,19 @@ def _prepare(tensors, max_seqlen, scale, columns):
     """Launches of the backward pass: one if a program can hold a whole head, else one each for dq, dk/dv and dbias."""
     q, k, v, bias, kv_lens, cu_seqlens, *_ = tensors.values()
     images, Nq, Nk, width = sizes_of(q, k, v, cu_seqlens, max_seqlen)
-    heads, ragged = images * q.shape[1], kv_lens is not None or cu_seqlens is not None
-    arguments, launches, kind = arguments_of(tensors, max_seqlen, scale, columns), [], bias_kind(bias, columns)
+    heads = images * q.shape[1]
+    ragged = kv_lens is not None or cu_seqlens is not None
+    arguments = arguments_of(tensors, max_seqlen, scale, columns)
+    launches = []
+    kind = bias_kind(bias, columns)
     blocks = whole_head_blocks(q, bias, ragged, images, Nq, Nk, width)
     if blocks and q.numel() and k.numel():
         tail = tail_block(Nq, blocks["BLOCK_M"], cu_seqlens is not None)
         return [prepare(_bwd_kernel, heads, blocks, **arguments, tiles=1, TAIL=tail)]
     if q.numel():
         blocks = blocks_of("bwd_dq", q, kind, images, Nq, Nk, width)
-        tiles, tail = cdiv(Nq, blocks["BLOCK_M"]), tail_block(Nk, blocks["BLOCK_N"], ragged)
+        tiles = cdiv(Nq, blocks["BLOCK_M"])
+        tail = tail_block(Nk, blocks["BLOCK_N"], ragged)
         launches += [prepare(_bwd_dq_kernel, tiles * heads, blocks, **arguments, tiles=tiles, TAIL=tail)]
     if k.numel():
         blocks = blocks_of("bwd_dkdv", q, kind, images, Nq, Nk, width)

@@ -145,7 +145,8 @@ def tuned_row(kernel: str, q: Tensor, kind: str, width: int) -> tuple[str, dict[
     ieee = "_ieee" if precision(q) == "ieee" else ""
     names = [f"{kernel}{kind}{ieee}", f"{kernel}{ieee}", kernel]
     name = next(name for name in names if name in SPACE)
-    size, kind = width * q.element_size(), "fp32." if q.dtype == torch.float32 else ""
+    size = width * q.element_size()
+    kind = "fp32." if q.dtype == torch.float32 else ""
     default = next(row for limit, row in SPACE[name] if size <= limit)
     return f"attention.{name}.{kind}{next(w for w in WIDTHS if size <= w)}", default
 

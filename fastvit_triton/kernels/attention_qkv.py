@@ -107,7 +107,8 @@ def _apply(
     packed = cast(qkv)[0].unflatten(-1, (3, num_heads, -1))
     q_norm_weight, q_norm_bias, q_eps = NO_NORM if q_norm is None else q_norm[:3]
     k_norm_weight, k_norm_bias, k_eps = NO_NORM if k_norm is None else k_norm[:3]
-    k_norm_weight, k_norm_bias = distinct(k_norm_weight, q_norm_weight), distinct(k_norm_bias, q_norm_bias)
+    k_norm_weight = distinct(k_norm_weight, q_norm_weight)
+    k_norm_bias = distinct(k_norm_bias, q_norm_bias)
     cos, sin, interleaved = rope or (None, None, False)
     o, lse = _Fn.apply(
         packed, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, bias, kv_lens, cu_seqlens,
@@ -140,7 +141,8 @@ def reference(
     if k_norm is not None:
         k = rms_norm.reference_either(k, k_norm)
     if rope is not None:
-        q, k = rotate(q, rope, prefix_tokens), rotate(k, rope, prefix_tokens)
+        q = rotate(q, rope, prefix_tokens)
+        k = rotate(k, rope, prefix_tokens)
     if varlen is not None:
         q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))  # [T, H, D] each
         cu_seqlens, longest = varlen
@@ -153,7 +155,8 @@ def reference(
 def rotate(x: Tensor, rope: Rope, prefix_tokens: int) -> Tensor:
     """Equation (2) on x [B, H, N, D], except for the first `prefix_tokens` tokens."""
     cos, sin, interleaved = rope
-    prefix, x = x[:, :, :prefix_tokens], x[:, :, prefix_tokens:]
+    prefix = x[:, :, :prefix_tokens]
+    x = x[:, :, prefix_tokens:]
     if interleaved:
         rotated = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
     else:
@@ -351,7 +354,8 @@ def _arguments(qkv, q_norm_weight, k_norm_weight, cos, sin, interleaved, prefix,
 
 def _fwd(qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, *settings):
     """y of (2) for queries and keys, [B, N, 2, H, D]."""
-    y, blocks = _fwd_fake(qkv), _blocks(qkv.shape[-1])
+    y = _fwd_fake(qkv)
+    blocks = _blocks(qkv.shape[-1])
     arguments = _arguments(qkv, q_norm_weight, k_norm_weight, cos, sin, *settings)
     if y.numel():
         run(
@@ -403,7 +407,9 @@ class _Fn(torch.autograd.Function):
         interleaved, prefix, q_eps, k_eps, q_rms, k_rms, scale, max_seqlen,
     ):  # fmt: skip
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        ctx.settings, ctx.sizes, qk = (interleaved, prefix, q_eps, k_eps, q_rms, k_rms), (max_seqlen, scale), None
+        ctx.settings = (interleaved, prefix, q_eps, k_eps, q_rms, k_rms)
+        ctx.sizes = (max_seqlen, scale)
+        qk = None
         if q_eps is not None or k_eps is not None or cos is not None:
             qk = _fwd_op(qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, *ctx.settings)
             q, k = qk.permute(2, 0, 3, 1, 4).unbind(0)
@@ -424,7 +430,8 @@ class _Fn(torch.autograd.Function):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         if qk is not None:
             q, k = qk.permute(2, 0, 3, 1, 4).unbind(0)
-        learn_bias, dnorms = ctx.needs_input_grad[7], [None] * 4
+        learn_bias = ctx.needs_input_grad[7]
+        dnorms = [None] * 4
         dqkv, _, _, dbias = attention.bwd_op(do, q, k, v, *masks, *ctx.sizes, o, lse, True, learn_bias)
         if qk is not None:
             dqkv, sums = _bwd_op(dqkv, qkv, q_norm_weight, k_norm_weight, cos, sin, *ctx.settings)
@@ -451,7 +458,8 @@ def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str
         arguments |= {"rope": rope, "prefix_tokens": case["prefix"]}
     for name, kind in zip(("q_norm", "k_norm"), KINDS[case.get("norms", 0)], strict=True):
         if kind is not None:
-            weight, bias = randn(D, shift=1.0, scale=0.1), randn(D)
+            weight = randn(D, shift=1.0, scale=0.1)
+            bias = randn(D)
             norm = weight if "w" in kind else None, bias if "b" in kind else None, 1e-6
             arguments[name] = (*norm, "rms_norm") if "r" in kind else norm
     if "gap" in case:  # tokens of no image at the end

@@ -53,9 +53,11 @@ def projection(
     if isinstance(weight, Folded):
         if bias is not None:
             raise ValueError(f"{name}bias is given, but a folded weight includes its bias; pass None")
-        weights, biases = (weight.weight,), (weight.bias,)
+        weights = (weight.weight,)
+        biases = (weight.bias,)
     elif isinstance(weight, Tensor):
-        weights, biases = (weight,), (bias,)
+        weights = (weight,)
+        biases = (bias,)
     else:
         pair(f"{name}weight", weight, "a tensor or a tuple of two")
         if activation not in GATED:
@@ -63,7 +65,8 @@ def projection(
             raise ValueError(f"{name}weight is a pair, which only {gated} takes, as (gate, up)")
         if bias is not None:
             pair(f"{name}bias", bias)
-        weights, biases = weight, bias or (None, None)
+        weights = weight
+        biases = bias or (None, None)
     F: Any = None
     for w, b in zip(weights, biases, strict=True):
         expect(f"{name}weight", w, x, F=F, K=x.shape[-1])
@@ -125,7 +128,8 @@ def norm(x: Tensor, value: NormLike | None, stats: Tensor | None, weight: Tensor
         expect("stats", stats, x, M=math.prod(x.shape[:-1]), tiles=None, **{"2": 2})
         if stats.dtype != torch.float32:
             raise TypeError(f"stats must be float32, got {stats.dtype}")
-        tiles, K = stats.shape[1], x.shape[-1]
+        tiles = stats.shape[1]
+        K = x.shape[-1]
         if not 1 <= tiles <= K or not _covers(tiles, K):
             raise ValueError(f"axis tiles of stats must be ⌈{K} / w⌉ for a power of two w, got {tiles}")
     if isinstance(weight, Folded):

@@ -19,7 +19,9 @@ class Pointer:
     """Stands in for a tensor: the properties by which Triton selects a binary."""
 
     def __init__(self, t: torch.Tensor) -> None:
-        self.dtype, self._address, self._range = t.dtype, t.data_ptr(), t.untyped_storage().nbytes()
+        self.dtype = t.dtype
+        self._address = t.data_ptr()
+        self._range = t.untyped_storage().nbytes()
 
     def data_ptr(self) -> int:
         """Address of the tensor; only its remainder modulo 16 matters."""

@@ -300,7 +300,9 @@ def forward(
         training: save what the backward pass needs.
         frozen: the LayerNorm is folded beforehand.
     """
-    M, C, attention = b.images * b.tokens, b.channels, b.attends
+    M = b.images * b.tokens
+    C = b.channels
+    attention = b.attends
     if b.kind == "reduced_attention":
         return _reduced(gpu, b, way, first, last)
     conv = [one_pass(b, 2 * M * b.inner)] * (b.kind == "depthwise_mlp")
@@ -340,7 +342,8 @@ def _norm(b: Branch, way: str) -> list[Launch]:
 
 def _last(b: Branch) -> Launch:
     """The last matmul of a fused branch, which adds to the residual."""
-    M, C = b.images * b.tokens, b.channels
+    M = b.images * b.tokens
+    C = b.channels
     return product(b, M, C, b.inner, True, (2 * b.stream - 1) * M * C)
 
 
@@ -360,7 +363,9 @@ def _end(b: Branch, way: str, last: bool) -> list[Launch]:
 
 def _reduced(gpu: Gpu | None, b: Branch, way: str, first: bool, last: bool) -> list[Launch]:
     """Forward pass of attention with one key per `keys` tokens: norm, queries, reduction, its norm, keys and values."""
-    M, C, ours = b.images * b.tokens, b.channels, way == "fused"
+    M = b.images * b.tokens
+    C = b.channels
+    ours = way == "fused"
     rows = max(M // b.keys, 1)
     norm = [] if way == "mixed" and not first else _norm(b, way)
     reduction = [product(b, rows, C, C * b.keys, ours), one_pass(b, 2 * rows * C)] if b.keys > 1 else []
@@ -371,7 +376,9 @@ def _reduced(gpu: Gpu | None, b: Branch, way: str, first: bool, last: bool) -> l
 
 
 def _backward(gpu: Gpu, b: Branch, way: str) -> list[Launch]:
-    M, C, attention = b.images * b.tokens, b.channels, b.attends
+    M = b.images * b.tokens
+    C = b.channels
+    attention = b.attends
     products = [product(b, M, b.inner, C), product(b, C, b.inner, M)]  # last layer, then first layer
     products += [product(b, M, C, b.width), product(b, b.width, C, M)]
     sums = [one_pass(b, M * C), one_pass(b, M * b.width)]  # bias gradients

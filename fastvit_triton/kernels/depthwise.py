@@ -98,7 +98,8 @@ def depthwise(
 def _kernel_is_chosen(x, weight, bias, stride, activation, residual):
     """True if the plan selects our kernels, not the reference."""
     rows = plan.rows_of(math.prod(_output_shape(x, stride)[:-1]))
-    C, K = int(weight.shape[0]), int(weight.shape[3])
+    C = int(weight.shape[0])
+    K = int(weight.shape[3])
     copied = (weight.stride(0), *weight.stride()[2:]) != (1, K * C, C)
     sizes = rows, C, K, stride, bias is not None, activation is not None, residual, copied
     return plan.prefers_kernel(x, "depthwise", *sizes)
@@ -114,7 +115,8 @@ def reference(
     residual: bool = False,
 ) -> Tensor:
     """Equations (1) and (2)."""
-    image, padding = x.permute(0, 3, 1, 2), weight.shape[-1] // 2
+    image = x.permute(0, 3, 1, 2)
+    padding = weight.shape[-1] // 2
     y = F.conv2d(image, weight, bias, stride, padding, groups=x.shape[-1]).permute(0, 2, 3, 1)  # (1)
     y = y if activation is None else ACTIVATIONS[activation](y)
     return (y + x if residual else y).contiguous()  # (2)
@@ -238,7 +240,8 @@ def _convolve(x, taps, y, bias=None, dy=None, residual=None, stride=1, activatio
 
 def _fwd(x, taps, bias, stride, activation, residual, dtype):
     """y [B, H', W', C]; taps is the weight as [K², C]."""
-    y, x = _fwd_fake(x, taps, bias, stride, activation, residual, dtype), _readable(x)
+    y = _fwd_fake(x, taps, bias, stride, activation, residual, dtype)
+    x = _readable(x)
     _convolve(x, taps, y, bias, None, x if residual else None, stride, activation)
     return y
 
@@ -251,7 +254,8 @@ def _fwd_fake(x, taps, bias, stride, activation, residual, dtype):
 def _bwd(dy, x, taps, bias, stride, activation, residual, dtype, needs):
     """(dx, sums of dweight as [C, K²] and dbias, in one vector); `needs`: of x, of a parameter."""
     dx, sums = _bwd_fake(dy, x, taps, bias, stride, activation, residual, dtype, needs)
-    x, g = _readable(x), dy.contiguous()
+    x = _readable(x)
+    g = dy.contiguous()
     dy = g
     if activation is not None:
         g = torch.empty_like(dy, dtype=dtype)
@@ -290,9 +294,11 @@ class _Fn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, stride, activation, residual):
-        taps, dtype = weight.flatten(1).t().contiguous(), product_dtype(x)
+        taps = weight.flatten(1).t().contiguous()
+        dtype = product_dtype(x)
         ctx.save_for_backward(x, taps, bias)
-        ctx.settings, ctx.shape = (stride, activation, residual, dtype), weight.shape
+        ctx.settings = (stride, activation, residual, dtype)
+        ctx.shape = weight.shape
         return _fwd_op(x, taps, bias, *ctx.settings)
 
     @staticmethod
@@ -308,7 +314,8 @@ class _Fn(torch.autograd.Function):
 def _inputs(case: dict, dtype: torch.dtype, device: torch.device | str) -> dict:
     randn, (B, H, W, C, K) = make_randn(device, dtype), (case[a] for a in ("B", "H", "W", "C", "K"))
     found = {"x": randn(B, H, W, C), "weight": randn(C, 1, K, K, scale=1 / K), "bias": randn(C)}
-    stride, activation = case.get("stride", 1), next((name for name in ACTIVATIONS if name in case), None)
+    stride = case.get("stride", 1)
+    activation = next((name for name in ACTIVATIONS if name in case), None)
     return found | {"stride": stride, "activation": activation, "residual": bool(case.get("residual"))}
 
 

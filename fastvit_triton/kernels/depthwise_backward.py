@@ -99,7 +99,8 @@ def parameter_sums(
         tiles: number of tiles of channels.
     """
     B, H, W, C = x.shape
-    per_program, taps = power_of_2(cdiv(count, PROGRAMS)), K if K <= 3 else 1
+    per_program = power_of_2(cdiv(count, PROGRAMS))
+    taps = K if K <= 3 else 1
     programs = cdiv(count, per_program)
     partial = torch.empty(programs, len(like), dtype=torch.float32, device=x.device)
     launch(

@@ -234,7 +234,9 @@ def _fold(weights, biases, norms, sizes, dtype):
 
     `norms` holds weight and bias of each LayerNorm in turn; `sizes` the number of projections of each.
     """
-    outputs, projections, first = _fold_fake(weights, biases, norms, sizes, dtype), [], 0
+    outputs = _fold_fake(weights, biases, norms, sizes, dtype)
+    projections = []
+    first = 0
     for i, size in enumerate(sizes):
         rows = [len(w) for w in weights[first : first + size]]
         views = zip(*(t.split(rows) for t in outputs[3 * i : 3 * i + 3]), strict=True)
@@ -247,7 +249,8 @@ def _fold(weights, biases, norms, sizes, dtype):
 
 def _pack(weights, biases):
     """Projections packed into one weight [F, K] and one bias [F], which is empty if there is none."""
-    outputs, none = _pack_fake(weights, biases), (None,) * len(weights)
+    outputs = _pack_fake(weights, biases)
+    none = (None,) * len(weights)
     rows = [len(w) for w in weights]
     parts = [t.split(rows) if t.numel() else none for t in outputs]
     launch(weights, biases, none, none, none, parts[0], none, parts[1])
@@ -255,7 +258,8 @@ def _pack(weights, biases):
 
 
 def _pack_fake(weights, biases):
-    F, bias = sum(len(w) for w in weights), next((b for b in biases if b is not None), None)
+    F = sum(len(w) for w in weights)
+    bias = next((b for b in biases if b is not None), None)
     weight = weights[0].new_empty(F, weights[0].shape[1])
     return weight, weight.new_empty(0) if bias is None else bias.new_empty(F)
 
@@ -293,9 +297,11 @@ def launch(
 
 
 def _fold_fake(weights, biases, norms, sizes, dtype):
-    outputs, first = [], 0
+    outputs = []
+    first = 0
     for size in sizes:
-        F, K = sum(len(w) for w in weights[first : first + size]), weights[0].shape[1]
+        F = sum(len(w) for w in weights[first : first + size])
+        K = weights[0].shape[1]
         outputs.append(weights[0].new_empty(F, K, dtype=dtype))
         outputs += [weights[0].new_empty(F, dtype=torch.float32) for _ in range(2)]
         first += size
@@ -327,7 +333,8 @@ class _Fn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, dtype, norm_weight, norm_bias, *parts):
-        weights, biases = parts[: len(parts) // 2], parts[len(parts) // 2 :]
+        weights = parts[: len(parts) // 2]
+        biases = parts[len(parts) // 2 :]
         ctx.save_for_backward(norm_weight, norm_bias, *weights)
         ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
         (folded,) = run([Group(weights, biases, norm_weight, norm_bias)], dtype)
@@ -338,7 +345,8 @@ class _Fn(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dfolded_weight, _, dfolded_bias):
         norm_weight, norm_bias, *weights = ctx.saved_tensors
-        weight, dweight = torch.cat(weights).float(), dfolded_weight.float()
+        weight = torch.cat(weights).float()
+        dweight = dfolded_weight.float()
         dnorm_weight = None if norm_weight is None else (dweight * weight).sum(0).to(norm_weight.dtype)
         dnorm_bias = None if norm_bias is None else (dfolded_bias @ weight).to(norm_bias.dtype)
         if norm_weight is not None:

@@ -166,7 +166,9 @@ class _Direct:
     """State of direct launches for one Triton driver: its functions, and compiled kernels by key."""
 
     def __init__(self, driver: Any) -> None:
-        self.driver, self.stream, self.current_device = driver, driver.get_current_stream, driver.get_current_device
+        self.driver = driver
+        self.stream = driver.get_current_stream
+        self.current_device = driver.get_current_device
         if self.current_device is torch.cuda.current_device:
             self.current_device = torch._C._cuda_getDevice  # does not check that CUDA is initialised
         self.backend = TRITON.make_backend(driver.get_current_target())
@@ -306,7 +308,8 @@ def split_tiles(D: int) -> tuple[int, int]:
     80 → (64, 16); 64 → (64, 0); 100 → (128, 0).
     """
     one_tile = power_of_2(max(D, 16))
-    half, rest = one_tile // 2, power_of_2(max(D - one_tile // 2, 16))
+    half = one_tile // 2
+    rest = power_of_2(max(D - one_tile // 2, 16))
     return (half, rest) if half >= 16 and half + rest < one_tile and D > half else (one_tile, 0)
 
 

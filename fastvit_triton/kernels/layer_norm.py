@@ -232,8 +232,11 @@ def write_stats(x: Tensor, mean: Tensor, rstd: Tensor, eps: float, rms: bool) ->
 def _fwd(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out, rms):
     """(s, y, mean, rstd); s is empty without a residual. mean and rstd are [M] fp32."""
     s, y, mean, rstd = _fwd_fake(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out, rms)
-    x, residual = x.contiguous(), None if residual is None else residual.contiguous()
-    M, D, blocks = mean.numel(), x.shape[-1], row_blocks(x.shape[-1])
+    x = x.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    M = mean.numel()
+    D = x.shape[-1]
+    blocks = row_blocks(x.shape[-1])
     if M:
         launch(
             _fwd_kernel, (cdiv(M, blocks["BLOCK_M"]),),
@@ -283,9 +286,15 @@ def add_and_normalize(
         save: return row statistics for a backward pass.
         late_bias: [D], see `Normalized`; or None.
     """
-    x, residual = x.contiguous(), None if residual is None else residual.contiguous()
-    D, blocks = x.shape[-1], row_blocks(x.shape[-1])
-    M, s, normed, mean, rstd = x.numel() // D, x, None, None, None
+    x = x.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    D = x.shape[-1]
+    blocks = row_blocks(x.shape[-1])
+    M = x.numel() // D
+    s = x
+    normed = None
+    mean = None
+    rstd = None
     if residual is not None:
         s = torch.empty_like(x, dtype=output_dtype(x, layer_scale, residual))
     if norm is not None:
@@ -322,7 +331,9 @@ class _Fn(torch.autograd.Function):
         s, y, mean, rstd = _fwd_op(x, residual, weight, bias, eps, layer_scale, sample_scale, autocast, rms)
         branch = x if layer_scale is not None else None
         ctx.save_for_backward(x if residual is None else s, branch, weight, layer_scale, sample_scale, mean, rstd)
-        ctx.has_residual, ctx.dtype, ctx.rms = residual is not None, y.dtype, rms
+        ctx.has_residual = residual is not None
+        ctx.dtype = y.dtype
+        ctx.rms = rms
         ctx.set_materialize_grads(False)
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, bias))
         return s, y
@@ -353,13 +364,16 @@ class _Fn(torch.autograd.Function):
 
 
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
-    randn, D = make_randn(device, dtype), case["D"]
+    randn = make_randn(device, dtype)
+    D = case["D"]
     x = randn(case["B"], case["N"], D, shift=case.get("shift", 0))
     return {"x": x, "weight": randn(D), "bias": randn(D), "eps": 1e-6}
 
 
 def _inputs_add(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
-    randn, B, D = make_randn(device, dtype, seed=1), case["B"], case["D"]
+    randn = make_randn(device, dtype, seed=1)
+    B = case["B"]
+    D = case["D"]
     keep = torch.tensor([b % 2 / 0.5 for b in range(B)], dtype=dtype, device=device)
     return _inputs(case, dtype, device) | {
         "residual": randn(B, case["N"], D),

@@ -100,7 +100,8 @@ def _sum_kernel(partial_ptr, sum_ptr, programs, N, BLOCK_P: tl.constexpr, BLOCK_
 def sum_programs(partial: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Sums partial results [programs, ...] in fp32 over programs, in one launch that also rounds to `dtype`: [...]."""
     sums = partial.new_empty(partial.shape[1:], dtype=dtype)
-    programs, N = len(partial), sums.numel()
+    programs = len(partial)
+    N = sums.numel()
     if N:
         fixed = dict(BLOCK_P=128, BLOCK_N=16, num_warps=4, enable_fp_fusion=True)
         launch(_sum_kernel, (cdiv(N, 16),), partial, sums, programs, N, **fixed)
@@ -122,9 +123,12 @@ def row_blocks(D: int) -> dict[str, int]:
 def _bwd(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype, rms):
     """(dx, dresidual, sums [3, D] fp32 of dweight, dbias, dlayer_scale); dresidual is empty without `dsum`."""
     dx, dresidual, sums = _bwd_fake(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype, rms)
-    dy, s = dy.contiguous(), s.contiguous()
+    dy = dy.contiguous()
+    s = s.contiguous()
     dsum, x = (None if t is None else t.contiguous() for t in (dsum, x))
-    M, D, blocks = mean.numel(), s.shape[-1], row_blocks(s.shape[-1])
+    M = mean.numel()
+    D = s.shape[-1]
+    blocks = row_blocks(s.shape[-1])
     if not M:
         return dx, dresidual, sums.zero_()
     programs = min(PROGRAMS, cdiv(M, blocks["BLOCK_M"]))
@@ -166,10 +170,13 @@ def input_grads(
     Returns:
         (dx [M, D] or None, LN(x) [M, D] or None, dweight and dbias [2, D] in their dtype).
     """
-    dy, x, dsum = dy.contiguous(), x.contiguous(), None if dsum is None else dsum.contiguous()
+    dy = dy.contiguous()
+    x = x.contiguous()
+    dsum = None if dsum is None else dsum.contiguous()
     (M, D), blocks, (mean, rstd, weight, bias, kind) = x.shape, row_blocks(x.shape[1]), norm
     blocks["num_warps"] *= 2 if blocks["BLOCK_M"] == 1 else 1  # LN(x) is in registers, too
-    dx, normed = torch.empty_like(x) if need_x else None, None if dtype is None else torch.empty_like(x, dtype=dtype)
+    dx = torch.empty_like(x) if need_x else None
+    normed = None if dtype is None else torch.empty_like(x, dtype=dtype)
     programs = min(PROGRAMS, cdiv(M, blocks["BLOCK_M"]))
     partial = torch.empty(programs, 2, D, dtype=torch.float32, device=x.device)
     if M:

@@ -141,7 +141,9 @@ def run(
     grad = torch.is_grad_enabled()
     if way == "mixed":
         call = mixed.Call(stats, return_stats if isinstance(return_stats, NextNorm) else None, product_dtype(x))
-        operand, stats, eps = x, None, 0.0 if norm is None else norm[2]
+        operand = x
+        stats = None
+        eps = 0.0 if norm is None else norm[2]
     else:
         call, (operand, norm) = None, apply_or_keep_norm(x, norm, weight)
         eps, stats = (0.0, None) if norm is None else (norm[2], stats)
@@ -167,7 +169,8 @@ def handed_on(left: list[Any], call: mixed.Call | None) -> Tensor | Normalized |
 
 def _kernel_is_chosen(x, weight, norm, residual):
     """True if the plan selects our kernel for this matmul, not the reference."""
-    rows, has_norm = plan.rows_of(math.prod(x.shape[:-1])), norm is not None and can_fold_norm(x)
+    rows = plan.rows_of(math.prod(x.shape[:-1]))
+    has_norm = norm is not None and can_fold_norm(x)
     sizes = *product_shape(weight), has_norm, residual is not None, has_norm and not isinstance(weight, Folded)
     return plan.prefers_kernel(x, "linear", rows, *sizes)
 
@@ -193,7 +196,8 @@ def reference(
     if norm is not None:
         x = rms_norm.reference_either(x, norm)  # (1)
     if isinstance(weight, Folded):
-        bias, weight = weight.bias.to(x.dtype), weight.weight
+        bias = weight.bias.to(x.dtype)
+        weight = weight.weight
     y = F.linear(x, *_concatenated(weight, bias))
     y = y if activation is None else apply_activation(y, activation)  # (2)
     y = layer_norm.scaled(y, layer_scale, sample_scale)
@@ -469,7 +473,8 @@ def _blocks(x, F, activation, layer_scale, residual, return_stats):
     Row statistics have one entry per BLOCK_F columns. Compiled graphs contain their shape, so measurements must not
     change it.
     """
-    row, K = tuned_row(x, F, activation, layer_scale, residual), x.shape[-1]
+    row = tuned_row(x, F, activation, layer_scale, residual)
+    K = x.shape[-1]
     default = SPACE[row.removeprefix("linear.fwd.")]
     found = config(row, default, x.device, x.numel() // K, F, K)
     if not return_stats:
@@ -491,11 +496,15 @@ def _fwd(
     y, pre, mean, rstd, y_stats = outputs = _fwd_fake(
         x, weight, bias, colsum, stats, norm, eps, activation, layer_scale, sample_scale, residual, save, return_stats
     )
-    F_, K, weight = y.shape[-1], x.shape[-1], weight.contiguous()
+    F_ = y.shape[-1]
+    K = x.shape[-1]
+    weight = weight.contiguous()
     rows = x.reshape(-1, K)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     residual = None if residual is None else residual.contiguous()
-    M, blocks, tiles = len(rows), _blocks(x, F_, activation, layer_scale, residual, return_stats), 0
+    M = len(rows)
+    blocks = _blocks(x, F_, activation, layer_scale, residual, return_stats)
+    tiles = 0
     if not M:
         return outputs
     if norm is not None and stats is None:
@@ -503,7 +512,8 @@ def _fwd(
         layer_norm.write_stats(rows, mean, rstd, eps, norm == "rms_norm")
     elif norm is not None:
         stats, tiles = stats.contiguous(), stats.shape[1]
-    tiles_m, tiles_f = cdiv(M, blocks["BLOCK_M"]), cdiv(F_, blocks["BLOCK_F"])
+    tiles_m = cdiv(M, blocks["BLOCK_M"])
+    tiles_f = cdiv(F_, blocks["BLOCK_F"])
     launch(
         _fwd_kernel, (tiles_m * tiles_f,),
         rows, weight, bias, colsum, stats, mean, rstd, layer_scale, sample_scale, residual,
@@ -568,7 +578,8 @@ class _Fn(torch.autograd.Function):
                 x, weight, bias, norm, settings.activation, *ends, settings.call, save
             )
         ctx.save_for_backward(x, weight, bias, pre, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias)
-        ctx.settings, ctx.residual_dtype = settings.without_normed(), None if residual is None else residual.dtype
+        ctx.settings = settings.without_normed()
+        ctx.residual_dtype = None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t in left if t is not None))
         return y, *left
@@ -581,7 +592,8 @@ class _Fn(torch.autograd.Function):
         need_x, need_weight, need_bias, need_norm_weight, need_norm_bias, *_ = ctx.needs_input_grad
         *_, need_layer_scale, _, _, _ = ctx.needs_input_grad
         x, weight, bias, *saved, norm_weight, norm_bias = ctx.saved_tensors
-        layer_scale, settings = saved[1], ctx.settings
+        layer_scale = saved[1]
+        settings = ctx.settings
         needs = [need_x, need_weight or need_norm_weight or need_norm_bias or need_layer_scale, need_bias]
         dresidual = None if ctx.residual_dtype is None else dy.to(ctx.residual_dtype)
         if not any(needs):  # only the residual gets a gradient

@@ -137,13 +137,17 @@ def product_grad(
         (dpre [M, F or 2F]; h [M, F] or None; its sums over rows and, with an activation, those of dlayer_scale,
         [1 or 2, F or 2F] fp32, or None if no pass was needed). dpre is a view of dy if the two are equal.
     """
-    F, dy = dy.shape[-1], dy.contiguous()
-    M, width = dy.numel() // F, F if activation is None or pre is None else pre.shape[-1]
+    F = dy.shape[-1]
+    dy = dy.contiguous()
+    M = dy.numel() // F
+    width = F if activation is None or pre is None else pre.shape[-1]
     if activation is None and sample_scale is None:
         return dy.view(M, F).to(dtype), None, None
-    dpre, h = dy.new_empty(M, width, dtype=dtype), dy.new_empty(M, F, dtype=dtype) if hidden else None
+    dpre = dy.new_empty(M, width, dtype=dtype)
+    h = dy.new_empty(M, F, dtype=dtype) if hidden else None
     rows_per_program = max(64, power_of_2(cdiv(M, 256)))
-    programs, scaled = cdiv(M, rows_per_program), layer_scale is not None and activation is not None
+    programs = cdiv(M, rows_per_program)
+    scaled = layer_scale is not None and activation is not None
     partial = torch.empty(programs, 2 if scaled else 1, width, dtype=torch.float32, device=dy.device)
     if M:
         launch(
@@ -250,7 +254,9 @@ def all_grads(
         (dx like x, dweight, dbias, dlayer_scale, dnorm [2, K]); None if not needed or absent.
     """
     need_x, need_w, need_b = needs
-    inputs, dx, dnorm = x.reshape(-1, x.shape[-1]), None, None
+    inputs = x.reshape(-1, x.shape[-1])
+    dx = None
+    dnorm = None
     dsum = None if dsum is None else dsum.reshape(inputs.shape)
     rows: Any = inputs
     if norm is not None and (need_x or need_w):

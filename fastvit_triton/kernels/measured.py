@@ -72,7 +72,8 @@ def using(measured: Measured) -> Iterator[None]:
 
 def _set(override: Measured | None) -> None:
     global _override, in_use
-    _override, in_use = override, _files if override is None else override
+    _override = override
+    in_use = _files if override is None else override
 
 
 def folder() -> Path:

@@ -73,7 +73,8 @@ def forward(
         operand = x.to(dtype) if norm is None else normed.y
         h = pre = F.linear(operand, weight.to(dtype), None if bias is None else bias.to(dtype))
         h = h if activation is None else apply_activation(h, activation)
-    left, pre = None, pre.flatten(0, -2) if save and activation is not None else h.new_empty(0)
+    left = None
+    pre = pre.flatten(0, -2) if save and activation is not None else h.new_empty(0)
     next_norm = call.next_norm
     if next_norm is not None and not torch.is_autocast_enabled(x.device.type):
         next_norm = next_norm if output_dtype(h, layer_scale, residual) == dtype else None  # the matmul's dtype

@@ -132,11 +132,14 @@ def run(
     """`mlp` in a given way, without argument checks or plan; see `linear.run`."""
     if way == "mixed":
         call = mixed.Call(stats, return_stats if isinstance(return_stats, NextNorm) else None, product_dtype(x))
-        operand, stats, eps = x, None, 0.0 if norm is None else norm[2]
+        operand = x
+        stats = None
+        eps = 0.0 if norm is None else norm[2]
     else:
         call, (operand, norm) = None, linear.apply_or_keep_norm(x, norm, fc1[0])
         eps, stats = (0.0, None) if norm is None else (norm[2], stats)
-    is_input, grad = residual is operand, torch.is_grad_enabled()
+    is_input = residual is operand
+    grad = torch.is_grad_enabled()
     kind = None if norm is None else kind_of(norm)
     settings = linear.Settings(activation, kind, eps, is_input, grad, bool(return_stats), recompute, call)
     tensors = stats, layer_scale, sample_scale, None if is_input else residual
@@ -146,7 +149,8 @@ def run(
 
 def _kernel_is_chosen(x, weight, fc2_weight, norm, residual):
     """True if the plan selects our kernels for this MLP, not the reference."""
-    rows, has_norm = plan.rows_of(math.prod(x.shape[:-1])), norm is not None and can_fold_norm(x)
+    rows = plan.rows_of(math.prod(x.shape[:-1]))
+    has_norm = norm is not None and can_fold_norm(x)
     fold = has_norm and not isinstance(weight, Folded)
     sizes = *linear.product_shape(weight), fc2_weight.shape[1], has_norm, residual is not None, fold
     return plan.prefers_kernel(x, "mlp", rows, *sizes)
@@ -247,7 +251,8 @@ def _fwd(x, w1, b1, colsum, w2, b2, layer_scale, sample_scale, residual, norm, e
     y, y_stats = outputs = _fwd_fake(
         x, w1, b1, colsum, w2, b2, layer_scale, sample_scale, residual, norm, eps, activation, return_stats
     )
-    D, F = x.shape[-1], len(w1)
+    D = x.shape[-1]
+    F = len(w1)
     rows = x.reshape(-1, D)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     residual = None if residual is None else residual.reshape(-1, D).contiguous()
@@ -273,7 +278,8 @@ def _fwd_fake(x, w1, b1, colsum, w2, b2, layer_scale, sample_scale, residual, no
 
 def one_launch_blocks(x: Tensor, w2: Tensor, activation: str) -> dict[str, int] | None:
     """Launch parameters of the single launch for x [..., D], w2 [D, F]; None if unsupported or if BLOCK_F is 0."""
-    D, size = x.shape[-1], sum(split_tiles(x.shape[-1])) * x.element_size()
+    D = x.shape[-1]
+    size = sum(split_tiles(x.shape[-1])) * x.element_size()
     if x.dtype == torch.float32 or activation in GATED or len(w2) != D or size > SPACE[-1][0]:
         return None
     limit, default = next(row for row in SPACE if size <= row[0])
@@ -320,7 +326,8 @@ class _Fn(torch.autograd.Function):
         ctx.save_for_backward(
             x, w2, b2, w1, b1, norm_weight, norm_bias, colsum, layer_scale, sample_scale, pre, mean, rstd
         )
-        ctx.settings, ctx.residual_dtype = settings.without_normed(), None if residual is None else residual.dtype
+        ctx.settings = settings.without_normed()
+        ctx.residual_dtype = None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t in left if t is not None))
         return y, *left
@@ -356,9 +363,11 @@ def _hidden(x, given, stats, settings, save):
     if settings.call is not None:
         norm = settings.norm and Norm(given.norm_weight, given.norm_bias, settings.eps, settings.norm)
         call = settings.call._replace(next_norm=None)
-        first, ends = (given.weight, given.bias, norm, settings.activation), (None, None, None, call, save)
+        first = (given.weight, given.bias, norm, settings.activation)
+        ends = (None, None, None, call, save)
         return mixed.forward(x, *first, *ends)[:4]
-    first, ends = linear.fold_operands(x, given, settings.norm is not None), (None, None, None, save, False)
+    first = linear.fold_operands(x, given, settings.norm is not None)
+    ends = (None, None, None, save, False)
     return linear.fwd_op(x, *first, stats, settings.norm, settings.eps, settings.activation, *ends)[:4]
 
 

@@ -22,7 +22,8 @@ def _bwd(
     h = h_again if h is None else h.flatten(0, -2)
     grads2 = parameter_grads(dpre2, h, w2, b2, layer_scale, sums2) if need_2 else (None,) * 3
     norm = (mean, rstd, norm_weight, norm_bias, norm) if norm else None
-    dsum, needs = dy if residual_is_input else None, (need_x, need_1, need_1)
+    dsum = dy if residual_is_input else None
+    needs = (need_x, need_1, need_1)
     dx, dw1, db1, _, dnorm = all_grads(dpre1, x, w1, b1, None, sums1, norm, dsum, needs)
     return tuple(x.new_empty(0) if t is None else t.contiguous() for t in (dx, dw1, db1, dnorm, *grads2))
 

@@ -40,7 +40,8 @@ def _attention_pair(
 def _patch_embed(size: int, training: bool, M: int, K: int, D: int, prefix: bool, pos: bool) -> Pair:
     """`patch_embed` of M patches of K values."""
     b = Branch("stem", 1, M, D, K, K, itemsize=size)
-    ours, theirs = [product(b, M, D, K, True)], [product(b, M, D, K)]
+    ours = [product(b, M, D, K, True)]
+    theirs = [product(b, M, D, K)]
     theirs += [one_pass(b, 2 * M * D)] * prefix + [one_pass(b, 2 * M * D)] * pos
     if training:
         ours += [product(b, D, K, M, True, 8 / size * K * D * math.ceil(M / 4096)), one_pass(b, 0)]  # fp32 sums
@@ -51,7 +52,8 @@ def _patch_embed(size: int, training: bool, M: int, K: int, D: int, prefix: bool
 def _layer_norm(size: int, training: bool, M: int, D: int) -> Pair:
     """`layer_norm` of x [M, D]; the backward pass sums gradients of the parameters in two stages."""
     b = Branch("norm", 1, M, D, D, D, itemsize=size)
-    both, small = [one_pass(b, 2 * M * D)], one_pass(b, 0)
+    both = [one_pass(b, 2 * M * D)]
+    small = one_pass(b, 0)
     if not training:
         return both, both
     sums = 8 / size * 2 * D * min(M, 512)  # fp32, written and read
@@ -76,7 +78,9 @@ def _depthwise(
     The weight is copied to [K², C], unless it is stored so (`copied` is False). cuDNN reads and writes x [B, H, W, C]
     as it is; copies that it makes for views of tokens are not counted.
     """
-    b, y, x = Branch("depthwise", 1, M, C, C, C, itemsize=size), M * C, M * C * stride**2
+    b = Branch("depthwise", 1, M, C, C, C, itemsize=size)
+    y = M * C
+    x = M * C * stride**2
     small = one_pass(b, 2 * K * K * C)
     ours = [small] * copied + [one_pass(b, x + y)]
     theirs = [one_pass(b, x + y)] + [one_pass(b, 2 * y)] * (bias + activation) + [one_pass(b, 3 * y)] * residual

@@ -264,13 +264,15 @@ def _blocks(kernel, weight, M, K):
 def _sizes(image, weight, prefix):
     """(N, T, D, compile-time arguments of both kernels)."""
     D, C, P, Q = weight.shape
-    N, T = image.shape[2] // P * (image.shape[3] // Q), 0 if prefix is None else prefix.shape[1]
+    N = image.shape[2] // P * (image.shape[3] // Q)
+    T = 0 if prefix is None else prefix.shape[1]
     return N, T, D, dict(P=P, Q=Q, GRID_W=image.shape[3] // Q, K=C * P * Q, PRECISION=precision(weight))
 
 
 def _scale_and_offset(mean, std):
     """a and c of equation (4'), [C, 1, 1] fp32."""
-    mean, std = mean.float()[:, None, None], std.float()[:, None, None]
+    mean = mean.float()[:, None, None]
+    std = std.float()[:, None, None]
     return 1 / (255 * std), (128 / 255 - mean) / std
 
 
@@ -284,7 +286,8 @@ def _fwd(image, weight, bias, pos, prefix, mean, std):
     if image.dtype == torch.uint8:  # (4')
         factor, offset = _scale_and_offset(mean, std)
         extra = (weight.float() * offset).sum((1, 2, 3))
-        weight, bias = (weight.float() * factor).to(weight.dtype), extra if bias is None else bias.float() + extra
+        weight = (weight.float() * factor).to(weight.dtype)
+        bias = extra if bias is None else bias.float() + extra
     if M:
         launch(
             _fwd_kernel, (cdiv(M, blocks["BLOCK_M"]) * cdiv(D, blocks["BLOCK_D"]),),
@@ -305,7 +308,8 @@ def _fwd_fake(image, weight, bias, pos, prefix, mean, std):
 def _bwd(dtokens, image, weight, prefix, mean, std):
     """dE [D, C, P, P'] in the weight's dtype, for uint8 images in fp32."""
     N, T, D, fixed = _sizes(image, weight, prefix)
-    M, K = len(image) * N, fixed["K"]
+    M = len(image) * N
+    K = fixed["K"]
     blocks = _blocks("bwd", weight, M, K)
     parts = cdiv(M, ROWS)
     partial = torch.empty(parts, D, K, dtype=torch.float32, device=weight.device)
@@ -354,7 +358,8 @@ class _Fn(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dtokens):
         image, weight, prefix, mean, std = ctx.saved_tensors
-        T, needs = 0 if prefix is None else prefix.shape[1], ctx.needs_input_grad
+        T = 0 if prefix is None else prefix.shape[1]
+        needs = ctx.needs_input_grad
         dimage = dweight = dbias = dpos = dprefix = None
         if needs[1]:
             dweight = _bwd_op(dtokens, image, weight, prefix, mean, std).to(weight.dtype)

@@ -90,7 +90,9 @@ def _way(
             branches = tuple(b._replace(wide=1) for b in branches)
         if traced:
             branches = tuple(b._replace(images=TRACED[0], tokens=TRACED[1]) for b in branches)
-        asked, switch, exact = settings.forced, backend.backend(), launch.is_ieee(dtypes[1])
+        asked = settings.forced
+        switch = backend.backend()
+        exact = launch.is_ieee(dtypes[1])
         choice = choose(device, branches, training, traced, replayed, asked, switch, exact)
         way = "plain" if traced and choice.way != "fused" else choice.way
         _remember(key, choice._replace(way=way))
@@ -127,7 +129,8 @@ def choose(
         switch: `backend.backend()`.
         exact: True if matmuls are in IEEE float32.
     """
-    name, shapes = " + ".join(branch.kind for branch in branches), block_names(branches, training)
+    name = " + ".join(branch.kind for branch in branches)
+    shapes = block_names(branches, training)
     if asked is not None or switch == "triton":
         return Choice(name, asked or "fused", "asked for", shapes, branches, {}, {})
     if not all(branch.images * branch.tokens for branch in branches):
@@ -159,7 +162,8 @@ def _least(
 
 def host_us(way: str, branches: int, training: bool, replayed: bool) -> float:
     """Expected host time in microseconds for this number of residual branches; a block has two."""
-    phase, row = "training" if training else "inference", table()["host_us"]
+    phase = "training" if training else "inference"
+    row = table()["host_us"]
     return row["eager"][phase] * row["replayed" if replayed else "called"][phase][way] * branches / 2
 
 
@@ -206,7 +210,9 @@ def rows_of(rows: int) -> int:
 def lengths_of(images: int, queries: int, keys: int, heads: int) -> tuple[int, int, int, int]:
     """(images, heads, queries, keys) by which attention's path is chosen; constant while tracing, except one query."""
     if torch.compiler.is_compiling():
-        images, queries, keys = TRACED[0], 1 if isinstance(queries, int) and queries == 1 else TRACED[1], TRACED[1]
+        images = TRACED[0]
+        queries = 1 if isinstance(queries, int) and queries == 1 else TRACED[1]
+        keys = TRACED[1]
     return images, heads, queries, keys
 
 
@@ -266,7 +272,8 @@ def forcing(way: str) -> Iterator[None]:
     """
     if way not in WAYS:
         raise ValueError(f"way is {way!r}; use one of {', '.join(WAYS)}")
-    before, settings.forced = settings.forced, way
+    before = settings.forced
+    settings.forced = way
     try:
         yield
     finally:
@@ -276,7 +283,8 @@ def forcing(way: str) -> Iterator[None]:
 @contextlib.contextmanager
 def assuming(gpu: Gpu) -> Iterator[None]:
     """Context in which choices are made for `gpu` on any device; see `launch.targeting` for its architecture."""
-    before, settings.assumed = settings.assumed, gpu
+    before = settings.assumed
+    settings.assumed = gpu
     try:
         yield
     finally:
@@ -286,7 +294,8 @@ def assuming(gpu: Gpu) -> Iterator[None]:
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
     """Context in which no observer is called, because the choices are not followed."""
-    before, settings.observer = settings.observer, None
+    before = settings.observer
+    settings.observer = None
     try:
         yield
     finally:
@@ -296,7 +305,8 @@ def unobserved() -> Iterator[None]:
 @contextlib.contextmanager
 def observing(observer: Callable[[Choice], None]) -> Iterator[None]:
     """Context in which `observer` is called with each choice."""
-    before, settings.observer = settings.observer, observer
+    before = settings.observer
+    settings.observer = observer
     try:
         yield
     finally:
@@ -306,7 +316,8 @@ def observing(observer: Callable[[Choice], None]) -> Iterator[None]:
 @contextlib.contextmanager
 def locating(locator: Callable[[], str | None]) -> Iterator[None]:
     """Context in which observed choices have the path that `locator` returns, which is called where one is made."""
-    before, settings.locator = settings.locator, locator
+    before = settings.locator
+    settings.locator = locator
     try:
         yield
     finally:

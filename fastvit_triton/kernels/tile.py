@@ -58,7 +58,8 @@ def repair_interpreter() -> None:
         original(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    original, interpreter._patch_lang_tensor = interpreter._patch_lang_tensor, patch
+    original = interpreter._patch_lang_tensor
+    interpreter._patch_lang_tensor = patch
 
 
 @jit

@@ -116,7 +116,8 @@ def reference(
     x = qkv if pad_first else _roll(qkv, -sy, -sx)
     x = _padded(x, -H % h, -W % w, pad)
     x = _roll(x, -sy, -sx) if pad_first else x
-    rows, columns = x.shape[1] // h, x.shape[2] // w
+    rows = x.shape[1] // h
+    columns = x.shape[2] // w
     q, k, v = (  # [B, windows·heads, N, D] each
         x.reshape(B, rows, h, columns, w, 3, num_heads, D)
         .permute(5, 0, 1, 3, 6, 2, 4, 7)
@@ -125,7 +126,8 @@ def reference(
     if isinstance(scale, Tensor):  # (3)
         wide = torch.promote_types(q.dtype, torch.float32)  # 1e-12 is 0 in float16, and padded keys may be 0
         q, k = (F.normalize(t.to(wide), dim=-1).to(t.dtype) for t in (q, k))
-        q, scale = q * scale.to(q.dtype).repeat(rows * columns)[:, None, None], 1.0
+        q = q * scale.to(q.dtype).repeat(rows * columns)[:, None, None]
+        scale = 1.0
     mask = None if bias is None else bias.repeat(rows * columns, 1, 1)
     if sy or sx:
         apart = _apart(x, window_size, shift_size).repeat_interleave(num_heads, 0)
@@ -275,7 +277,9 @@ def _fwd(qkv, bias, scales, pad, heads, window_size, shift_size, scale, pad_firs
 def _prepare(tensors, *settings):
     """The launch of the forward pass."""
     arguments = arguments_of(tensors, *settings)
-    windows, heads, N = arguments["windows"], arguments["heads"], arguments["N"]
+    windows = arguments["windows"]
+    heads = arguments["heads"]
+    N = arguments["N"]
     blocks = blocks_of("fwd", tensors["qkv"], arguments)
     tiles = cdiv(N, blocks["BLOCK_M"])
     runs = runs_of(windows, heads * tiles, WINDOWS if N <= blocks["BLOCK_N"] else 1)

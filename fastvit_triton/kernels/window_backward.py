@@ -308,10 +308,14 @@ def _bwd(do, qkv, bias, scales, pad, heads, window_size, shift_size, scale, pad_
 def _prepare(tensors, *settings):
     """Launches of the backward pass, each with the shapes of what it makes for later launches and sums, by name."""
     *settings, learn_bias, learn_pad = settings
-    arguments, qkv, L = arguments_of(tensors, *settings), tensors["qkv"], tensors["l"]
+    arguments = arguments_of(tensors, *settings)
+    qkv = tensors["qkv"]
+    L = tensors["l"]
     windows, heads, N, D = (arguments[name] for name in ("windows", "heads", "N", "D"))
-    blocks, launches = blocks_of("bwd", qkv, arguments), []
-    one, tiles = N <= min(blocks["BLOCK_M"], blocks["BLOCK_N"]), cdiv(N, blocks["BLOCK_N"])
+    blocks = blocks_of("bwd", qkv, arguments)
+    launches = []
+    one = N <= min(blocks["BLOCK_M"], blocks["BLOCK_N"])
+    tiles = cdiv(N, blocks["BLOCK_N"])
     runs = runs_of(windows, heads * tiles, WINDOWS if one else 1)
     made = dict(dpad=(runs * tiles, 2, heads * D)) if learn_pad else {}
     if one:

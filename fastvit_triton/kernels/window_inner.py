@@ -163,9 +163,12 @@ def arguments_of(
     pad_first: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Arguments of the kernels by name, except pointers: strides, sizes and flags."""
-    qkv, bias = tensors["qkv"], tensors["bias"]
+    qkv = tensors["qkv"]
+    bias = tensors["bias"]
     (B, H, W, width), (h, w) = qkv.shape, window_size
-    rows, columns, D = cdiv(H, h), cdiv(W, w), width // (3 * heads)
+    rows = cdiv(H, h)
+    columns = cdiv(W, w)
+    D = width // (3 * heads)
     unit = 16 // qkv.element_size()
     unit = unit if all(stride % unit == 0 for stride in qkv.stride()[:3]) else 1
     return dict(

@@ -161,7 +161,9 @@ def targets(dry: bool = False) -> list[Target]:
     """Targets to tune, ordered by the time that ViTs spend in them; `dry` selects tiny shapes."""
     B = 64 if not dry else 1
     shrink = (lambda n: n) if not dry else (lambda n: max(n // 48 // 16, 1) * 16)
-    C, N, F = shrink(768), shrink(197), shrink(3072)
+    C = shrink(768)
+    N = shrink(197)
+    F = shrink(3072)
     found = [Target("linear", dict(B=B, N=N, K=C, F=F, norm=1), "linear.fwd.half")]
     two = ("bwd_dq", "bwd_dkdv")  # where a program cannot hold a whole head
     attentions = ((64, N, ("fwd", "bwd")), (80, N, ("fwd", *two)), (64, 577, two))

@@ -25,7 +25,8 @@ from .variants import Case, Variant, compiled, measure, without_times
 
 BUDGETS = {"selftest": 40.0, "tune": 80.0, "compare": 60.0, "max-autotune": 100.0}  # seconds
 FORMAT = 1  # of contributed files, see benchmarks/results/community/schema.json
-COMPILE, AUTOTUNE = "torch.compile", "torch.compile max-autotune"
+COMPILE = "torch.compile"
+AUTOTUNE = "torch.compile max-autotune"
 WRONG = "gives a wrong result"
 FEWEST = 3  # rounds of a ratio with a spread
 OURS = ("ours eager", "optimized by us")  # variants: a model of ours, and one of another package
@@ -68,7 +69,8 @@ def run_stages(
     for stage in stages:
         say(f"{stage.name}: started, at most {stage.seconds:.0f} s")
         row: dict[str, Any] = dict(budget=stage.seconds)
-        begun, rows[stage.name] = clock(), row
+        begun = clock()
+        rows[stage.name] = row
         with capturing(row, "error"):
             row |= stage.run(stage.seconds)
         row["seconds"] = round(clock() - begun, 1)
@@ -153,7 +155,8 @@ def _case(subject: Subject, mode: str | None) -> Case:
     model, training = subject.model, subject.model.training
     _remove_chance(model)
     model.requires_grad_(training)
-    plain, auto = partial(using_backend, "torch"), partial(using_backend, "auto")
+    plain = partial(using_backend, "torch")
+    auto = partial(using_backend, "auto")
     contexts = (plain,) if subject.ours else ()
     eager = Variant(_eager(subject.name), None, ModelCall(model, *contexts))
     ours = Variant(OURS[0], None, ModelCall(model, auto)) if subject.ours else optimized_variant(model)
@@ -161,7 +164,8 @@ def _case(subject: Subject, mode: str | None) -> Case:
     variants = [eager, ours, Variant(AUTOTUNE if mode else COMPILE, None, compiling)]
     truth = ModelCall(copy.deepcopy(model).double(), *contexts)
     facts = dict(model=subject.name, batch=subject.batch)
-    phase, name = ("training" if training else "forward"), f"{subject.name} batch {subject.batch}"
+    phase = "training" if training else "forward"
+    name = f"{subject.name} batch {subject.batch}"
     return Case(name, subject.dtype, subject.inputs, variants, truth, (phase,), facts, deep=True, learning=_learning)
 
 

@@ -31,7 +31,9 @@ class ModelCall:
     """
 
     def __init__(self, module: nn.Module, *contexts: Callable, run: Callable | None = None) -> None:
-        self.module, self._contexts, self._run = module, contexts, module if run is None else run
+        self.module = module
+        self._contexts = contexts
+        self._run = module if run is None else run
 
     def __call__(self, image: torch.Tensor | None = None, **named: torch.Tensor) -> torch.Tensor:
         with contextlib.ExitStack() as stack:
@@ -45,7 +47,8 @@ class _Outputs(nn.Module):
 
     def __init__(self, module: nn.Module, pick: str) -> None:
         super().__init__()
-        self.module, self._pick = module, pick
+        self.module = module
+        self._pick = pick
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         return getattr(self.module(pixel_values=image), self._pick)
@@ -56,7 +59,9 @@ class Encoder(nn.Module):
 
     def __init__(self, vit: VisionTransformer) -> None:
         super().__init__()
-        D, H, blocks = vit.embed_dim, vit.config.num_heads, list[Any](vit.blocks)
+        D = vit.embed_dim
+        H = vit.config.num_heads
+        blocks = list[Any](vit.blocks)
         layer = nn.TransformerEncoderLayer(
             D, H, 4 * D, 0.0, "gelu", layer_norm_eps=blocks[0].norm1.eps, batch_first=True, norm_first=True
         )
@@ -64,9 +69,13 @@ class Encoder(nn.Module):
         self.encoder = nn.TransformerEncoder(layer, len(blocks), enable_nested_tensor=False)
         for theirs, ours in zip(self.encoder.layers, blocks, strict=True):
             attention, mlp = ours.attn, ours.mlp
-            theirs.self_attn.in_proj_weight, theirs.self_attn.in_proj_bias = attention.qkv.weight, attention.qkv.bias
+            theirs.self_attn.in_proj_weight = attention.qkv.weight
+            theirs.self_attn.in_proj_bias = attention.qkv.bias
             theirs.self_attn.out_proj = attention.proj
-            theirs.linear1, theirs.linear2, theirs.norm1, theirs.norm2 = mlp.fc1, mlp.fc2, ours.norm1, ours.norm2
+            theirs.linear1 = mlp.fc1
+            theirs.linear2 = mlp.fc2
+            theirs.norm1 = ours.norm1
+            theirs.norm2 = ours.norm2
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         vit = self.vit
@@ -126,9 +135,11 @@ def transformers_model(base: VisionTransformer, dtype: torch.dtype) -> ModelCall
     sizes |= dict(image_size=c.img_size, patch_size=c.patch_size, layer_norm_eps=c.eps, attn_implementation="sdpa")
     if c == plain:
         config = transformers.ViTConfig(**sizes, intermediate_size=4 * c.embed_dim, num_labels=c.num_classes)
-        model, pick = transformers.ViTForImageClassification(config), "logits"
+        model = transformers.ViTForImageClassification(config)
+        pick = "logits"
     elif c == plain.replace(init_values=c.init_values) and not c.num_classes:
-        model, pick = transformers.Dinov2Model(transformers.Dinov2Config(**sizes)), "pooler_output"
+        model = transformers.Dinov2Model(transformers.Dinov2Config(**sizes))
+        pick = "pooler_output"
     else:
         raise ValueError("only plain ViT and DINOv2 are compared with transformers")
     with tempfile.TemporaryDirectory() as folder:

@@ -136,7 +136,8 @@ def _foreign(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
     with device:
         base, size = _vit_pytorch(run) if run.model in VIT_PYTORCH else _timm(run)
         base = randomized(base, dtype).to(dtype)
-        fast, graphed = optimized_variant(base), copy.deepcopy(base)
+        fast = optimized_variant(base)
+        graphed = copy.deepcopy(base)
         variants = [Variant("eager", None, ModelCall(base)), fast]
         variants.append(Variant("torch.compile", None, ModelCall(base, run=compiled(base))))
         both = ModelCall(fast.call.module, run=compiled(fast.call.module)) if fast.reason is None else None
@@ -201,9 +202,12 @@ def least_bytes(case: Case, copies: int) -> int:
 
     In inference the activations of the widest layer are counted, in training those of all layers; weights are not.
     """
-    model, batch = case.truth.module, case.facts["batch"]
-    stem, D = getattr(model, "patch_embed", None), getattr(model, "embed_dim", 0)
-    tokens, blocks = batch * getattr(stem, "num_patches", 0), len(getattr(model, "blocks", ()))
+    model = case.truth.module
+    batch = case.facts["batch"]
+    stem = getattr(model, "patch_embed", None)
+    D = getattr(model, "embed_dim", 0)
+    tokens = batch * getattr(stem, "num_patches", 0)
+    blocks = len(getattr(model, "blocks", ()))
     kept = 16 * D * blocks if "training" in case.phases else 10 * D  # values per token
     return batch * math.prod(case.facts["image"]) * (copies * case.dtype.itemsize + 8) + tokens * kept * 8
 
@@ -211,12 +215,14 @@ def least_bytes(case: Case, copies: int) -> int:
 def _variants(
     run: Run, base: VisionTransformer, first: nn.Module | None, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Variant]:
-    plain, auto = partial(using_backend, "torch"), partial(using_backend, "auto")
+    plain = partial(using_backend, "torch")
+    auto = partial(using_backend, "auto")
     kernels = partial(forcing, "fused")
     yield Variant("eager", None, ModelCall(base, plain))
     yield Variant("ours eager", None, ModelCall(base, auto))
     yield Variant("torch.compile", None, ModelCall(base, plain, run=compiled(base)))
-    ours, why = compiled(base), None if device.type == "cuda" else "needs a GPU"
+    ours = compiled(base)
+    why = None if device.type == "cuda" else "needs a GPU"
     yield Variant("ours compiled", None, ModelCall(base, auto, run=ours))
     yield Variant("our kernels", why, ModelCall(base, auto, kernels))
     fused = compiled(base)  # compiled separately, as the way is chosen while tracing

@@ -121,7 +121,8 @@ class Part:
     def step(self, train: bool) -> None:
         """Runs one call, if `train` with its backward pass."""
         with torch.set_grad_enabled(train):
-            made, learn = [t for t in self._outputs() if t.requires_grad], list(self._learning().values())
+            made = [t for t in self._outputs() if t.requires_grad]
+            learn = list(self._learning().values())
             if train and made and learn:
                 torch.autograd.grad(made, learn, list(map(torch.ones_like, made)), allow_unused=True)
 
@@ -188,7 +189,8 @@ def parts_of(model: nn.Module, inputs: tuple, named: dict, train: bool, table: M
         block = next((choice for choice in _choices(part, table, train) if choice.branches), None)
         if block is not None:
             part.shapes, part.name = block.shapes, type(part.call).__name__
-            fused, choices = Measured(table.rows, table.ways | dict.fromkeys(block.shapes, "fused")), []
+            fused = Measured(table.rows, table.ways | dict.fromkeys(block.shapes, "fused"))
+            choices = []
             with capturing({}, part.name):  # if memory is insufficient, it is not fused
                 choices = _choices(part, fused, train)
             part.attention = next((choice.shapes for choice in choices if choice.name == "attention"), ())

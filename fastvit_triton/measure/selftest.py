@@ -174,8 +174,10 @@ def on_stream(op: Op, arguments: dict, want: Named) -> bool:
 
 def in_graph(op: Op, arguments: dict, want: Named) -> bool:
     """True if results of both passes are equal when replayed from a CUDA graph captured with zeros."""
-    given, learning = _tensors(arguments), named_leaves(arguments)
-    values, along = [t.clone() for t in given], list[torch.Tensor]()
+    given = _tensors(arguments)
+    learning = named_leaves(arguments)
+    values = [t.clone() for t in given]
+    along = list[torch.Tensor]()
     outcome(op.run, arguments, learning, lambda outputs: along.__iadd__(cotangents(outputs)))
     for t in given:
         t.zero_()
@@ -208,14 +210,16 @@ def check_memory(model: str, batch: int, device: torch.device) -> dict:
     """Compares peak memory of a training step of a model's block, fused and eager; a match if fused needs no more."""
     blocks, tokens, channels = blocks_of(model, device, depth=1)
     x, along = (torch.randn(batch, tokens, channels, device=device, dtype=torch.bfloat16) for _ in range(2))
-    learning, peaks = [x.requires_grad_(), *blocks.parameters()], dict[str, int]()
+    learning = [x.requires_grad_(), *blocks.parameters()]
+    peaks = dict[str, int]()
     for way in ("plain", "fused"):
         with using_backend("triton"), forcing(way):
             step = partial(_train, blocks, x, along, learning)
             for _ in range(3):  # compiles kernels and records launches
                 step()
             peaks[way] = peak_bytes(step, device) or 0
-    fused, plain = peaks["fused"], peaks["plain"]
+    fused = peaks["fused"]
+    plain = peaks["plain"]
     columns: dict[str, object] = dict(match=fused <= plain, within=round(fused / plain, 3))
     columns |= dict(worst="peak memory") if not columns["match"] else {}
     return dict(op="block", shape=dict(B=batch, N=tokens, D=channels), fused_bytes=fused, eager_bytes=plain, **columns)
@@ -262,7 +266,8 @@ def check_far(op: Op, images: str, arguments: dict) -> dict:
     """Compares the last images of a large batch with the float64 reference on these images only."""
     with torch.no_grad(), _folding():
         output = next(leaves(op.run(**arguments)))
-        values, got = max(output.numel(), arguments[images].numel()), output[-8:].clone()
+        values = max(output.numel(), arguments[images].numel())
+        got = output[-8:].clone()
     del output
     tail = arguments | {images: arguments[images][-8:].clone()}
     truth = outcome(op.reference, converted(tail, torch.float64), None)

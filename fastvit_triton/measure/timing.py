@@ -44,7 +44,8 @@ class Clock:
     """
 
     def __init__(self, device: torch.device, latency: bool = False) -> None:
-        self.device, self.latency = device, latency
+        self.device = device
+        self.latency = latency
         self._pending: list[tuple] = []
         if device.type == "cuda":
             l2 = torch.cuda.get_device_properties(device).L2_cache_size
@@ -58,7 +59,8 @@ class Clock:
             call()
             self._pending.append((variant, time.perf_counter() - began))
             return
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         if not self.latency:
             torch.cuda._sleep(HEAD_START)
         self._buffer.fill_(copy)
@@ -121,7 +123,8 @@ def samples_of(
         return {}, errors
     samples: dict[str, list[float]] = {variant: [] for variant in variants}
     fewest, most = rounds
-    turn, start = 0, time.perf_counter()
+    turn = 0
+    start = time.perf_counter()
     while turn < most and (turn < 1 or not deadline.over):
         for variant in order(variants, turn):
             clock.time(variant, steps[variant], turn % copies)

@@ -141,7 +141,8 @@ def _tune(
     if device is None:
         raise ValueError("neither the model nor the example has a tensor, so there is nothing to tune")
     measured.folder().mkdir(parents=True, exist_ok=True)  # fail early if it cannot be created
-    before, total = measured.of(device, launch.target is not None), deadline.left
+    before = measured.of(device, launch.target is not None)
+    total = deadline.left
     found = Tuned(type(model).__name__, train, measured.facts_of(device))
     on_progress("compiling", 0.0)
     with unchanged(model), measured.using(before):

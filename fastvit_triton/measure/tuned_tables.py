@@ -35,7 +35,8 @@ def with_ways(table: dict, rows: Sequence[dict], **facts: object) -> dict:
         rows: dicts of "shape" and "way"; the first one of each shape is used.
         facts: entries for each new way, such as its source; stored separately by shape.
     """
-    found, before = {row["shape"]: row["way"] for row in reversed(rows)}, table.get("ways", {})
+    found = {row["shape"]: row["way"] for row in reversed(rows)}
+    before = table.get("ways", {})
     if not found:
         return table
     ways = {"measured": before.get("measured", {}) | found}
@@ -112,7 +113,8 @@ def adopt(path: Path, folder: Path = launch.TUNED) -> list[str]:
 
 def _adopt_exported(held: dict, source: str, folder: Path) -> list[str]:
     """Adopts the parsed content of a file exported by `fastvit-triton tune`; returns the names of the rows."""
-    arch, gpu = str(held["facts"].get("architecture")), held["facts"].get("gpu")
+    arch = str(held["facts"].get("architecture"))
+    gpu = held["facts"].get("gpu")
     if not re.fullmatch(r"sm_\d+|gfx\w+", arch):  # it is part of a file name
         raise ValueError(f"its architecture is {arch}, not one of a GPU such as sm_89; export it with this version")
     rows = {name: entry["config"] for name, entry in held["rows"].items() if " ~" in name}

@@ -151,7 +151,8 @@ class Candidates:
             "row", "op", "count"; "best": launch parameters, or None if none ran; "us" and "us_before" of one call;
             "tried": for each candidate its "config", and "match", "within", "us", "q1", "q3" or "error".
         """
-        current, errors = next(iter(self.configs)), dict(self.errors)
+        current = next(iter(self.configs))
+        errors = dict(self.errors)
         tried: dict[str, dict] = {text: dict(config=config) for text, config in self.configs.items()}
         steps: dict[str, Setup] = {}
         truth: dict[str, torch.Tensor] = {}
@@ -236,7 +237,8 @@ def _step(name: str, config: Config, run: Callable, arguments: dict, backward: b
     if not backward:
         return forward
     outputs = [t for t in forward() if t.requires_grad]
-    learn, given = list(named_leaves(arguments).values()), [torch.ones_like(t) for t in outputs]
+    learn = list(named_leaves(arguments).values())
+    given = [torch.ones_like(t) for t in outputs]
 
     def timed() -> object:
         with overriding({name: config}):

@@ -216,10 +216,8 @@ def measure(
         share: fraction of the remaining time after which comparisons end; variants not compared by then are not timed.
     """
     sets = [case.inputs(seed) for seed in range(copies)]
-    rows, calls = (
-        {variant.name: _row(case, phase, variant) for variant in case.variants},
-        {a.name: a.call for a in case.variants},
-    )
+    rows = {variant.name: _row(case, phase, variant) for variant in case.variants}
+    calls = {a.name: a.call for a in case.variants}
     if device.type == "cuda":
         on_progress("compiling kernels")
         compile_kernels(case, sets[0], phase)

@@ -45,7 +45,9 @@ class Worker:
             start_new_session=True,  # only the parent handles Ctrl-C
         )
         assert process.stdin is not None and process.stdout is not None  # pipes
-        self._process, self._input, self._output = process, process.stdin, process.stdout
+        self._process = process
+        self._input = process.stdin
+        self._output = process.stdout
 
     def ready(self) -> bool:
         """Waits until the process can run checks; False if it ended."""
@@ -90,10 +92,14 @@ class Run:
     def __init__(
         self, names: list[str], deadline: Deadline, add: Callable[[dict], None], start: Callable[[], Worker]
     ) -> None:
-        self._todo, self._deadline, self._add, self._start = deque(names), deadline, add, start
+        self._todo = deque(names)
+        self._deadline = deadline
+        self._add = add
+        self._start = start
         self._begun: list[str] = []
         self._workers: set[Worker] = set()
-        self._lock, self._stopped = threading.Lock(), False
+        self._lock = threading.Lock()
+        self._stopped = False
 
     @property
     def not_reached(self) -> list[str]:
@@ -185,7 +191,8 @@ def result_of(command: Sequence[str], seconds: float, variables: dict[str, str] 
         ChildProcessError: it ended without writing; the message has its exit code and its last line.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path, log = Path(folder) / "result.json", Path(folder) / "log"
+        path = Path(folder) / "result.json"
+        log = Path(folder) / "log"
         with open(log, "wb") as output:
             process = subprocess.Popen(
                 [*command, str(path)],

@@ -18,7 +18,8 @@ from .ranges import NonNegative, NonNegativeInt, PositiveInt, check
 from .rng import get_rng_state, set_rng_state
 from .step import Step
 
-STATE, PREVIOUS = "training_state.pt", "training_state.previous.pt"
+STATE = "training_state.pt"
+PREVIOUS = "training_state.previous.pt"
 _PROGRESS = ("epoch", "step", "images", "loss_sum", "correct", "lr", "seconds", "epoch_rng", "done")
 LOG_COLUMNS = tuple("epoch lr train_loss train_accuracy test_loss test_accuracy images_per_second seconds".split())
 # Keys of earlier file versions → current keys.
@@ -122,7 +123,8 @@ def load_state(path: Path) -> dict:
 
 def _check_values(state: dict) -> None:
     """Raises ValueError unless progress and history hold the values that `make_state` writes."""
-    progress, history = state["progress"], state["history"]
+    progress = state["progress"]
+    history = state["history"]
     for name in ("model", "optimizer", "scaler", "progress", "settings", "generators"):
         check(name, state[name], dict)
     if missing := [name for name in _PROGRESS if name not in progress]:

@@ -29,9 +29,11 @@ def extract_features(
     Raises:
         ValueError: there are no images.
     """
-    device, modes = next(model.parameters()).device, {module: module.training for module in model.modules()}
+    device = next(model.parameters()).device
+    modes = {module: module.training for module in model.modules()}
     model.eval()
-    features, answers = [], []
+    features = []
+    answers = []
     try:
         for images, targets in batches:
             features.append((forward or model)(images.to(device, non_blocking=True)).cpu())
@@ -106,8 +108,10 @@ def few_shot(
     Returns:
         Outputs [M, K] in float64; argmax(1) is the predicted class.
     """
-    features, test_features = features.double(), test_features.double()
-    mean, std = features.mean(0), features.std(0, correction=0) + 1e-5
+    features = features.double()
+    test_features = test_features.double()
+    mean = features.mean(0)
+    std = features.std(0, correction=0) + 1e-5
     train, test = (F.pad((x - mean) / std, (0, 1), value=BIAS) for x in (features, test_features))
     return test @ ridge(train, 2 * F.one_hot(targets, classes).double() - 1, penalty)
 

@@ -127,7 +127,9 @@ def fit(
         ValueError: there are no images.
         Diverged: the loss was not finite in `patience` consecutive steps, or in a whole epoch.
     """
-    step, now, failures = step or Step(), start or Progress(), 0
+    step = step or Step()
+    now = start or Progress()
+    failures = 0
     device = next(model.parameters()).device
     while now.epoch < epochs or not now.done:
         model.train()
@@ -138,13 +140,15 @@ def fit(
         key = zlib.crc32(now.epoch_rng["cpu"].numpy()) << 32
         clock = time.perf_counter() - now.seconds
         for number, (images, targets) in enumerate(remaining_batches(batches, now), now.step + 1):
-            images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+            images = images.to(device, non_blocking=True)
+            targets = targets.to(device, non_blocking=True)
             lr = lr_at((now.epoch - 1) * len(batches) + number - 1)
             set_lr(optimizer, lr)
             loss, correct, count = step(model, optimizer, images, targets, key + number)
             sums = now.images, now.loss_sum, now.correct
             if loss.isfinite():
-                failures, sums = 0, (now.images + count, now.loss_sum + loss * count, now.correct + correct)
+                failures = 0
+                sums = (now.images + count, now.loss_sum + loss * count, now.correct + correct)
             elif (failures := failures + 1) == patience:
                 raise Diverged(_divergence_message(f"{failures} steps in a row", now.epoch, number, lr, batches))
             now = Progress(now.epoch, number, *sums, lr, time.perf_counter() - clock, now.epoch_rng, done=False)
@@ -154,7 +158,8 @@ def fit(
         if not now.images:
             raise Diverged(_divergence_message("every step", now.epoch, now.step, now.lr, batches))
         float(now.loss)  # waits for the device, so that `seconds` includes all of the epoch's work
-        seconds, due = time.perf_counter() - clock, not test_once or now.epoch == epochs
+        seconds = time.perf_counter() - clock
+        due = not test_once or now.epoch == epochs
         score = test(step.eval_model(model)) if due else None
         now = Progress(now.epoch, now.step, now.images, now.loss_sum, now.correct, now.lr, seconds, None, True, score)
         yield now
@@ -209,10 +214,14 @@ def evaluate(
     Raises:
         ValueError: there are no images.
     """
-    device, modes = next(model.parameters()).device, {module: module.training for module in model.modules()}
+    device = next(model.parameters()).device
+    modes = {module: module.training for module in model.modules()}
     world = world or World()
     model.eval()
-    losses, predictions, answers, places = [], [], [], []
+    losses = []
+    predictions = []
+    answers = []
+    places = []
     try:
         for images, targets, indices in _local_batches(batches, world, per_rank_batches):
             with torch.autocast(device.type, amp, enabled=amp is not None):
@@ -246,7 +255,9 @@ def _local_batches(batches: Any, world: World, per_rank_batches: bool) -> Iterat
     for images, targets in batches:
         indices = torch.tensor(batches.indices if world.world_size > 1 else [], dtype=torch.long)
         if not per_rank_batches:
-            images, targets, indices = world.shard(images), world.shard(targets), world.shard(indices)
+            images = world.shard(images)
+            targets = world.shard(targets)
+            indices = world.shard(indices)
         yield _LocalBatch(images if len(images) else images.new_zeros(1, *images.shape[1:]), targets, indices)
 
 
@@ -272,8 +283,10 @@ def evaluate_objective(
     Raises:
         ValueError: there are no images.
     """
-    modes, rng = {module: module.training for module in model.modules()}, get_rng_state()
-    device, world = next(model.parameters()).device, world or World()
+    modes = {module: module.training for module in model.modules()}
+    rng = get_rng_state()
+    device = next(model.parameters()).device
+    world = world or World()
     model.eval()
     total, count = 0.0, 0
     try:
@@ -282,7 +295,8 @@ def evaluate_objective(
             labels = targets if len(targets) else targets.new_zeros(1)
             with torch.autocast(device.type, amp, enabled=amp is not None):
                 loss, _ = objective(model, images.to(device, non_blocking=True), labels.to(device))
-            total, count = total + loss.item() * len(targets), count + len(targets)
+            total = total + loss.item() * len(targets)
+            count = count + len(targets)
     finally:
         set_rng_state(rng)
         for module, mode in modes.items():

@@ -27,7 +27,8 @@ class MaskedPatchPrediction(nn.Module):
     @checked
     def __init__(self, encoder: Encoder, classes: PositiveInt = 512, ratio: OpenFraction = 0.5) -> None:
         super().__init__()
-        self.encoder, self.ratio = encoder, ratio
+        self.encoder = encoder
+        self.ratio = ratio
         self.mask_token = nn.Parameter(torch.empty(1, 1, encoder.embed_dim))
         self.predict = nn.Linear(encoder.embed_dim, classes)
         nn.init.normal_(self.mask_token, std=0.02)
@@ -62,7 +63,9 @@ class MaskedAutoencoder(nn.Module):
     def __init__(self, encoder: Encoder, decoder: nn.Module, dim: PositiveInt, ratio: OpenFraction = 0.75) -> None:
         super().__init__()
         stem = encoder.patch_embed
-        self.encoder, self.decoder, self.ratio = encoder, decoder, ratio
+        self.encoder = encoder
+        self.decoder = decoder
+        self.ratio = ratio
         self.decoder_embed = nn.Linear(encoder.embed_dim, dim)
         self.mask_token = nn.Parameter(torch.empty(1, 1, dim))
         self.register_buffer("decoder_pos_embed", sincos_positions(stem.grid_size, dim), persistent=False)
@@ -84,7 +87,8 @@ class MaskedAutoencoder(nn.Module):
         visible = order[:, : int(N * (1 - self.ratio))]
         x = encode(self.encoder, prefix, gather_tokens(patches, visible))
         x = self.decoder_embed(x)  # [B, T + visible, E]
-        encoded, T = x[:, prefix.shape[1] :], prefix.shape[1]
+        encoded = x[:, prefix.shape[1] :]
+        T = prefix.shape[1]
         full = self.mask_token.to(x.dtype).expand(B, N, -1).scatter(1, visible[..., None].expand_as(encoded), encoded)
         x = torch.cat((x[:, :T], full + self.decoder_pos_embed.to(x.dtype)), 1)  # prefix tokens get no position
         x = self.decoder_pred(self.decoder_norm(self.decoder(x)))[:, T:]
@@ -134,7 +138,8 @@ def corrupt(
     kind = torch.rand(B, N, device=patches.device)
     step = torch.randint(1, N, (B, N), device=patches.device)
     others = gather_tokens(patches, (torch.arange(N, device=patches.device) + step) % N)
-    hidden, moved = chosen & (kind < masked), chosen & (kind >= masked) & (kind < masked + swapped)
+    hidden = chosen & (kind < masked)
+    moved = chosen & (kind >= masked) & (kind < masked + swapped)
     patches = torch.where(hidden[..., None], mask_token.to(patches.dtype), patches)
     return torch.where(moved[..., None], others, patches), chosen
 
@@ -200,5 +205,6 @@ def sincos_positions(grid: tuple[int, int], dim: int) -> Tensor:
         raise ValueError(f"dim is {dim}; it must be divisible by 4")
     omega = 10000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
     y, x = torch.meshgrid(*(torch.arange(n, dtype=torch.float64) for n in grid), indexing="ij")
-    x, y = x.flatten()[:, None] * omega, y.flatten()[:, None] * omega
+    x = x.flatten()[:, None] * omega
+    y = y.flatten()[:, None] * omega
     return torch.cat((x.sin(), x.cos(), y.sin(), y.cos()), 1)[None].float()

@@ -46,7 +46,8 @@ class MuonAdamW(Optimizer):
         """Updates all parameters that have a gradient; `closure` is ignored."""
         start = 0
         for part, count in self._parts:  # `load_state_dict` replaces groups and state, so they are handed on here
-            part.param_groups, part.state = self.param_groups[start : start + count], self.state
+            part.param_groups = self.param_groups[start : start + count]
+            part.state = self.state
             part.step()
             start += count
 

@@ -202,6 +202,7 @@ class Lamb(Optimizer):
         corrections = [1 - beta ** state["step"] for beta in betas]
         update = (m / corrections[0]) / ((v / corrections[1]).sqrt() + eps) + weight_decay * p
         if weight_decay:
-            weight_norm, update_norm = p.norm(), update.norm()
+            weight_norm = p.norm()
+            update_norm = update.norm()
             update *= torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
         p.sub_(lr * update)

@@ -21,8 +21,12 @@ from .loop import Progress, Score
 from .plots import draw_curves, draw_predictions
 from .recipes import Recipe
 
-WEIGHTS, BEST, LOG = "model.safetensors", "best.safetensors", "log.csv"
-CURVES, PREDICTIONS, EXAMPLE = "curves.png", "predictions.png", "example.png"
+WEIGHTS = "model.safetensors"
+BEST = "best.safetensors"
+LOG = "log.csv"
+CURVES = "curves.png"
+PREDICTIONS = "predictions.png"
+EXAMPLE = "example.png"
 LOCK, LOCK_SECONDS = ".lock", 10.0  # the operating system unlocks the file when the process dies, at the latest then
 FILES = {
     WEIGHTS: "the model, with its config, classes and normalisation",
@@ -138,7 +142,8 @@ def summary(out: Path, data: Data) -> str:
     lines += [f"  {out / name!s:{width}}  {about}" for name, about in FILES.items() if (out / name).exists()]
     if bad := data.train.bad | data.test.bad:
         lines += [f"\nskipped {len(bad)} images that cannot be read: {join_names([str(path) for path in sorted(bad)])}"]
-    example, folder = quote(str(out / EXAMPLE)), quote(str(out))
+    example = quote(str(out / EXAMPLE))
+    folder = quote(str(out))
     if not last["test_accuracy"]:
         return "\n".join([*lines, "\nnext commands:", f"  fastvit-triton train --weights {folder} --data …"])
     lines += ["\nnext commands:", f"  fastvit-triton predict --checkpoint {folder} {example}"]

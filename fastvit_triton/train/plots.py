@@ -15,8 +15,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
-BLUE, ORANGE, RED = "#2f6fde", "#e8833a", "#d64545"
+INK = "#1f2933"
+MUTED = "#7b8794"
+GRID = "#e4e7eb"
+BLUE = "#2f6fde"
+ORANGE = "#e8833a"
+RED = "#d64545"
 NARROW = 4.2  # inches, of figures that a phone shows
 
 
@@ -71,7 +75,9 @@ def draw_predictions(data: Data, score: Score, path: Path, max_images: int = 60)
         path: file to write.
         max_images: largest number of images in the grid.
     """
-    predictions, targets, accuracy = score.predictions, score.targets, score.accuracy
+    predictions = score.predictions
+    targets = score.targets
+    accuracy = score.accuracy
     assert predictions is not None and targets is not None and accuracy is not None  # of a classifier
     wrong = (predictions != targets).nonzero().flatten()
     correct = (predictions == targets).nonzero().flatten()
@@ -80,7 +86,8 @@ def draw_predictions(data: Data, score: Score, path: Path, max_images: int = 60)
     columns = min(12, len(chosen))
     rows = -(-len(chosen) // columns)
     page = figure(columns + 0.4, 1.24 * rows + 0.7)
-    names, shown = data.classes, min(len(wrong), max_images)
+    names = data.classes
+    shown = min(len(wrong), max_images)
     page.suptitle(
         f"{100 * accuracy:.1f} % of {len(targets):,} test images correct;  {len(wrong):,} wrong"
         + (f", {'shown first' if shown == len(wrong) else f'{shown} of them shown'}, in red" if shown else ""),
@@ -90,7 +97,8 @@ def draw_predictions(data: Data, score: Score, path: Path, max_images: int = 60)
     for i, axes in enumerate(page.subplots(rows, columns, squeeze=False).flat):
         axes.axis("off")
         if i < len(chosen):
-            predicted, expected = int(predictions[chosen[i]]), int(targets[chosen[i]])
+            predicted = int(predictions[chosen[i]])
+            expected = int(targets[chosen[i]])
             _draw_image(axes, data.test.display_image(chosen[i]), names[predicted], names[expected])
     page.savefig(path, format="png", dpi=150)
 

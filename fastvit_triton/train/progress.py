@@ -36,7 +36,10 @@ class _Lines:
     """Prints one line after each epoch; the time left is estimated from the mean time of an epoch."""
 
     def __init__(self, console: Console, epochs: int, finished_epochs: int) -> None:
-        self.console, self.epochs, self.finished, self.start = console, epochs, finished_epochs, time.perf_counter()
+        self.console = console
+        self.epochs = epochs
+        self.finished = finished_epochs
+        self.start = time.perf_counter()
 
     def __call__(self, progress: Progress) -> None:
         if progress.done:
@@ -51,7 +54,10 @@ class _Bar:
     """Updates the bar at most ten times a second, because reading the loss waits for the device."""
 
     def __init__(self, bar: Bar, epochs: int, steps: int, finished: int) -> None:
-        self.bar, self.epochs, self.steps, self.shown = bar, epochs, steps, 0.0
+        self.bar = bar
+        self.epochs = epochs
+        self.steps = steps
+        self.shown = 0.0
         self.test: float | None = None
         self.task = bar.add_task("", total=epochs * steps, completed=finished * steps)
 
@@ -67,7 +73,8 @@ class _Bar:
 
 
 def _line(progress: Progress, epochs: int, test: float | None) -> str:
-    accuracy, speed = progress.accuracy.item(), progress.images / progress.seconds
+    accuracy = progress.accuracy.item()
+    speed = progress.images / progress.seconds
     words = [f"epoch {progress.epoch}/{epochs}", f"loss {progress.loss.item():.3f}"]
     words += [f"accuracy {100 * accuracy:.1f} %"] if accuracy == accuracy else []  # NaN for self-supervised models
     words += [f"test {100 * test:.1f} %"] if test is not None else []

@@ -97,7 +97,8 @@ def _is_checkable(hint: Any) -> bool:
 
 
 def _is_allowed(value: object, hint: Any) -> bool:
-    origin, args = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    args = get_args(hint)
     if origin is Annotated:
         return _is_allowed(value, args[0]) and (_is_union(args[0]) or _is_in_interval(value, args[1]))
     if origin is Literal:
@@ -137,7 +138,8 @@ def _number(text: str) -> float:
 
 def _describe(hint: Any) -> str:
     """The allowed values, in words."""
-    origin, args = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    args = get_args(hint)
     if origin is Annotated and _is_union(args[0]):  # the second argument explains None
         return f"{_describe(args[0])} for {args[1]}"
     if origin is Annotated:

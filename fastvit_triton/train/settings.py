@@ -104,7 +104,8 @@ def check_unchanged(data: Data, state: dict, accept_changes: bool = False) -> No
 
 
 def _resume(given: dict, state: dict, accept_changes: bool) -> dict:
-    saved, progress = SETTINGS | ADDED | state["settings"], state["progress"]
+    saved = SETTINGS | ADDED | state["settings"]
+    progress = state["progress"]
     done = progress["epoch"]
     # at the end of an epoch, its last step is the number of steps per epoch
     finished = progress["done"] and recipe_of(saved).epochs_of(progress["step"]) == done

@@ -78,11 +78,13 @@ class Step:
         world = self.world
         if not self.per_rank_batches:  # mix the whole batch as one process would, then slice
             images, targets = (images, targets) if self.mix is None else self.mix(images, targets)
-            images, targets = world.shard(images), world.shard(targets)
+            images = world.shard(images)
+            targets = world.shard(targets)
         with world.rank_rng(key):
             count = images.shape[0]
             if not count:  # collectives need every rank: one dummy image with weight 0
-                images, targets = images.new_zeros(1, *images.shape[1:]), targets.new_zeros(1, *targets.shape[1:])
+                images = images.new_zeros(1, *images.shape[1:])
+                targets = targets.new_zeros(1, *targets.shape[1:])
             if self.per_rank_batches and self.mix is not None:
                 images, targets = self.mix(images, targets)
             optimizer.zero_grad()
@@ -96,7 +98,8 @@ class Step:
         if world.world_size > 1:
             sums = [total.to(loss) * (count > 0) for total in (loss * count, correct)]
             total, correct, all_images = world.all_reduce_sum(torch.stack([*sums, loss.new_tensor(count)]))
-            loss, count = total / all_images, int(all_images)
+            loss = total / all_images
+            count = int(all_images)
         if not loss.isfinite():
             return StepResult(loss, correct, count)
         if self.clip is not None:
@@ -151,7 +154,8 @@ def accumulate_gradients(
     count = images.shape[0]
     if grad_accum_steps > count:
         raise ValueError(f"grad_accum_steps is {grad_accum_steps} for {count} images; use at most the number of images")
-    total, outputs = torch.zeros((), device=images.device), list[Any]()
+    total = torch.zeros((), device=images.device)
+    outputs = list[Any]()
     pairs = zip(images.tensor_split(grad_accum_steps), targets.tensor_split(grad_accum_steps), strict=True)
     for number, (micro_images, micro_targets) in enumerate(pairs, 1):
         with gradient_sync(model, number == grad_accum_steps):

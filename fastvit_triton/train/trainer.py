@@ -104,11 +104,13 @@ def build_trainer(
     """
     objective = build_objective(recipe, model, data.transform, teacher, distillation)
     step = build_step(recipe, model, objective, len(data.classes), grad_accum_steps, amp)
-    wrapped, engine = model, Engine()
+    wrapped = model
+    engine = Engine()
     if parallel is not None:
         assert world is not None, "`parallel` needs a world"
         wrapped, step, engine = parallelize(parallel, model, step, world, data.train.per_rank)
-    optimizer, lr_at = build_optimizer(recipe, model), build_lr(recipe, len(data.train))
+    optimizer = build_optimizer(recipe, model)
+    lr_at = build_lr(recipe, len(data.train))
     return Trainer(model=wrapped, data=data, recipe=recipe, step=step, optimizer=optimizer, lr_at=lr_at, engine=engine)
 
 
@@ -147,7 +149,11 @@ def run(
     world = trainer.step.world
     if world.is_main:
         sweep(out, FILES)
-    model, data, optimizer, step, engine = trainer.model, trainer.data, trainer.optimizer, trainer.step, trainer.engine
+    model = trainer.model
+    data = trainer.data
+    optimizer = trainer.optimizer
+    step = trainer.step
+    engine = trainer.engine
     history: list[dict] = [] if state is None else list(state["history"])
     start = None
     if state is not None:
@@ -191,7 +197,8 @@ def _save_weights(trainer: Trainer, out: Path, history: list[dict], settings: di
         return
     module = module_to_export(trainer.recipe, gathered)
     skip_bad_images = bool(settings.get("skip_bad_images"))  # a resumed run does not yet know which images are bad
-    accuracy, name = history[-1]["test_accuracy"], settings.get("recipe", "")
+    accuracy = history[-1]["test_accuracy"]
+    name = settings.get("recipe", "")
     metadata = weights_metadata(data, trainer.recipe, module, accuracy, skip_bad_images, name)
     for path in (out / WEIGHTS, out / BEST) if is_best(history) else (out / WEIGHTS,):
         with write_errors(path):

@@ -61,9 +61,12 @@ def _head_dim(found: AttentionPattern) -> int:
 def _attention(node: fx.Node) -> AttentionPattern | str | None:
     """The attention whose output is this node; a reason (str) if it is unsupported; None if it is not attention."""
     if kind(node) == "scaled_dot_product_attention":
-        given, inner = read(node), []
+        given = read(node)
+        inner = []
         q, k, v = (given[name] for name in ("query", "key", "value"))
-        bias, windows, scale = given.get("attn_mask"), None, given.get("scale")
+        bias = given.get("attn_mask")
+        windows = None
+        scale = given.get("scale")
         if given.get("dropout_p", 0.0) != 0.0:
             return "it drops attention probabilities"
         if given.get("is_causal", False) is not False or given.get("enable_gqa", False) is not False:
@@ -102,7 +105,8 @@ def _written_out(node: fx.Node) -> tuple | None:
     If all keys of a row are masked by −inf, the written-out form gives NaN, and the kernel gives 0.
     """
     inner: list[fx.Node] = []
-    weights, v = read(node)["input"], read(node)["other"]
+    weights = read(node)["input"]
+    v = read(node)["other"]
     weights = up(weights, inner)
     if kind(weights) == "to":  # a softmax in float32 is cast back
         inner.append(weights)
@@ -117,7 +121,8 @@ def _written_out(node: fx.Node) -> tuple | None:
     scale, bias = 1.0, None
     if kind(scores) == "add" and read(scores).get("alpha", 1) == 1:
         inner.append(scores)
-        a, b = read(scores)["input"], read(scores)["other"]
+        a = read(scores)["input"]
+        b = read(scores)["other"]
         above: list[fx.Node] = []
         if _product(a, above) is not None and equal(shape(a), shape(scores)):
             scores, bias = a, b
@@ -128,8 +133,10 @@ def _written_out(node: fx.Node) -> tuple | None:
         return None
     product, scale = found
     inner.append(product)
-    q, kt = read(product)["input"], read(product)["other"]
-    q, kt = _scaled_by(q, inner), _scaled_by(kt, inner)
+    q = read(product)["input"]
+    kt = read(product)["other"]
+    q = _scaled_by(q, inner)
+    kt = _scaled_by(kt, inner)
     scale *= q[1] * kt[1]
     axes = order(kt[0])
     if axes != (0, 1, 3, 2):
@@ -164,7 +171,8 @@ def _scaled_by(node: Argument, inner: list[fx.Node]) -> tuple[fx.Node, float]:
     """(the node without scalar factors, product of these factors)."""
     factor = 1.0
     while kind(node) in ("mul", "div"):
-        a, b = read(node)["input"], read(node)["other"]
+        a = read(node)["input"]
+        b = read(node)["other"]
         if isinstance(a, (int, float)) and kind(node) == "mul":
             a, b = b, a
         if not isinstance(b, (int, float)) or b == 0 or read(node).get("rounding_mode") is not None:
@@ -204,7 +212,8 @@ def _bias(mask: Argument, sizes: tuple) -> fx.Node | Call | None:
 
 def _unpacked(found: AttentionPattern, inner: list[fx.Node]) -> fx.Node | None:
     """The packed projection [B, N, 3·H·D], ordered as [3, H, D], from which q, k and v are split; or None."""
-    parts, sources = [up(t, inner) for t in found[:3]], []
+    parts = [up(t, inner) for t in found[:3]]
+    sources = []
     for i, part in enumerate(parts):
         path = [part]
         if order(part) == (0, 2, 1, 3):  # each [B, N, H·D] third to [B, N, H, D] to [B, H, N, D]
@@ -253,7 +262,9 @@ def _unpacked(found: AttentionPattern, inner: list[fx.Node]) -> fx.Node | None:
 def unlike_self_attention(node: fx.Node) -> str | None:
     """Why a call of `F.multi_head_attention_forward` is not rewritten; None for plain self-attention."""
     given = read(node)
-    query, E, weight = given["query"], given["embed_dim_to_check"], given["in_proj_weight"]
+    query = given["query"]
+    E = given["embed_dim_to_check"]
+    weight = given["in_proj_weight"]
     if given["key"] is not query or given["value"] is not query or len(shape(query)) != 3 or weight is None:
         return "its queries, keys and values are not one tensor [N, B, D]"
     if any(given.get(name) is not None for name in ("key_padding_mask", "attn_mask", "bias_k", "static_k", "static_v")):

@@ -126,7 +126,8 @@ def _bind(node: Argument, name: str | None) -> dict | None:
     """The arguments of a call by name; None if it has an argument that its kind does not name."""
     *names, last = ARGUMENTS[name]
     if name == "softmax" and node.target is F.softmax:
-        names, last = ["input", "dim", "_stacklevel"], "dtype"
+        names = ["input", "dim", "_stacklevel"]
+        last = "dtype"
     names.append(last.lstrip("*"))
     args: Argument = node.args
     if last.startswith("*") and len(args) > 1 and not (len(args) == 2 and isinstance(args[1], (tuple, list))):
@@ -184,7 +185,8 @@ def same(node: Argument) -> Argument:
         return read(node)["input"]
     if kind(node) in ("to", "reshape"):
         source = read(node)["input"]
-        before, after = value(source), value(node)
+        before = value(source)
+        after = value(node)
         if before is None or after is None:
             return None
         kept = before.dtype == after.dtype and before.device == after.device and equal(before.shape, after.shape)

@@ -71,7 +71,8 @@ def _scales(node: fx.Node, ends: dict, passed: list[fx.Node]) -> Iterator[tuple[
     if kind(node) == "mul":
         given = read(node)
         for rest, factor in ((given["input"], given["other"]), (given["other"], given["input"])):
-            size, sizes = shape(factor), shape(node)
+            size = shape(factor)
+            sizes = shape(node)
             if value(factor) is None or value(rest) is None or not equal(shape(rest), sizes):
                 continue
             if "layer_scale" not in ends and equal(size, sizes[-1:]):
@@ -199,7 +200,8 @@ def _with_positions(anchor: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | Call |
         given = read(anchor)
         for tokens, pos in ((given["input"], given["other"]), (given["other"], given["input"])):
             inner: list[fx.Node] = []
-            size, sizes = shape(pos), shape(anchor)
+            size = shape(pos)
+            sizes = shape(anchor)
             if len(sizes) == 3 and equal(shape(tokens), sizes) and equal(size, (1, *sizes[1:])):
                 yield up(tokens, inner), pos, inner
             elif len(sizes) == 3 and equal(shape(tokens), sizes) and equal(size, sizes[1:]):
@@ -214,7 +216,9 @@ def _with_prefix(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | Call | None
     if kind(node) != "cat" or len(shape(node)) != 3 or read(node).get("dim", 0) not in (1, -2):
         return
     *first, last = read(node)["tensors"]
-    inner, tokens, D = [node], [], shape(node)[2]
+    inner = [node]
+    tokens = []
+    D = shape(node)[2]
     for part in first:
         part = up(part, inner)
         row = read(part)["input"] if kind(part) == "expand" else None
@@ -244,7 +248,8 @@ def _tokens(node: fx.Node, inner: list[fx.Node]) -> tuple | None:
 def _conv(node: fx.Node) -> tuple | str:
     """(image, weight, bias) of a patch convolution; a reason (str) for other convolutions."""
     given = read(node)
-    image, weight = given["input"], given["weight"]
+    image = given["input"]
+    weight = given["weight"]
     if len(shape(image)) != 4 or len(shape(weight)) != 4:
         return "it has no axes [B, C, H, W]"
     patch = shape(weight)[2:]

@@ -65,7 +65,8 @@ def written(node: fx.Node, fake: FakeTensorMode) -> Memory | None:
             target: Any = node.target
             if node.op == "call_method":
                 owner, *rest = args
-                args, target = tuple(rest), getattr(owner, target)
+                args = tuple(rest)
+                target = getattr(owner, target)
             with Writes() as writes:
                 target(*args, **options)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # it needs more than example values
@@ -85,7 +86,8 @@ class Regions:
         self._memory = {node: memory(node.meta.get("example_value")) for node in graph.nodes}
         self._writes: list[tuple[int, Memory]] = []
         self._autocast: dict[int, tuple[tuple, ...]] = {0: ()}
-        region, active = 0, {}
+        region = 0
+        active = {}
         for node in graph.nodes:
             calls = node.op in ("call_function", "call_method", "call_module")
             silent = calls and node.meta.get("example_value") is None

@@ -74,8 +74,10 @@ class Rewriter:
 
     def _make(self, match: Match) -> bool:
         """Rewrites a match; if it may not, records the reason and returns False."""
-        anchor, inner = match.anchor, [n for n in dict.fromkeys(match.inner) if n is not match.anchor]
-        name, reason = match.function.__name__, self._hindrance(match, inner)
+        anchor = match.anchor
+        inner = [n for n in dict.fromkeys(match.inner) if n is not match.anchor]
+        name = match.function.__name__
+        reason = self._hindrance(match, inner)
         if reason is not None:
             for node in (anchor, *inner):
                 self.why.setdefault(node.name, f"not {name}: {reason}")
@@ -92,7 +94,8 @@ class Rewriter:
 
     def _hindrance(self, match: Match, inner: list[fx.Node]) -> str | None:
         """Why a rewrite is not allowed (not equivalent, or not run by a kernel); None if it is."""
-        anchor, want = match.anchor, value(match.anchor)
+        anchor = match.anchor
+        want = value(match.anchor)
         x, *_ = map(value, match.args)
         read_nodes = {n for node in (anchor, *inner) for n in node.all_input_nodes} - {anchor, *inner}
         if any(isinstance(n.meta.get("example_value"), torch.Tensor) and value(n) is None for n in read_nodes):
@@ -133,7 +136,8 @@ class Rewriter:
 
     def _replace(self, old: fx.Node, new: fx.Node) -> None:
         """Replaces all uses of the old node; if the strides differ, its views become reshapes."""
-        before, after = value(old), value(new)
+        before = value(old)
+        after = value(new)
         old.replace_all_uses_with(new)
         self.regions.replaced(old, new)
         if after.is_contiguous() or after.stride() == before.stride():
@@ -164,7 +168,8 @@ class Rewriter:
 
     def _self_attention(self, before: fx.Node, x: fx.Node, given: dict) -> fx.Node:
         """Inserts, before a node, self-attention on x [B, N, D] as `F.multi_head_attention_forward` computes it."""
-        call, heads = partial(self._insert, before), given["num_heads"]
+        call = partial(self._insert, before)
+        heads = given["num_heads"]
         qkv = call(F.linear, x, given["in_proj_weight"], given["in_proj_bias"])  # [B, N, 3·H·D]
         split = call(torch.unflatten, qkv, -1, (3, heads, given["embed_dim_to_check"] // heads))
         parts = call(torch.unbind, call(torch.permute, split, (2, 0, 3, 1, 4)), 0)
@@ -174,7 +179,8 @@ class Rewriter:
 
     def _expand(self, node: fx.Node) -> None:
         """Expands a self-attention call of `F.multi_head_attention_forward` into its inner calls."""
-        given, query = read(node), read(node)["query"]
+        given = read(node)
+        query = read(node)["query"]
         reason = unlike_self_attention(node) or self._unusable(node, query, given)
         if reason is not None:
             self.why[node.name] = reason
@@ -196,8 +202,10 @@ class Rewriter:
 
     def _expand_layer(self, node: fx.Node) -> None:
         """Expands the single op of `nn.TransformerEncoderLayer` in inference into the calls made in training."""
-        given, call = read(node), partial(self._insert, node)
-        x, width = given["src"], given["embed_dim_to_check"]
+        given = read(node)
+        call = partial(self._insert, node)
+        x = given["src"]
+        width = given["embed_dim_to_check"]
         masked = given.get("mask") is not None or len(shape(x)) != 3
         reason = "it has a mask, or no axes [B, N, D]" if masked else self._unusable(node, x, given)
         if self.regions.casts(node):
@@ -231,8 +239,10 @@ class Rewriter:
         x = value(read(norm)["input"])
         if len(users) < 2 or len(layers) < len(users) or why_not(x.device, x.dtype) is not None:
             return
-        weights, biases = tuple(n["weight"] for n in layers), tuple(n.get("bias") for n in layers)
-        first, fits = users[0], all(shape(w) and equal(shape(w), shape(weights[0])) for w in weights)
+        weights = tuple(n["weight"] for n in layers)
+        biases = tuple(n.get("bias") for n in layers)
+        first = users[0]
+        fits = all(shape(w) and equal(shape(w), shape(weights[0])) for w in weights)
         dtypes = {t.dtype for t in tensors(weights, biases)}
         plain = len(dtypes) == 1 and (dtypes == {torch.float32} or not self.regions.casts(first))  # as `cat` needs
         if not fits or not plain or not self.regions.together(users, first):

@@ -36,10 +36,14 @@ def random_affine(
     batch, _, height, width = images.shape
     uniform = torch.rand(6, batch) * 2 - 1  # [6, B]
     angle = uniform[0] * (degrees * torch.pi / 180)
-    zoom_x, zoom_y, slant = 1 + uniform[1] * zoom, 1 + uniform[2] * zoom, uniform[3] * shear
+    zoom_x = 1 + uniform[1] * zoom
+    zoom_y = 1 + uniform[2] * zoom
+    slant = uniform[3] * shear
     # affine_grid coordinates span [-1, 1]: one pixel is 2 / side.
-    move_x, move_y = uniform[4] * shift * 2 / width, uniform[5] * shift * 2 / height
-    cos, sin = angle.cos(), angle.sin()
+    move_x = uniform[4] * shift * 2 / width
+    move_y = uniform[5] * shift * 2 / height
+    cos = angle.cos()
+    sin = angle.sin()
     theta = torch.stack(
         [cos * zoom_x, (cos * slant - sin) * zoom_y, move_x, sin * zoom_x, (sin * slant + cos) * zoom_y, move_y], dim=1
     ).view(batch, 2, 3)
@@ -76,9 +80,11 @@ def random_erasing(
         for fraction, stretch, y, x in torch.rand(10, 4).tolist():
             area = (min_area + (max_area - min_area) * fraction) * height * width
             aspect = min_aspect ** (1 - 2 * stretch)
-            h, w = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            h = round(math.sqrt(area * aspect))
+            w = round(math.sqrt(area / aspect))
             if h < height and w < width:
-                top, left = int(y * (height - h + 1)), int(x * (width - w + 1))
+                top = int(y * (height - h + 1))
+                left = int(x * (width - w + 1))
                 noise = torch.randn(channels, h, w, dtype=images.dtype, device=images.device)
                 images[i, :, top : top + h, left : left + w] = noise
                 break

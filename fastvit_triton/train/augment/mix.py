@@ -123,7 +123,8 @@ def mixtoken(
     (P, Q), soft = patch_size, smooth_labels(targets, classes).to(images.dtype)
     grid = (images.shape[2] // P, images.shape[3] // Q)
     top, bottom, left, right = box = cut_box(grid, Beta(alpha, alpha).sample().item())
-    rows, columns = slice(top * P, bottom * P), slice(left * Q, right * Q)
+    rows = slice(top * P, bottom * P)
+    columns = slice(left * Q, right * Q)
     images, others = images.clone(), images.flip(0)
     images[:, :, rows, columns] = others[:, :, rows, columns]
     return images, mix_by_area(soft, box, grid)
@@ -166,7 +167,8 @@ def cut_box(size: tuple[PositiveInt, PositiveInt], lam: Probability) -> Box:
     """
     edges: list[int] = []
     for side in size:
-        cut, centre = int(side * math.sqrt(1 - lam)), int(torch.randint(side, ()).item())
+        cut = int(side * math.sqrt(1 - lam))
+        centre = int(torch.randint(side, ()).item())
         edges += [max(centre - cut // 2, 0), min(centre + (cut + 1) // 2, side)]
     return edges[0], edges[1], edges[2], edges[3]
 

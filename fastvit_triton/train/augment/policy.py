@@ -73,7 +73,8 @@ def three_augment(image: Image.Image, generator: torch.Generator, jitter: Probab
     Returns:
         An image of the same size and mode.
     """
-    kind, radius = int(torch.randint(3, (), generator=generator)), torch.rand((), generator=generator).item()
+    kind = int(torch.randint(3, (), generator=generator))
+    radius = torch.rand((), generator=generator).item()
     if kind == 0:
         image = ImageOps.grayscale(image).convert(image.mode)
     elif kind == 1:
@@ -81,7 +82,8 @@ def three_augment(image: Image.Image, generator: torch.Generator, jitter: Probab
     else:
         image = image.filter(ImageFilter.GaussianBlur(0.1 + 1.9 * radius))
     enhancers = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
-    order, factors = torch.randperm(3, generator=generator), torch.rand(3, generator=generator)
+    order = torch.randperm(3, generator=generator)
+    factors = torch.rand(3, generator=generator)
     for i in order.tolist() if jitter else ():
         image = enhancers[i](image).enhance(1 + jitter * (2 * factors[i].item() - 1))
     return image
@@ -205,7 +207,8 @@ def _bv_move(
 
 def _bv_cutout(image: Image.Image, level: float, sign: int, options: dict) -> Image.Image:
     half, (width, height) = int(40 * level), image.size
-    y, x = int(options["at"][0] * height), int(options["at"][1] * width)
+    y = int(options["at"][0] * height)
+    x = int(options["at"][1] * width)
     image = image.copy()
     image.paste(options["fillcolor"], (max(x - half, 0), max(y - half, 0), min(x + half, width), min(y + half, height)))
     return image

@@ -104,8 +104,11 @@ class TensorBatches:
         batch_size: PositiveInt,
         augment: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.images, self.targets, self.transform = images, targets, transform
-        self.batch_size, self.augment = batch_size, augment
+        self.images = images
+        self.targets = targets
+        self.transform = transform
+        self.batch_size = batch_size
+        self.augment = augment
         self.bad: dict[Path, str] = {}
         self.indices: list[int] = []
 
@@ -132,7 +135,8 @@ class TensorBatches:
 
     def digest(self) -> str:
         """The number of images, and a CRC-32 of their pixels and class numbers."""
-        pixels, targets = self.images.contiguous().numpy(), self.targets.contiguous().numpy()
+        pixels = self.images.contiguous().numpy()
+        targets = self.targets.contiguous().numpy()
         return f"{len(targets)} images, {zlib.crc32(targets.data, zlib.crc32(pixels.data)):08x}"
 
 
@@ -172,7 +176,8 @@ def load(
             what = "the recipe's policy" if recipe.policy else "the recipe's repeated augmentation"
             what = f"transform {custom}" if custom else what
             raise ValueError(f"{what} needs image files, and the digits are arrays in memory; give --data a folder")
-        classes, transform = tuple("0123456789"), Transform(size, (DIGITS_MEAN,), (DIGITS_STD,))
+        classes = tuple("0123456789")
+        transform = Transform(size, (DIGITS_MEAN,), (DIGITS_STD,))
         train: Batches = TensorBatches(
             *digits("train", size), transform, recipe.batch_size, affine_augmentation(recipe)
         )

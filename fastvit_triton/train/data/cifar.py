@@ -35,7 +35,9 @@ def scan_cifar(root: Path, split: str, classes: tuple[str, ...] | None = None) -
     found = tuple(name.decode() for name in _unpickle(root / META)[b"label_names"])
     if classes is not None and classes != found:
         raise ValueError(f"data {str(root)!r} has the classes of CIFAR-10, but the model has {', '.join(classes[:10])}")
-    names, targets, pixels = [], [], []
+    names = []
+    targets = []
+    pixels = []
     for file in FILES[split]:
         batch = _unpickle(root / file)
         names += [root / file / str(i) for i in range(len(batch[b"labels"]))]

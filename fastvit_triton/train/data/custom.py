@@ -68,7 +68,8 @@ class CustomTransform:
             pixels = pixels.float() / 255
         expected = (len(transform.mean), *transform.size)
         self._of_size(pixels, tuple(pixels.shape), transform, expected)
-        low, high = pixels.min().item(), pixels.max().item()
+        low = pixels.min().item()
+        high = pixels.max().item()
         if not (-0.01 <= low and high <= 1.01):  # interpolation may exceed the range a little
             text = "return numbers in [0, 1], without normalisation, which follows"
             raise ValueError(f"it returns numbers from {low:.3g} to {high:.3g}; {text}")

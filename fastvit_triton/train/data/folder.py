@@ -71,7 +71,8 @@ def scan_folder(
             f"({join_names(list(classes))}); rename or remove them"
         )
     classes = classes or tuple(found)
-    files, targets = [], []
+    files = []
+    targets = []
     for name in found:
         folder = root / split / name
         images = list_images(folder)
@@ -165,8 +166,13 @@ class FolderBatches:
         repeats: PositiveInt = 1,
         world: World | None = None,
     ) -> None:
-        files, targets, self.decode = images.files, images.targets, images.decode
-        self.root, self.total, self.skip_bad, self.transform = root, len(files), skip_bad_images, transform
+        files = images.files
+        targets = images.targets
+        self.decode = images.decode
+        self.root = root
+        self.total = len(files)
+        self.skip_bad = skip_bad_images
+        self.transform = transform
         self.bad: dict[Path, str] = {}
         if images.check is not None:
             with ThreadPoolExecutor() as pool:
@@ -175,9 +181,12 @@ class FolderBatches:
         self._raise_if_bad()
         if self.bad:
             kept = [(path, target) for path, target in zip(files, targets, strict=True) if path not in self.bad]
-            files, targets = [path for path, _ in kept], [target for _, target in kept]
+            files = [path for path, _ in kept]
+            targets = [target for _, target in kept]
         self.indices: list[int] = []
-        self.files, self.targets, self.world = files, targets, world or World()
+        self.files = files
+        self.targets = targets
+        self.world = world or World()
         self._kept: weakref.finalize | None = None
         order = getattr(files, "order", partial(torch.randperm, len(files)))
         self.sampler = SeededBatches(len(files), order if crop is not None else None, repeats, batch_size, self.world)
@@ -228,7 +237,8 @@ class FolderBatches:
 
     def digest(self) -> str:
         """The number of images, and a CRC-32 of their names, sizes in bytes and class numbers."""
-        total, root = 0, os.path.join(self.root, "")
+        total = 0
+        root = os.path.join(self.root, "")
         for path, target in zip(map(os.fspath, self.files), self.targets, strict=True):
             try:
                 size = os.stat(path).st_size
@@ -271,15 +281,19 @@ class _ImageDataset(Dataset):
         crop: dict | None,
         decode: Callable[[Path], Image.Image],
     ) -> None:
-        self.files, self.targets, self.decode = files, targets, decode
-        self.transform, self.crop = transform, dict(crop or {})
+        self.files = files
+        self.targets = targets
+        self.decode = decode
+        self.transform = transform
+        self.crop = dict(crop or {})
         self.custom = self.crop.pop("custom", None)
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, key: SampleKey) -> _Sample:
-        path, target = self.files[key.index], self.targets[key.index]
+        path = self.files[key.index]
+        target = self.targets[key.index]
         try:
             image = self.decode(path)
             if self.custom is None:

@@ -74,7 +74,8 @@ def scan_hf(data: str, split: str, classes: tuple[str, ...] | None = None, max_p
     for kind, names in columns.items():
         if not names:
             raise ValueError(f"data {data!r} has no column of type {kind}, but {join_names(list(rows.features))}")
-    image, label = columns["Image"][0], columns["ClassLabel"][0]
+    image = columns["Image"][0]
+    label = columns["ClassLabel"][0]
     found = tuple(rows.features[label].names)
     if classes is not None and classes != found:
         raise ValueError(f"data {data!r} has classes {', '.join(found[:10])}, the model {', '.join(classes[:10])}")

@@ -27,9 +27,11 @@ def fitting_grid(size: tuple[int, int], tokens: int, patch_size: tuple[int, int]
     Returns:
         (rows, columns).
     """
-    rows, columns = size[0] / patch_size[0], size[1] / patch_size[1]
+    rows = size[0] / patch_size[0]
+    columns = size[1] / patch_size[1]
     scale = math.sqrt(tokens / (rows * columns))
-    rows, columns = max(1, int(rows * scale)), max(1, int(columns * scale))
+    rows = max(1, int(rows * scale))
+    columns = max(1, int(columns * scale))
     return min(rows, tokens), min(columns, tokens // min(rows, tokens))
 
 
@@ -84,8 +86,11 @@ class TokenBudgetBatches:
     ) -> None:
         if max(lengths) > budget:
             raise ValueError(f"lengths is {lengths} and budget {budget}; each length must be at most the budget")
-        self.images, self.targets, self.patch_size = images, targets, patch_size
-        self.shuffle, self.augment = shuffle, augment
+        self.images = images
+        self.targets = targets
+        self.patch_size = patch_size
+        self.shuffle = shuffle
+        self.augment = augment
         self.bad: dict[Path, str] = {}
         self.indices: list[int] = []
         self.sizes: list[tuple[int, int]] = []  # (L, number of images) of each batch
@@ -104,7 +109,8 @@ class TokenBudgetBatches:
     def iter_from(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Iterates over an epoch without its first `count` batches."""
         draw = torch.randperm if self.shuffle else torch.arange
-        order, sizes = draw(len(self.images)), [self.sizes[i] for i in draw(len(self.sizes)).tolist()]
+        order = draw(len(self.images))
+        sizes = [self.sizes[i] for i in draw(len(self.sizes)).tolist()]
         groups = order.split([size for _, size in sizes])
         return self._stream(list(zip(sizes, groups, strict=True))[count:])
 

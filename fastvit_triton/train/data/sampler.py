@@ -35,7 +35,11 @@ class RepeatedAugmentation(Sampler[int]):
     ) -> None:
         if rank >= world_size:
             raise ValueError(f"rank is {rank}, but there are {world_size} processes; use 0 to {world_size - 1}")
-        self.count, self.repeats, self.rank, self.world_size, self.epoch = count, repeats, rank, world_size, 0
+        self.count = count
+        self.repeats = repeats
+        self.rank = rank
+        self.world_size = world_size
+        self.epoch = 0
 
     def __len__(self) -> int:
         if self.count < 256:  # timm's rule for small data sets; DeiT's rule returns 0 for them
@@ -77,7 +81,10 @@ class SeededBatches(Sampler[list[SampleKey]]):
     def __init__(
         self, count: int, order: Callable[[], Tensor] | None, repeats: int, batch_size: int, world: World
     ) -> None:
-        self.count, self.order, self.batch_size, self.world = count, order, batch_size, world
+        self.count = count
+        self.order = order
+        self.batch_size = batch_size
+        self.world = world
         self.repeated = RepeatedAugmentation(count, repeats) if repeats > 1 else None
         self.keys: list[SampleKey] = []
 

@@ -48,7 +48,10 @@ class Samples(Sequence):
     """
 
     def __init__(self, shards: list[Path], numbers: Tensor, ranges: Tensor, keys: list[str]) -> None:
-        self.shards, self.numbers, self.ranges, self.keys = shards, numbers, ranges, "\n".join(keys).encode()
+        self.shards = shards
+        self.numbers = numbers
+        self.ranges = ranges
+        self.keys = "\n".join(keys).encode()
         lengths = torch.tensor([len(key.encode()) + 1 for key in keys])
         self.ends = lengths.cumsum(0)
 
@@ -90,7 +93,8 @@ def scan_shards(
         ValueError: there are no shards, a shard is damaged or not that of the index, an image has no class number, or
             the classes differ.
     """
-    world, files = world or World(), sorted((root / split).glob("*.tar"))
+    world = world or World()
+    files = sorted((root / split).glob("*.tar"))
     if not files:
         raise ValueError(f"data {str(root / split)!r} holds no shards; put .tar files there")
     listed = _read_index(root, split, files)
@@ -158,12 +162,15 @@ def pack(root: Path, out: Path, per_shard: PositiveInt = 1000, seed: NonNegative
         raise ValueError("shards are written by webdataset; pip install 'fastvit_triton[shards]'") from error
     if out.exists():
         raise ValueError(f"{out} exists; give a new folder")
-    staging, classes = out.with_name(f".{out.name}.parts"), None
+    staging = out.with_name(f".{out.name}.parts")
+    classes = None
     shutil.rmtree(staging, ignore_errors=True)
     try:
         for split in ("train", "val"):
             images = scan_folder(root, split, classes)
-            files, targets, classes = images.files, images.targets, images.classes
+            files = images.files
+            targets = images.targets
+            classes = images.classes
             (staging / split).mkdir(parents=True)
             order = torch.randperm(len(files), generator=torch.Generator().manual_seed(seed)).tolist()
             pattern = str(staging / split / "%06d.tar").replace("%", "%%").replace("%%06d", "%06d")

@@ -80,7 +80,8 @@ class Transform:
         if seed is None and self.crop_mode != "box":
             return self.tensor(self._crop(image, resampling))
         if seed is None:
-            box, mirrored = _centre_box(image.size, width / height, self.crop), False
+            box = _centre_box(image.size, width / height, self.crop)
+            mirrored = False
         else:
             generator = torch.Generator().manual_seed(seed)
             box = _random_box(image.size, width / height, min_area, generator)
@@ -95,7 +96,8 @@ class Transform:
     def _crop(self, image: Image.Image, resampling: Image.Resampling) -> Image.Image:
         """Resizes, then crops or pads around the centre, with timm's roundings (timm/data/transforms_factory.py)."""
         (width, height), (rows, columns) = image.size, self.size
-        tall, wide = int(rows / self.crop), int(columns / self.crop)
+        tall = int(rows / self.crop)
+        wide = int(columns / self.crop)
         ratios = height / tall, width / wide
         if self.crop_mode == "squash":
             scaled = wide, tall
@@ -112,7 +114,8 @@ class Transform:
             canvas = Image.new(image.mode, (scaled[0] + missing[0], scaled[1] + missing[1]), _colour(fill))
             canvas.paste(image, (missing[0] // 2, missing[1] // 2))
             image = canvas
-        left, top = round((image.width - columns) / 2), round((image.height - rows) / 2)
+        left = round((image.width - columns) / 2)
+        top = round((image.height - rows) / 2)
         return image.crop((left, top, left + columns, top + rows))
 
     def tensor(self, image: Image.Image) -> Tensor:
@@ -240,7 +243,8 @@ def _centre_box(size: tuple[int, int], aspect: float, crop: float) -> tuple[floa
     """(left, top, right, bottom) of the largest centred box of this aspect (width / height), times `crop`."""
     width = min(size[0], size[1] * aspect) * crop
     height = width / aspect
-    left, top = (size[0] - width) / 2, (size[1] - height) / 2
+    left = (size[0] - width) / 2
+    top = (size[1] - height) / 2
     return left, top, left + width, top + height
 
 
@@ -251,6 +255,8 @@ def _random_box(
     area, stretch, x, y = torch.rand(4, generator=generator).tolist()
     area = (min_area + (1 - min_area) * area) * size[0] * size[1]
     aspect *= (4 / 3) ** (2 * stretch - 1)
-    width, height = min((area * aspect) ** 0.5, size[0]), min((area / aspect) ** 0.5, size[1])
-    left, top = x * (size[0] - width), y * (size[1] - height)
+    width = min((area * aspect) ** 0.5, size[0])
+    height = min((area / aspect) ** 0.5, size[1])
+    left = x * (size[0] - width)
+    top = y * (size[1] - height)
     return left, top, left + width, top + height

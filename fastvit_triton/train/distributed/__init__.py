@@ -182,7 +182,8 @@ def _fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedel
     With `--max-restarts`, ranks that are started again find the addresses of the killed ones in the store, and would
     wait for them. Rank 0 draws a prefix, and tells it to each rank under a key that this start of that rank drew.
     """
-    own, end = uuid4().hex, time.monotonic() + timeout.total_seconds()
+    own = uuid4().hex
+    end = time.monotonic() + timeout.total_seconds()
     if rank:
         store.set(f"start/{rank}", own)
         prefix = store.get(f"prefix/{own}").decode()

@@ -66,7 +66,8 @@ def save_sharded(
     staging = folder / f".{path.name}.parts"
     model_state, optimizer_state = get_state_dict(model, optimizer)
     ranks = world.all_gather(per_rank)
-    error_text, digests = world.broadcast(_make_empty(staging) if world.is_main else None), {}
+    error_text = world.broadcast(_make_empty(staging) if world.is_main else None)
+    digests = {}
     try:
         if error_text:
             raise OSError(error_text)

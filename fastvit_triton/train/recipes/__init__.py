@@ -18,7 +18,8 @@ from ..ranges import (
     check_fields,
 )
 
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
 OPTIMIZERS = ("adamw", "sgd", "lamb", "muon")
 IMAGENET_TRAIN_IMAGES = 1_281_167  # ILSVRC-2012
 
