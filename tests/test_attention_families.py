@@ -15,8 +15,8 @@ from torch import nn
 from fastvit_triton import create_model, explain, load_weights
 from fastvit_triton.checkpoints import WeightsError
 from fastvit_triton.layers.boxes import draw_box, mix_box
-from fastvit_triton.layers.mixing import ReAttention
-from fastvit_triton.layers.one_query import sequence_pool
+from fastvit_triton.layers.compact import sequence_pool
+from fastvit_triton.models.deepvit import ReAttention
 from fastvit_triton.train import mix_tokens
 
 ROUNDINGS = 84  # as in test_models.py

@@ -217,8 +217,8 @@ READERS: dict[str, Callable[..., Parts | str]] = {  # types whose heads are not 
     f"{layers.__name__}.rel2d.BottleneckAttention": _relative,
     **{f"{layers.__name__}.visual_tokens.{n}": _one_head for n in ("Tokenizer", "TokenAttention", "Projector")},
     f"{layers.__name__}.quadratic.QuadraticAttention": _positional,
-    f"{layers.__name__}.mixing.TalkingHeads": _talking_heads,
-    f"{layers.__name__}.one_query.ClassAttention": _class_attention,
-    f"{layers.__name__}.mixing.ReAttention": _re_attention,
-    f"{layers.__name__}.mixing.RefinedAttention": _refined,
+    "fastvit_triton.models.cait.TalkingHeads": _talking_heads,
+    "fastvit_triton.models.cait.ClassAttention": _class_attention,
+    "fastvit_triton.models.deepvit.ReAttention": _re_attention,
+    "fastvit_triton.models.refiner.RefinedAttention": _refined,
 }

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from ..engine.body import activate, normalize
 from ..engine.branch import Branch, add_branches, runs_plain
 from ..engine.hooks import can_fuse
-from ..engine.leaves import is_patch_conv
+from ..engine.leaves import is_patch_conv, is_readable
 from ..engine.mlp import MlpBody
 from ..engine.replay import call_branches
+from ..kernels.attention import attention
 from ..kernels.patch_embed import assemble, patch_embed, whole_patches
 from .attention import Attention
 from .block import Blocks
@@ -63,6 +64,22 @@ def add_mlp(fc1: nn.Module, x: Tensor, *layers: Any) -> Tensor:
 def mlp_branch(fc1: nn.Module, drop1: nn.Module, fc2: Any, drop2: nn.Module, drop_path: nn.Module | None) -> Branch:
     """An MLP with GELU whose layers are modules of a block."""
     return Branch(MlpBody((fc1,), "gelu", fc2, (drop1, drop2)), drop_path=drop_path)
+
+
+def sequence_pool(x: Tensor, score: nn.Linear) -> Tensor:
+    """Sequence pooling: softmax(x w + b)ᵀ x over the tokens (CCT, arXiv:2104.05704, equation 5), [B, N, D] → [B, D].
+
+    Without gradients it is attention of the query w to x, with scale 1, in which b has no effect. With gradients it
+    is composed: that of w is a difference of nearly equal sums, which PyTorch's softmax gives with a smaller error.
+
+    Args:
+        x: [B, N, D].
+        score: D → 1.
+    """
+    if torch.is_grad_enabled() or not (can_fuse(x) and is_readable(score)):
+        return (score(x).softmax(1).mT @ x)[:, 0]
+    query = score.weight.to(x.dtype)[None, None].expand(x.shape[0], 1, 1, -1)
+    return attention(query, x[:, None], x[:, None], scale=1.0)[:, 0, 0]
 
 
 class ConvTokenizer(nn.Module):

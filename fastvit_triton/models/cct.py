@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from ..checkpoints.layout import Layout, Spelling
 from ..checkpoints.tensors import State, WeightsError
 from ..layers import Attention, Blocks, drop_path_rates, normalize, resize_pos_embed
-from ..layers.compact import CompactBlock, CompactClassifier, ConvTokenizer
+from ..layers.compact import CompactBlock, CompactClassifier, ConvTokenizer, sequence_pool
 from ..layers.embed import sides
-from ..layers.one_query import sequence_pool
 from .base import ImageModel
 from .config import ALIASES, BaseConfig, Options, check_types
 
