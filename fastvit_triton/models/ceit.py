@@ -74,7 +74,8 @@ class EnhancedFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, 1 + N, D] → [B, 1 + N, D]."""
-        return torch.cat((x[:, :1], self.convolve(x[:, 1:])), 1)
+        patches = self.convolve(x[:, 1:])
+        return torch.cat((x[:, :1], patches), 1)
 
     def convolve(self, x: Tensor) -> Tensor:
         """Patches [B, N, D] → [B, N, D]."""

@@ -89,16 +89,18 @@ def refined_block(self: Foreign, x: Tensor, previous: Tensor | None = None) -> t
         return original(self, x, previous)
     attn = self.attn
     passed: list[Tensor] = []
-    between = partial(attn.attend_with, previous, passed)
-    body = Body("attention", (attn.qkv,), between, attn.proj, attn.num_heads, drops=(attn.proj_drop,))
-    call = dict(previous=previous, passed=passed) if has_hooks(attn) else None
-    branches = (
-        Branch(body if call is None else attn, self.norm1, None, self.drop_path1, self.scale(x, None), call=call),
-        Branch(self.mlp, self.norm2, None, self.drop_path2, self.scale(x, self.mlp.scale_channel)),
+    called = Branch(
+        attn, self.norm1, None, self.drop_path1, self.scale(x, None), call=dict(previous=previous, passed=passed)
     )
-    if runs_plain(x, *branches, block=self):
-        return plainly(original, self, x, previous)
-    return add_branches(x, *branches, block=self), passed[-1]
+    mlp = Branch(self.mlp, self.norm2, None, self.drop_path2, self.scale(x, self.mlp.scale_channel))
+    first = called
+    if not has_hooks(attn):
+        between = partial(attn.attend_with, previous, passed)
+        body = Body("attention", (attn.qkv,), between, attn.proj, attn.num_heads, drops=(attn.proj_drop,))
+        first = called._replace(body=body, call=None)
+    if runs_plain(x, first, mlp, block=self):
+        return plainly(add_branches, x, called, mlp), passed[-1]
+    return add_branches(x, first, mlp, block=self), passed[-1]
 
 
 @fused_method("project", f"{PACKAGE}.layers.stems.ConvStem")
