@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ...engine.attention import attend
 from ...engine.body import Before, Body, finish, fold_or_normalize, normalize, project
 from ...engine.branch import Branch, add_branches, runs_plain
-from ...engine.hooks import PACKAGE, can_fuse, has_hooks
+from ...engine.hooks import PACKAGE, can_fuse, has_hooks, type_name
 from ...engine.leaves import (
     CONVOLUTIONS,
     Foreign,
@@ -94,7 +94,7 @@ def refined_block(self: Foreign, x: Tensor, previous: Tensor | None = None) -> t
     )
     mlp = Branch(self.mlp, self.norm2, None, self.drop_path2, self.scale(x, self.mlp.scale_channel))
     first = called
-    if not has_hooks(attn):
+    if type_name(attn) == f"{MODELS}.refiner.RefinedAttention" and not has_hooks(attn):
         between = partial(attn.attend_with, previous, passed)
         body = Body("attention", (attn.qkv,), between, attn.proj, attn.num_heads, drops=(attn.proj_drop,))
         first = called._replace(body=body, call=None)
@@ -122,12 +122,12 @@ def _narrow(attn: Foreign, x: Tensor, norm: Before | None) -> Tensor:
     return finish(attention_qkv(qkv, 1, attn.scale), attn.proj, residual=qkv.chunk(3, -1)[2])
 
 
-@fused_forward("block of tokens", f"{MODELS}.t2t.TokenTransformer", needs="norm1 attn.qkv norm2 mlp", takes="")
+@fused_forward("block of tokens", f"{MODELS}.t2t.TokenTransformer", needs="norm1 attn norm2 mlp", takes="")
 def token_transformer(self: Foreign, x: Tensor) -> Tensor:
     """Attention and MLP of one head; [B, N, K] → [B, N, D]."""
     if not is_fusable(self, x):
         return original(self, x)
-    if has_hooks(self.attn):
+    if type_name(self.attn) != f"{MODELS}.t2t.NarrowAttention" or has_hooks(self.attn):
         x = self.attn(self.norm1(x))
     else:
         x, norm = fold_or_normalize(x, self.norm1, (self.attn.qkv,))
