@@ -14,9 +14,10 @@ from torch import nn
 
 from fastvit_triton import create_model, explain, load_weights
 from fastvit_triton.checkpoints import WeightsError
-from fastvit_triton.layers.boxes import draw_box, mix_box
-from fastvit_triton.layers.mixing import ReAttention
-from fastvit_triton.layers.one_query import sequence_pool
+from fastvit_triton.convert.readers import ours_tokens
+from fastvit_triton.models.cct import sequence_pool
+from fastvit_triton.models.deepvit import ReAttention
+from fastvit_triton.models.lvvit import draw_box, mix_box
 from fastvit_triton.train import mix_tokens
 
 ROUNDINGS = 84  # as in test_models.py
@@ -106,7 +107,7 @@ def test_sequence_pooling_is_attention_of_one_query():
     score, x = nn.Linear(24, 1), torch.randn(3, 17, 24)
     plain, truth = sequence_pool(x, score), sequence_pool(x.double(), copy.deepcopy(score).double())
     with interpreting():
-        fused = sequence_pool(x, score)
+        fused = ours_tokens.attend_to_all(x, score)
     most = allowed((plain - truth).abs().max(), telling(truth).abs().max(), torch.float32)
     assert not torch.equal(fused, plain)
     assert (fused - truth).abs().max() <= most

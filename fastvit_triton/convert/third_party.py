@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine import leaves as parts
-from ..engine.hooks import PACKAGE, are_plain_tensors, has_global_hooks, runs_other_code
+from ..engine.hooks import PACKAGE, are_plain_tensors, has_global_hooks, runs_other_code, type_name
 from ..engine.source import ALWAYS, Code, code_of
 from ..kernels.backend import backend, constant, kernels_available
 from .recognition import recognised
@@ -79,8 +79,13 @@ def can_run(x: Tensor) -> bool:
 
 
 def is_fusable(module: nn.Module, x: Tensor) -> bool:
-    """True if this module's fused forward may run on x: no global hooks, and its own code is what that replaces."""
-    return can_run(x) and not has_global_hooks() and runs_original(module)
+    """True if this module's fused forward may run on x: no global hooks, and its own code is what that replaces.
+
+    Modules of this package run their own forward where others run references of the kernels (backend "torch").
+    """
+    if not can_run(x) or has_global_hooks() or not runs_original(module):
+        return False
+    return backend() != "torch" or not type_name(module).startswith(f"{PACKAGE}.")
 
 
 def runs_original(module: nn.Module) -> bool:

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from .. import layers
 from ..convert.forwards import Forward, forward_for
 from ..convert.readers.timm.attention import dropped
+from ..convert.readers.timm.tnt import tnt_parts
 from ..convert.readers.torch import multihead_parts
 from ..convert.third_party import head_norms
 from ..engine.attention import WindowHeads, attention_body
 from ..engine.body import Body, project
 from ..engine.hooks import type_name
 from ..engine.leaves import Foreign, Packed
-from ..layers.inner import SplitAttention
 from .heads import Heads, Parts, plain, split
 
 MULTIHEAD = "torch.nn.modules.activation.MultiheadAttention"
@@ -27,7 +27,7 @@ def reader(module: nn.Module) -> Callable[..., tuple[Tensor, Parts, nn.Module | 
     """A function from an attention layer's arguments to (x, parts, position) or a reason; None for other modules."""
     if type(module) is layers.Attention:
         return partial(own, module)
-    if type(module) in (layers.WindowAttention, layers.ReducedAttention, SplitAttention):
+    if type(module) in (layers.WindowAttention, layers.ReducedAttention):
         return partial(_spatial, module)
     if type_name(module) == MULTIHEAD:
         return partial(_multihead, module)
@@ -206,8 +206,9 @@ def _positional_heads(module: Foreign, x: Tensor) -> Heads:
 READERS: dict[str, Callable[..., Parts | str]] = {  # types whose heads are not those of a fused body
     "timm.models.cait.ClassAttn": _class_attention,
     "timm.models.crossvit.CrossAttention": _class_attention,
-    "fastvit_triton.layers.cross.CrossAttention": _class_attention,
+    "fastvit_triton.models.crossvit.CrossAttention": _class_attention,
     "timm.models.cait.TalkingHeadAttn": _talking_heads,
+    "fastvit_triton.models.tnt.SplitAttention": tnt_parts,
     "fastvit_triton.layers.levit.DistanceAttention": _levit,
     "fastvit_triton.layers.levit.DistanceDownsample": _levit,
     "timm.models.levit.Attention": _levit,
@@ -216,8 +217,8 @@ READERS: dict[str, Callable[..., Parts | str]] = {  # types whose heads are not 
     f"{layers.__name__}.rel2d.BottleneckAttention": _relative,
     **{f"{layers.__name__}.visual_tokens.{n}": _one_head for n in ("Tokenizer", "TokenAttention", "Projector")},
     f"{layers.__name__}.quadratic.QuadraticAttention": _positional,
-    f"{layers.__name__}.mixing.TalkingHeads": _talking_heads,
-    f"{layers.__name__}.one_query.ClassAttention": _class_attention,
-    f"{layers.__name__}.mixing.ReAttention": _re_attention,
-    f"{layers.__name__}.mixing.RefinedAttention": _refined,
+    "fastvit_triton.models.cait.TalkingHeads": _talking_heads,
+    "fastvit_triton.models.cait.ClassAttention": _class_attention,
+    "fastvit_triton.models.deepvit.ReAttention": _re_attention,
+    "fastvit_triton.models.refiner.RefinedAttention": _refined,
 }

@@ -1,20 +1,10 @@
 """Blocks whose branches are multiplied by a constant, or by factors that are parameters of the block."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from ..engine.branch import Branch, add_branches
-from ..engine.hooks import can_fuse, has_hooks
-from ..engine.replay import call_block
-from ..engine.ways import plainly
-from .block import Block, Blocks
+from .block import Block
 from .drop_path import add
-from .mixing import RefinedAttention, RefinedParts
-from .mlp import Mlp
-from .recompute import recomputed
 
 
 class ScaledBlock(Block):
@@ -78,66 +68,3 @@ class ScaledBlock(Block):
 def times(factors: Tensor | None, y: Tensor) -> Tensor:
     """y [B, N, D] times the factors [D], if there are any."""
     return y if factors is None else y * factors
-
-
-class ScaledMlp(Mlp):
-    """An MLP with LayerScale as its own parameter, which the block multiplies its output by (`RefinedBlock`).
-
-    Args:
-        dim: D, channels per token.
-        hidden: output features of fc1.
-        act: as for `Mlp`.
-        drop: dropout after the activation and after fc2.
-        init_values: initial factor.
-    """
-
-    def __init__(self, dim: int, hidden: int, act: str, drop: float, init_values: float = 1e-5) -> None:
-        super().__init__(dim, hidden, act, drop=drop)
-        self.init_values = init_values
-        self.scale_channel = nn.Parameter(torch.empty(dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.scale_channel, self.init_values)
-
-
-class RefinedBlock(ScaledBlock):
-    """A `ScaledBlock` whose attention takes the map of the block before, and passes one on (`RefinedAttention`).
-
-    The arguments are those of `ScaledBlock`; the MLP is a `ScaledMlp`.
-    """
-
-    attn: RefinedAttention
-    mlp: ScaledMlp
-
-    def forward(self, x: Tensor, previous: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """[B, N, D] and the map [B, H, N, N] of the block before, or None → [B, N, D], map."""
-        return call_block(RefinedBlock._run, self, x, previous)
-
-    def _run(self, x: Tensor, previous: Tensor | None) -> tuple[Tensor, Tensor]:
-        passed: list[Tensor] = []
-        parts, call = RefinedParts(self.attn, previous, passed), None
-        attn: Any = parts
-        if has_hooks(self.attn):
-            attn, call = self.attn, parts._asdict()
-            del call["attention"]
-        scale = self.scale(x, None)
-        branches = (
-            Branch(attn, self.norm1, drop_path=self.drop_path1, layer_scale=scale, call=call),
-            Branch(self.mlp, self.norm2, drop_path=self.drop_path2, layer_scale=self.scale(x, self.mlp.scale_channel)),
-        )
-        x = add_branches(x, *branches, block=self) if can_fuse(x) else plainly(add_branches, x, *branches)
-        return x, passed[-1]
-
-
-class RefinedBlocks(Blocks):
-    """A sequence of `RefinedBlock`."""
-
-    def outputs(
-        self, x: Tensor, after: Sequence[Callable[[Tensor], Tensor]] = (), recompute: bool = False
-    ) -> Iterator[Tensor]:
-        """Yields the output [B, N, D] of each block in turn; `after` is not supported."""
-        maps = None
-        for block in self:
-            x, maps = recomputed(block, x, maps) if recompute else block(x, maps)
-            yield x

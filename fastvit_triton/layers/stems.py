@@ -3,9 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..engine.hooks import can_fuse
-from ..engine.leaves import is_patch_conv
-from ..kernels.patch_embed import assemble, patch_embed
+from ..kernels.patch_embed import assemble
 from .embed import PatchEmbed
 
 
@@ -53,6 +51,8 @@ class ConvStem(PatchEmbed):
         x = image
         for i in range(1, len(self.widths) + 1):
             x = F.relu(getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(x)))
-        if can_fuse(x) and is_patch_conv(self.proj):
-            return patch_embed(x, self.proj.weight, self.proj.bias, pos, prefix)
+        return self.project(x, pos, prefix)
+
+    def project(self, x: Tensor, pos: Tensor | None, prefix: Tensor | None) -> Tensor:
+        """Feature map [B, C', H / 2, W / 2] → tokens [B, T + N, D]; for the others see `forward`."""
         return assemble(self.proj(x).flatten(2).transpose(1, 2), pos, prefix)

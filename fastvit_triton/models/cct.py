@@ -11,18 +11,154 @@ Adds the block, the pooling and the tokenizer. `compact_cvt_*` is the authors' C
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checkpoints.layout import Layout, Spelling
 from ..checkpoints.tensors import State, WeightsError
-from ..layers import Attention, Blocks, drop_path_rates, normalize, resize_pos_embed
-from ..layers.compact import CompactBlock, CompactClassifier, ConvTokenizer
+from ..kernels.patch_embed import assemble
+from ..layers import Attention, Blocks, DropPath, drop_path_rates, normalize, resize_pos_embed, sincos1d
+from ..layers.drop_path import add
 from ..layers.embed import sides
-from ..layers.one_query import sequence_pool
 from .base import ImageModel
 from .config import ALIASES, BaseConfig, Options, check_types
+
+
+class CompactBlock(nn.Module):
+    """y = LN(x + attention(LN x)), then y + MLP(y): the residual is normalised after the attention, and not before fc1.
+
+    Args:
+        dim: D, channels per token.
+        self_attn: maps [B, N, D] to [B, N, D].
+        hidden: channels inside the MLP.
+        eps: LayerNorm epsilon.
+        drop: dropout inside and after the MLP.
+        drop_path: probability of skipping each branch.
+    """
+
+    def __init__(self, dim: int, self_attn: Attention, hidden: int, eps: float, drop: float, drop_path: float) -> None:
+        super().__init__()
+        self.pre_norm = nn.LayerNorm(dim, eps=eps)
+        self.self_attn = self_attn
+        self.norm1 = nn.LayerNorm(dim, eps=eps)
+        self.linear1, self.dropout1 = nn.Linear(dim, hidden), nn.Dropout(drop)
+        self.linear2, self.dropout2 = nn.Linear(hidden, dim), nn.Dropout(drop)
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, D] → [B, N, D]."""
+        x = self.norm1(add(x, self.drop_path, lambda x: self.self_attn(self.pre_norm(x))))
+        h = self.dropout1(F.gelu(self.linear1(x)))
+        return x + self.drop_path(self.dropout2(self.linear2(h)))
+
+
+class ConvTokenizer(nn.Module):
+    """Image to tokens by convolutions, each with ReLU and max pooling, or by one patch projection.
+
+    Args:
+        in_chans: C, image channels.
+        embed_dim: D.
+        kernel_size: side of the convolutions, or of the patches.
+        layers: convolutions; 0 for a patch projection.
+    """
+
+    WIDTH = 64  # channels between the convolutions
+
+    def __init__(self, in_chans: int, embed_dim: int, kernel_size: int, layers: int) -> None:
+        super().__init__()
+        self.in_chans = in_chans
+        stride = max(1, kernel_size // 2 - 1) if layers else kernel_size
+        self.reduction = (2 * stride) ** layers if layers else stride
+        padding = max(1, kernel_size // 2) if layers else 0
+        widths = [in_chans, *[self.WIDTH] * (layers - 1), embed_dim]
+        self.conv_layers: Any = nn.Sequential()
+        for i, (inputs, outputs) in enumerate(pairwise(widths)):
+            conv = nn.Conv2d(inputs, outputs, kernel_size, stride, padding, bias=not layers)
+            rest = (nn.ReLU(), nn.MaxPool2d(3, 2, 1)) if layers else (nn.Identity(), nn.Identity())
+            self.conv_layers.add_module(str(i), nn.Sequential(conv, *rest))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for layer in self.conv_layers:
+            nn.init.kaiming_normal_(layer[0].weight)
+
+    def grid_of(self, size: tuple[int, ...]) -> tuple[int, ...]:
+        """(rows, columns) of tokens of an image of (height, width); 0 where it is too small."""
+        for layer in self.conv_layers:
+            conv = layer[0]
+            steps = [(conv.kernel_size[0], conv.stride[0], conv.padding[0])]
+            steps += [(3, 2, 1)] if isinstance(layer[2], nn.MaxPool2d) else []
+            for kernel, stride, padding in steps:
+                size = tuple(max(0, (n + 2 * padding - kernel) // stride + 1) for n in size)
+        return size
+
+    def forward(self, image: Tensor, pos: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
+        """image [B, C, H, W], pos [1, T + N, D], prefix [1, T, D] → tokens [B, T + N, D]."""
+        return assemble(self.conv_layers(image).flatten(2).transpose(1, 2), pos, prefix)
+
+
+class CompactClassifier(nn.Module):
+    """The modules after the tokenizer, under the authors' names; the model calls them.
+
+    Args:
+        blocks: the blocks.
+        dim: D.
+        rows: positions, with that of the class token.
+        pos_embed: "learned", "sincos1d" (a parameter that is not trained) or "none".
+        class_token: prepend a learned token.
+        norm: after the last block.
+        pooled: pool the tokens by a learned query.
+        pos_drop: dropout after the positions.
+    """
+
+    class_emb: nn.Parameter | None
+    positional_emb: nn.Parameter | None
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        dim: int,
+        rows: int,
+        pos_embed: str,
+        class_token: bool,
+        norm: nn.Module,
+        pooled: bool,
+        pos_drop: float,
+    ) -> None:
+        super().__init__()
+        self.class_emb = nn.Parameter(torch.zeros(1, 1, dim)) if class_token else None
+        self.attention_pool = nn.Linear(dim, 1) if pooled else None
+        learned = pos_embed == "learned"
+        table = torch.empty(1, rows, dim) if learned else sincos1d(rows, dim) if pos_embed == "sincos1d" else None
+        self.positional_emb = None if table is None else nn.Parameter(table, requires_grad=learned)
+        self.dropout, self.blocks, self.norm = nn.Dropout(pos_drop), blocks, norm
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Reinitialises all weights as the authors do."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        if self.class_emb is not None:
+            nn.init.zeros_(self.class_emb)
+        if self.positional_emb is not None and self.positional_emb.requires_grad:
+            nn.init.trunc_normal_(self.positional_emb, std=0.2)
+
+
+def sequence_pool(x: Tensor, score: nn.Linear) -> Tensor:
+    """Sequence pooling: softmax(x w + b)ᵀ x over the tokens (equation 5), [B, N, D] → [B, D].
+
+    Args:
+        x: [B, N, D].
+        score: D → 1.
+    """
+    return (score(x).softmax(1).mT @ x)[:, 0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +288,12 @@ class CompactTransformer(ImageModel):
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Tokens [B, T + N, D] → logits [B, num_classes], or the pooled features with `pre_logits`."""
         pool = self.config.global_pool
-        x = sequence_pool(x, self.classifier.attention_pool) if pool == "seq" else x[:, 0] if pool == "token" else x
+        x = self.sequence_pool(x) if pool == "seq" else x[:, 0] if pool == "token" else x
         return x if pre_logits else self.classifier.fc(x)
+
+    def sequence_pool(self, x: Tensor) -> Tensor:
+        """Tokens [B, N, D] → [B, D]."""
+        return sequence_pool(x, self.classifier.attention_pool)
 
     @property
     def feature_info(self) -> list[dict[str, Any]]:

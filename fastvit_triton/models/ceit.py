@@ -16,13 +16,110 @@ from torch import Tensor, nn
 
 from ..checkpoints.layout import Layout, Spelling
 from ..checkpoints.tensors import State
-from ..layers import Attention, Mlp, drop_path_rates, normalize
+from ..layers import Attention, DropPath, Mlp, drop_path_rates, normalize
+from ..layers.drop_path import add
 from ..layers.embed import sides
-from ..layers.enhanced import EnhancedBlock, EnhancedFeedForward, ImageToTokens, LayerAttention
 from ..layers.recompute import recomputed
 from .config import Options, check_multiple, check_patches
 from .fit import fit_table
 from .tokens import TokenConfig, TokenModel
+
+Grid = tuple[int, int]
+
+
+class ImageToTokens(nn.Module):
+    """A convolution, a BatchNorm and a maximum of the image, then patches; [B, C, H, W] → [B, N, D].
+
+    Args:
+        in_chans: C.
+        dim: D.
+        patch: side of a patch in pixels of the image, a multiple of 4.
+        width: channels of the convolution.
+    """
+
+    def __init__(self, in_chans: int, dim: int, patch: int, width: int = 64) -> None:
+        super().__init__()
+        self.backbone: Any = nn.Module()
+        self.backbone.conv = nn.Conv2d(in_chans, width, 7, 2, 3, bias=False)
+        self.backbone.bn = nn.BatchNorm2d(width)
+        self.backbone.maxpool = nn.MaxPool2d(3, 2, 1)
+        self.proj = nn.Conv2d(width, dim, patch // 4, patch // 4)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """[B, C, H, W] → [B, N, D]."""
+        part = self.backbone
+        x = self.proj(part.maxpool(part.bn(part.conv(image))))
+        return x.flatten(2).transpose(1, 2)
+
+
+class EnhancedFeedForward(nn.Module):
+    """Linear layer, 3 x 3 depthwise convolution and linear layer on the patches, each with a BatchNorm (eq. 4-9).
+
+    The class token stays as it is.
+
+    Args:
+        dim: D, channels.
+        hidden: inner channels.
+        grid: (rows, columns) of patches.
+    """
+
+    def __init__(self, dim: int, hidden: int, grid: Grid) -> None:
+        super().__init__()
+        self.grid = grid
+        self.conv1: Any = nn.Conv2d(dim, hidden, 1)
+        self.conv2: Any = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden)
+        self.conv3: Any = nn.Conv2d(hidden, dim, 1)
+        self.act = nn.GELU()
+        self.bn1, self.bn2, self.bn3 = nn.BatchNorm2d(hidden), nn.BatchNorm2d(hidden), nn.BatchNorm2d(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 1 + N, D] → [B, 1 + N, D]."""
+        patches = self.convolve(x[:, 1:])
+        return torch.cat((x[:, :1], patches), 1)
+
+    def convolve(self, x: Tensor) -> Tensor:
+        """Patches [B, N, D] → [B, N, D]."""
+        y = x.unflatten(1, self.grid).permute(0, 3, 1, 2)
+        y = self.act(self.bn1(self.conv1(y)))
+        y = self.bn3(self.conv3(self.act(self.bn2(self.conv2(y)))))
+        return y.flatten(2).transpose(1, 2)
+
+
+class EnhancedBlock(nn.Module):
+    """Pre-norm block with an `EnhancedFeedForward`.
+
+    Args:
+        dim: D.
+        attn: its attention.
+        leff: its feed-forward layer.
+        eps: LayerNorm epsilon.
+        drop_path: probability of skipping each branch.
+    """
+
+    def __init__(self, dim: int, attn: nn.Module, leff: nn.Module, eps: float = 1e-6, drop_path: float = 0.0) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(dim, eps=eps), attn
+        self.norm2, self.leff = nn.LayerNorm(dim, eps=eps), leff
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 1 + N, D] → [B, 1 + N, D]."""
+        x = add(x, self.drop_path, lambda x: self.attn(self.norm1(x)))
+        return add(x, self.drop_path, lambda x: self.leff(self.norm2(x)))
+
+
+class LayerAttention(nn.Module):
+    """Attention and MLP of the class tokens of all layers, of which the last is returned (eq. 10)."""
+
+    def __init__(self, dim: int, attn: nn.Module, feedforward: nn.Module, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(dim, eps=eps), attn
+        self.norm2, self.feedforward = nn.LayerNorm(dim, eps=eps), feedforward
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, layers, D] → [B, 1, D]."""
+        x = x + self.attn(self.norm1(x))
+        return (x + self.feedforward(self.norm2(x)))[:, -1:]
 
 
 @dataclass(frozen=True, kw_only=True)

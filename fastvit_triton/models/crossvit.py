@@ -14,15 +14,137 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checkpoints.layout import Layout, Spelling
 from ..checkpoints.tensors import State
-from ..layers import Attention, Block, Blocks, Mlp, drop_path_rates
-from ..layers.cross import BranchEmbed, CrossAttention, CrossBlock, MultiScaleBlock, scaled_image
+from ..layers import Attention, Block, Blocks, DropPath, Mlp, PatchEmbed, drop_path_rates
 from .branches import BranchConfig, BranchModel, num_rates
 from .config import Options
 from .fit import fit_table
+
+STRIDES = {12: ((4, 7, 3), (3, 3, 0), (1, 3, 1)), 16: ((4, 7, 3), (2, 3, 1), (2, 3, 1))}  # stride, kernel, padding
+
+
+class BranchEmbed(PatchEmbed):
+    """Patch embedding by one convolution or, with `multi_conv`, by three (section 4.1)."""
+
+    def __init__(self, *sizes: Any, multi_conv: bool) -> None:
+        self.multi_conv = multi_conv
+        super().__init__(*sizes)
+
+    def build(self, embed_dim: int, bias: bool) -> None:
+        if not self.multi_conv:
+            return super().build(embed_dim, bias)
+        if self.patch_size[0] not in STRIDES:
+            raise ValueError(
+                f"patch_size is {self.patch_size[0]}; multi_conv=True needs {' or '.join(map(str, STRIDES))}"
+            )
+        widths = (self.in_chans, embed_dim // 4, embed_dim // 2, embed_dim)
+        layers: list[nn.Module] = []
+        for i, (stride, kernel, padding) in enumerate(STRIDES[self.patch_size[0]]):
+            layers += [nn.Conv2d(widths[i], widths[i + 1], kernel, stride, padding), nn.ReLU()]
+        self.proj: Any = nn.Sequential(*layers[:-1])
+
+
+class CrossAttention(nn.Module):
+    """The first token attends to all tokens (eq. 3-4).
+
+    Args:
+        dim: D, channels.
+        num_heads: H.
+        qkv_bias: biases on the projections of queries, keys and values.
+        attn_drop: dropout on the attention probabilities.
+        proj_drop: dropout after the output projection.
+    """
+
+    def __init__(
+        self, dim: int, num_heads: int, qkv_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.scale = num_heads, (dim // num_heads) ** -0.5
+        self.wq, self.wk, self.wv = (nn.Linear(dim, dim, bias=qkv_bias) for _ in range(3))
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, D] → [B, 1, D]."""
+        tokens = self.wq(x[:, :1]), self.wk(x), self.wv(x)
+        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in tokens)  # [B, H, 1 or N, d]
+        dropout = self.attn_drop.p if self.attn_drop.training else 0.0
+        o = F.scaled_dot_product_attention(q, k, v, None, dropout, scale=self.scale)
+        return self.proj_drop(self.proj(o.transpose(1, 2).flatten(2)))
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}"
+
+
+class CrossBlock(nn.Module):
+    """The first token plus its attention to all tokens; there is no MLP (eq. 5).
+
+    Args:
+        dim: D.
+        attn: its attention.
+        eps: LayerNorm epsilon.
+        drop_path: probability of skipping the attention.
+    """
+
+    def __init__(self, dim: int, attn: CrossAttention, eps: float = 1e-6, drop_path: float = 0.0) -> None:
+        super().__init__()
+        self.norm1, self.attn, self.drop_path = nn.LayerNorm(dim, eps=eps), attn, DropPath(drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, D] → [B, 1, D]."""
+        return x[:, :1] + self.drop_path(self.attn(self.norm1(x)))
+
+
+class MultiScaleBlock(nn.Module):
+    """Blocks of each branch, then the class token of each attends to the patches of the other (figure 4).
+
+    Args:
+        dims: D of each branch.
+        blocks: of each branch.
+        fusion: for each branch the module that attends to the patches of the next one, in whose width.
+        eps: LayerNorm epsilon.
+    """
+
+    def __init__(self, dims: tuple[int, ...], blocks: list[Blocks], fusion: list[nn.Module], eps: float = 1e-6) -> None:
+        super().__init__()
+        others = dims[1:] + dims[:1]
+        self.blocks = nn.ModuleList(blocks)
+        self.projs = nn.ModuleList(projection(a, b, eps) for a, b in zip(dims, others, strict=True))
+        self.fusion = nn.ModuleList(fusion)
+        self.revert_projs = nn.ModuleList(projection(b, a, eps) for a, b in zip(dims, others, strict=True))
+
+    def forward(self, xs: list[Tensor], recompute: bool = False) -> list[Tensor]:
+        """Tokens [B, 1 + N, D] of each branch → the same."""
+        xs = [blocks(x, recompute=recompute) for blocks, x in zip(self.blocks, xs, strict=True)]
+        found = []
+        for i, (proj, fusion, revert) in enumerate(zip(self.projs, self.fusion, self.revert_projs, strict=True)):
+            other = xs[(i + 1) % len(xs)]
+            token = fusion(torch.cat((proj(xs[i][:, :1]), other[:, 1:]), 1))
+            found.append(torch.cat((revert(token), xs[i][:, 1:]), 1))
+        return found
+
+
+def projection(dim: int, out: int, eps: float) -> nn.Sequential:
+    """LayerNorm, GELU and a linear layer D → D'."""
+    return nn.Sequential(nn.LayerNorm(dim, eps=eps), nn.GELU(), nn.Linear(dim, out))
+
+
+def scaled_image(image: Tensor, size: tuple[int, int], crop: bool) -> Tensor:
+    """image [B, C, H, W] at another size: its middle with `crop` if it is large enough, else interpolated."""
+    if image.dim() != 4:
+        raise ValueError(f"image must have axes [B, C, H, W], got shape {list(image.shape)}")
+    height, width = image.shape[2:]
+    if (height, width) == size:
+        return image
+    if crop and size[0] <= height and size[1] <= width:
+        top, left = round((height - size[0]) / 2), round((width - size[1]) / 2)
+        return image[:, :, top : top + size[0], left : left + size[1]]
+    return F.interpolate(image, size, mode="bicubic", align_corners=False)
 
 
 @dataclass(frozen=True, kw_only=True)

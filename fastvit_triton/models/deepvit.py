@@ -10,15 +10,63 @@ Adds re-attention and the stem. vit-pytorch's DeepViT has a LayerNorm over the h
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor, nn
+
 from ..checkpoints.layout import Layout, Spelling
+from ..engine.freeze import derived
+from ..engine.leaves import CONVOLUTIONS, Packed, is_plain_module
 from ..layers import Attention, Block, Mlp
 from ..layers.embed import sides
-from ..layers.mixing import ReAttention
+from ..layers.head_mixing import MixedAttention, mix_heads
+from ..layers.normed import is_constant, sources_of
 from ..layers.scaled_block import ScaledBlock
 from ..layers.stems import ConvStem
 from .config import Options, ViTConfig, check_only
 from .fit import fit
 from .transformer import VisionTransformer
+
+
+class ReAttention(MixedAttention):
+    """A linear map over the heads after the softmax, and a BatchNorm of the maps (eq. 3).
+
+        P' = s · BatchNorm(Θ softmax(q kᵀ / √d) + b),   one channel a head
+
+    In evaluation mode Θ and the BatchNorm are one map, which is kept after `freeze`.
+
+    Args:
+        dim: D, channels per token.
+        num_heads: H.
+        factor: s.
+        options: the further arguments of `MixedAttention`, in their order.
+    """
+
+    def __init__(self, dim: int, num_heads: int, factor: float = 1.0, *options: Any) -> None:
+        super().__init__(dim, num_heads, *options)
+        self.factor = factor
+        self.reatten_matrix = nn.Conv2d(num_heads, num_heads, 1)
+        self.var_norm = nn.BatchNorm2d(num_heads)
+
+    def maps(self, scores: Tensor) -> Tensor:
+        maps, norm = self.attn_drop(scores.softmax(-1)), self.var_norm
+        if is_constant(norm) and is_plain_module(self.reatten_matrix, CONVOLUTIONS):
+            return mix_heads(self.folded(), maps)
+        return self.factor * norm(self.reatten_matrix(maps))
+
+    def folded(self) -> Packed:
+        """Θ, b, BatchNorm with its running statistics, and s as one map over the heads: weight [H, H], bias [H]."""
+        norm = self.var_norm
+        if (sources := sources_of(self, self.reatten_matrix, norm)) is None:
+            return Packed(*self._fold())
+        weight = derived(self, f"map {norm.eps}", sources, lambda: self._fold()[0])
+        return Packed(weight, derived(self, f"map's bias {norm.eps}", sources, lambda: self._fold()[1]))
+
+    def _fold(self) -> tuple[Tensor, Tensor]:
+        norm, conv = self.var_norm, self.reatten_matrix
+        mean, variance, bias = norm.running_mean, norm.running_var, conv.bias
+        assert mean is not None and variance is not None and bias is not None
+        gain = norm.weight * (variance + norm.eps).rsqrt()  # [H]
+        weight = gain[:, None] * conv.weight[..., 0, 0]
+        return self.factor * weight, self.factor * (gain * (bias - mean) + norm.bias)
 
 
 @dataclass(frozen=True, kw_only=True)

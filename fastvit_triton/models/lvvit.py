@@ -8,6 +8,7 @@ Differs from ViT:
 Adds the stem, the factor, the head and the mixing.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from ..checkpoints.layout import Layout, Spelling
 from ..kernels.patch_embed import assemble
 from ..layers import Attention, Block, Mlp, normalize
-from ..layers.boxes import draw_box, mix_box
 from ..layers.scaled_block import ScaledBlock
 from .config import Options, ViTConfig, check_only
 from .deepvit import build_stem, check_parts
@@ -52,6 +52,24 @@ class LvvitConfig(ViTConfig):
             raise ValueError("fc_norm is True; the heads of this model read all tokens: use False, or final_norm=False")
         if self.global_pool not in ("token", "none"):
             raise ValueError(f"global_pool is {self.global_pool!r}; the heads of this model need 'token' or 'none'")
+
+
+def draw_box(grid: tuple[int, int]) -> tuple[int, int, int, int]:
+    """A random box (top, bottom, left, right) of a uniform fraction of the grid before it is cut at the border."""
+    side = math.sqrt(1 - torch.rand(()).item())  # 1 − λ with λ ~ Beta(1, 1)
+    found: list[int] = []
+    for n in grid:
+        half, centre = int(n * side) // 2, int(torch.randint(n, ()))
+        found += [max(centre - half, 0), min(centre + half, n)]
+    return found[0], found[1], found[2], found[3]
+
+
+def mix_box(tokens: Tensor, box: tuple[int, int, int, int], grid: tuple[int, int]) -> Tensor:
+    """Tokens [B, N, D], those in the box from the reversed batch; the same again takes them back."""
+    top, bottom, left, right = box
+    inside = torch.zeros(grid, dtype=torch.bool, device=tokens.device)
+    inside[top:bottom, left:right] = True
+    return torch.where(inside.flatten()[:, None], tokens.flip(0), tokens)
 
 
 class TokenLabelingTransformer(VisionTransformer):

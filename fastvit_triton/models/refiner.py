@@ -9,15 +9,144 @@ Differs from LV-ViT:
 Adds the refinement.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ..checkpoints.layout import Layout, Spelling
-from ..layers import Attention, Block
-from ..layers.mixing import RefinedAttention
-from ..layers.scaled_block import RefinedBlock, RefinedBlocks, ScaledMlp
+from ..layers import Attention, Block, Blocks, Mlp
+from ..layers.drop_path import add
+from ..layers.head_mixing import MixedAttention
+from ..layers.recompute import recomputed
+from ..layers.scaled_block import ScaledBlock, times
 from .config import Options
 from .fit import fit
 from .lvvit import LvvitConfig, TokenLabelingTransformer
+
+
+class RefinedAttention(MixedAttention):
+    """Attention that adds the map before it, or refines that map instead of computing its own.
+
+    Section 3, in the order of the authors' models, with s = 1 / √d:
+
+        own:      A = softmax(s q kᵀ) + s A'      A' = the map that the block before passed on, 0 in the first block
+                  y = A v                         passes on A
+        refined:  y = s · BatchNorm(DLA(A')) v    passes on A'
+
+    Args:
+        dim: D, channels per token.
+        num_heads: H.
+        refines: has no queries and keys, and refines A'.
+        expansion: see `LocalAttention`.
+        options: the further arguments of `MixedAttention`, in their order.
+    """
+
+    def __init__(self, dim: int, num_heads: int, refines: bool, expansion: int, qkv_bias: bool, *options: Any) -> None:
+        super().__init__(dim, num_heads, qkv_bias, *options)
+        self.refines = refines
+        if refines:
+            self.qkv = nn.Linear(dim, dim, bias=qkv_bias)
+            self.DLA = LocalAttention(num_heads, expansion)
+            self.adapt_bn = nn.BatchNorm2d(num_heads)
+
+    def forward(self, x: Tensor, previous: Tensor | None = None, passed: list[Tensor] | None = None) -> Tensor:
+        """x [B, N, D] → [B, N, D]; the map that is passed on is appended to the list."""
+        passed = [] if passed is None else passed
+        return self.proj_drop(self.proj(self.attend_with(previous, passed, self.qkv(x))))
+
+    def attend_with(self, previous: Tensor | None, passed: list[Tensor], qkv: Tensor) -> Tensor:
+        """Projections [B, N, 3·H·d], or values [B, N, H·d] → the heads' outputs; appends the map that is passed on."""
+        parts = 1 if self.refines else 3
+        *qk, v = qkv.unflatten(-1, (parts, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
+        if self.refines:
+            assert previous is not None
+            maps, own = self.scale * self.adapt_bn(self.DLA(previous)), previous
+        else:
+            q, k = qk
+            own = ((q * self.scale) @ k.mT).softmax(-1)
+            maps = own = self.attn_drop(own if previous is None else own + self.scale * previous)
+        passed.append(own)
+        return (maps @ v).transpose(1, 2).flatten(2)
+
+
+class LocalAttention(nn.Module):
+    """Distributed local attention: a convolution of maps over queries and keys (section 3.2).
+
+        DLA(A) = A + BN(W₂ f(W₁ A)),   f = ReLU6 BN, a depthwise 3 x 3 convolution, ReLU6 BN
+
+    Args:
+        num_heads: H.
+        expansion: channels of the convolution divided by H.
+    """
+
+    def __init__(self, num_heads: int, expansion: int) -> None:
+        super().__init__()
+        width = expansion * num_heads
+        self.conv_exp, self.bn1 = nn.Conv2d(num_heads, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.depth_sep_conv = nn.Conv2d(width, width, 3, padding=1, groups=width, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv_pro, self.bn3 = nn.Conv2d(width, num_heads, 1, bias=False), nn.BatchNorm2d(num_heads)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """[B, H, N, N] → [B, H, N, N]."""
+        x = F.relu6(self.bn1(self.conv_exp(maps)))
+        x = F.relu6(self.bn2(self.depth_sep_conv(x)))
+        return maps + self.bn3(self.conv_pro(x))
+
+
+class ScaledMlp(Mlp):
+    """An MLP with LayerScale as its own parameter, which the block multiplies its output by (`RefinedBlock`).
+
+    Args:
+        dim: D, channels per token.
+        hidden: output features of fc1.
+        act: as for `Mlp`.
+        drop: dropout after the activation and after fc2.
+        init_values: initial factor.
+    """
+
+    def __init__(self, dim: int, hidden: int, act: str, drop: float, init_values: float = 1e-5) -> None:
+        super().__init__(dim, hidden, act, drop=drop)
+        self.init_values = init_values
+        self.scale_channel = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale_channel, self.init_values)
+
+
+class RefinedBlock(ScaledBlock):
+    """A `ScaledBlock` whose attention takes the map of the block before, and passes one on (`RefinedAttention`).
+
+    The arguments are those of `ScaledBlock`; the MLP is a `ScaledMlp`.
+    """
+
+    attn: RefinedAttention
+    mlp: ScaledMlp
+
+    def forward(self, x: Tensor, previous: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """[B, N, D] and the map [B, H, N, N] of the block before, or None → [B, N, D], map."""
+        passed: list[Tensor] = []
+        scale, channels = self.scale(x, None), self.scale(x, self.mlp.scale_channel)
+        x = add(x, self.drop_path1, lambda x: times(scale, self.attn(self.norm1(x), previous=previous, passed=passed)))
+        return add(x, self.drop_path2, lambda x: times(channels, self.mlp(self.norm2(x)))), passed[-1]
+
+
+class RefinedBlocks(Blocks):
+    """A sequence of `RefinedBlock`."""
+
+    def outputs(
+        self, x: Tensor, after: Sequence[Callable[[Tensor], Tensor]] = (), recompute: bool = False
+    ) -> Iterator[Tensor]:
+        """Yields the output [B, N, D] of each block in turn; `after` is not supported."""
+        maps = None
+        for block in self:
+            x, maps = recomputed(block, x, maps) if recompute else block(x, maps)
+            yield x
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,17 +14,143 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checkpoints.layout import Layout, Spelling
 from ..checkpoints.tensors import State
-from ..layers import drop_path_rates
+from ..layers import DropPath, Mlp, PatchEmbed, drop_path_rates
+from ..layers.drop_path import add
 from ..layers.embed import sides
-from ..layers.inner import InnerBlock, PixelEmbed, merged_pixels
 from ..layers.recompute import recomputed
 from .config import Options, check_multiple, check_patches
 from .fit import fit_table
 from .tokens import TokenConfig, TokenModel
+
+
+class SplitAttention(nn.Module):
+    """Multi-head self-attention whose queries and keys have one projection, and values another (section 3.1).
+
+    Args:
+        dim: D, channels.
+        num_heads: H.
+        qkv_bias: biases on both projections.
+        attn_drop: dropout on the attention probabilities.
+        proj_drop: dropout after the output projection.
+    """
+
+    def __init__(
+        self, dim: int, num_heads: int, qkv_bias: bool = False, attn_drop: float = 0.0, proj_drop: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.scale = num_heads, (dim // num_heads) ** -0.5
+        self.qk = nn.Linear(dim, 2 * dim, bias=qkv_bias)
+        self.v = nn.Linear(dim, dim, bias=qkv_bias)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, N, D] → [B, N, D]."""
+        q, k = self.qk(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
+        v = self.v(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        dropout = self.attn_drop.p if self.attn_drop.training else 0.0
+        o = F.scaled_dot_product_attention(q, k, v, None, dropout, scale=self.scale)
+        return self.proj_drop(self.proj(o.transpose(1, 2).flatten(2)))
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}"
+
+
+class PixelEmbed(PatchEmbed):
+    """Projects 7 x 7 pixels at each `stride` within a patch (section 3.1).
+
+    Args:
+        stride: pixels between the projections.
+        legacy: convolve the whole image, whose patches then see each other; else each patch with zeros around it.
+        sizes: those of the image and of a patch, (height, width) in pixels.
+        in_chans: C.
+        dim: c, channels of a pixel.
+    """
+
+    def __init__(
+        self, stride: int, legacy: bool, sizes: tuple[tuple[int, int], tuple[int, int]], in_chans: int, dim: int
+    ) -> None:
+        self.stride, self.legacy = stride, legacy
+        super().__init__(*sizes, in_chans, dim)
+        self.pixels = (-(-self.patch_size[0] // stride), -(-self.patch_size[1] // stride))
+
+    def build(self, embed_dim: int, bias: bool) -> None:
+        self.proj = nn.Conv2d(self.in_chans, embed_dim, 7, self.stride, 3)
+
+    def forward(self, image: Tensor, pos: Tensor, prefix: None = None) -> Tensor:  # type: ignore[override]
+        """image [B, C, H, W], pos [1, c, h, w] → pixels [B · N, h · w, c]."""
+        grid = self.grid_of(image)
+        x = self.proj(image) if self.legacy else image
+        h, w = self.pixels if self.legacy else self.patch_size
+        x = x.unflatten(3, (grid[1], w)).unflatten(2, (grid[0], h)).permute(0, 2, 4, 1, 3, 5).flatten(0, 2)
+        x = x if self.legacy else self.proj(x)
+        return (x + pos).flatten(2).transpose(1, 2)
+
+
+class InnerBlock(nn.Module):
+    """Attention and MLP of the pixels of each patch, then of the patches, to which the pixels are added (eq. 3-6).
+
+    Args:
+        inner: c, channels of a pixel.
+        dim: D, channels of a patch.
+        pixels: n, number of pixels of a patch.
+        num_heads: heads of the pixels' attention, and of the patches'.
+        mlp_ratio: hidden channels of the patches' MLP divided by D.
+        qkv_bias: biases on the projections of queries, keys and values.
+        proj_drop: dropout after the attention projection and inside the MLP.
+        drop_path: probability of skipping each branch.
+        legacy: the pixels' norm is that of each pixel, not of all together.
+        attn_drop: dropout on the attention probabilities.
+    """
+
+    def __init__(
+        self,
+        inner: int,
+        dim: int,
+        pixels: int,
+        num_heads: tuple[int, int],
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = False,
+        proj_drop: float = 0.0,
+        drop_path: float = 0.0,
+        legacy: bool = False,
+        attn_drop: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.norm_in = nn.LayerNorm(inner)
+        self.attn_in = SplitAttention(inner, num_heads[0], qkv_bias, attn_drop, proj_drop)
+        self.norm_mlp_in = nn.LayerNorm(inner)
+        self.mlp_in = Mlp(inner, 4 * inner, drop=proj_drop)
+        self.norm1_proj = nn.LayerNorm(inner if legacy else inner * pixels)
+        self.proj = nn.Linear(inner * pixels, dim, bias=legacy)
+        self.norm2_proj = None if legacy else nn.LayerNorm(dim)
+        self.norm_out = nn.LayerNorm(dim)
+        self.attn_out = SplitAttention(dim, num_heads[1], qkv_bias, attn_drop, proj_drop)
+        self.drop_path = DropPath(drop_path)
+        self.norm_mlp = nn.LayerNorm(dim)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop)
+
+    def forward(self, pixels: Tensor, patches: Tensor) -> tuple[Tensor, Tensor]:
+        """Pixels [B · N, n, c] and tokens [B, 1 + N, D] → the same."""
+        pixels = add(pixels, self.drop_path, lambda x: self.attn_in(self.norm_in(x)))
+        pixels = add(pixels, self.drop_path, lambda x: self.mlp_in(self.norm_mlp_in(x)))
+        merged = merged_pixels(pixels, patches.shape[1] - 1, self.norm1_proj, self.proj, self.norm2_proj)
+        patches = torch.cat((patches[:, :1], patches[:, 1:] + merged), 1)
+        patches = add(patches, self.drop_path, lambda x: self.attn_out(self.norm_out(x)))
+        return pixels, add(patches, self.drop_path, lambda x: self.mlp(self.norm_mlp(x)))
+
+
+def merged_pixels(x: Tensor, patches: int, before: nn.Module, proj: nn.Module, after: nn.Module | None) -> Tensor:
+    """Pixels x [B · N, n, c] of N patches → [B, N, D]: a norm, of a pixel or of all together, a projection, a norm."""
+    x = before(x) if after is None else x
+    x = x.reshape(-1, patches, x.shape[1] * x.shape[2])
+    return proj(x) if after is None else after(proj(before(x)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +215,17 @@ class TransformerInTransformer(TokenModel):
         """Yields the tokens [B, 1 + N, D] after each block."""
         self.grid_of(image)
         pixels = self.pixel_embed(image, self.pixel_pos)
-        patches = merged_pixels(pixels, self.pixel_embed.num_patches, self.norm1_proj, self.proj, self.norm2_proj)
+        patches = self.merge(pixels)
         tokens = torch.cat((self.cls_token.expand(image.shape[0], -1, -1), patches), 1)
         tokens = self.pos_drop(tokens + self.patch_pos)
         for block in self.blocks:
             run = (lambda *x, b=block: recomputed(b, *x)) if self.recomputes else block
             pixels, tokens = run(pixels, tokens)
             yield tokens
+
+    def merge(self, pixels: Tensor) -> Tensor:
+        """Pixels [B · N, n, c] → patches [B, N, D]."""
+        return merged_pixels(pixels, self.pixel_embed.num_patches, self.norm1_proj, self.proj, self.norm2_proj)
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters to exclude from weight decay, as in timm."""

@@ -204,7 +204,7 @@ def window_parts(self: Foreign, mask: Tensor | None = None) -> Body | str:
     "timm.layers.mlp.Mlp",
     "timm.models.layers.mlp.Mlp",
     "fastvit_triton.layers.mlp.Mlp",
-    "fastvit_triton.layers.scaled_block.ScaledMlp",
+    "fastvit_triton.models.refiner.ScaledMlp",
     needs="fc1 act drop1|drop fc2 drop2|drop",
     takes="",
 )

@@ -1,20 +1,16 @@
-"""Fused forwards for timm's blocks and stems: VisionTransformer, BEiT, EVA, DINOv3, NaFlexViT, CaiT, TNT, CrossViT."""
+"""Fused forwards for timm's blocks and stems: VisionTransformer, BEiT, EVA, DINOv3, NaFlexViT, CaiT."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ....engine.attention import attention_body
-from ....engine.body import Body, finish, fold_or_normalize, normalize, project
+from ....engine.body import finish, project
 from ....engine.branch import Branch, add_branches
-from ....engine.hooks import has_hooks, is_our_forward, type_name
-from ....engine.leaves import Foreign, has_sample_scale, is_inactive, is_patch_conv, is_readable, sample_scale_of
-from ....engine.ways import plainly
+from ....engine.leaves import Foreign, is_patch_conv
 from ....kernels.attention import attention
 from ....kernels.patch_embed import patch_embed
-from ....layers.inner import add_inner_outer, inner_outer, inner_outer_plain
-from ...forwards import arguments, fused_body, fused_forward, original
+from ...forwards import arguments, fused_forward, original
 from ...third_party import is_fusable, scores_mask
 from .attention import dropped, scale_of
 
@@ -145,96 +141,6 @@ def class_attention(self: Foreign, x: Tensor) -> Tensor:
     q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
     o = attention(q, k, v, scale=scale_of(self)).transpose(1, 2).flatten(2)
     return finish(o, self.proj, drop=self.proj_drop)
-
-
-@fused_body(
-    "timm.models.tnt.Attention",
-    needs="qk v num_heads head_dim scale attn_drop proj proj_drop",
-    takes="",
-    attention=True,
-)
-def tnt_parts(self: Foreign) -> Body | str:
-    """Parts of TNT's attention, which projects queries and keys together."""
-    if self.hidden_dim != getattr(self.v, "out_features", self.hidden_dim):
-        return "queries of another width than the values"
-    layers = self.qk, self.v
-    return dropped(self) or attention_body(layers, self.proj, self.num_heads, scale_of(self), drops=(self.proj_drop,))
-
-
-def _tnt_folds(self: Foreign) -> list[tuple[nn.Module, nn.Module | None]]:
-    pairs = [((norm1, attn), (norm2, mlp)) for attn, norm1, mlp, norm2, _ in inner_outer(self)]
-    return [*pairs[0], *pairs[1], (self.norm1_proj, None if self.norm2_proj is None else self.proj)]
-
-
-@fused_forward(
-    "pre-norm block",
-    "timm.models.tnt.Block",
-    needs="norm_in attn_in norm_mlp_in mlp_in norm1_proj proj norm2_proj norm_out attn_out norm_mlp mlp drop_path",
-    takes="patch_embed",
-    folds=_tnt_folds,
-)
-def tnt_block(self: Foreign, pixel_embed: Tensor, patch_embed: Tensor) -> tuple[Tensor, Tensor]:
-    """TNT's block: pixels [B·N, n, D'] attend within patches, then tokens [B, 1 + N, D] that receive them attend."""
-    if not is_fusable(self, pixel_embed):
-        return original(self, pixel_embed, patch_embed)
-    if inner_outer_plain(self, pixel_embed, patch_embed):
-        return plainly(original, self, pixel_embed, patch_embed)
-    return add_inner_outer(self, pixel_embed, patch_embed)
-
-
-@fused_forward(
-    "cross attention",
-    "timm.models.crossvit.CrossAttention",
-    needs="wq wk wv num_heads scale attn_drop proj proj_drop",
-    takes="",
-    reason=dropped,
-)
-def cross_attention(self: Foreign, x: Tensor) -> Tensor:
-    """The class token attends to all tokens; [B, N, D] → [B, 1, D]."""
-    if not is_fusable(self, x) or dropped(self) is not None:
-        return original(self, x)
-    q, kv = project(x[:, :1], (self.wq,)), project(x, (self.wk, self.wv))
-    return finish(_one_query(self, q, *kv.chunk(2, -1)), self.proj, drop=self.proj_drop)
-
-
-def _one_query(self: Foreign, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of q [B, 1, D] to k and v [B, N, D]."""
-    q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
-    return attention(q, k, v, scale=scale_of(self)).transpose(1, 2).flatten(2)
-
-
-def _cross_reason(block: Foreign) -> str | None:
-    attn = block.attn
-    if type_name(attn) != "timm.models.crossvit.CrossAttention":
-        return f"its attention is {type(attn).__name__}"
-    return dropped(attn) or ("attention has a hook" if has_hooks(attn) else None)
-
-
-@fused_forward(
-    "cross-attention block",
-    "timm.models.crossvit.CrossAttentionBlock",
-    needs="norm1 attn drop_path",
-    takes="",
-    reason=_cross_reason,
-    folds=lambda self: [(self.norm1, self.attn)],
-)
-def cross_block(self: Foreign, x: Tensor) -> Tensor:
-    """The class token attends to all tokens; [B, N, D] → [B, 1, D].
-
-    All three projections are one matmul of all tokens, into which the norm is folded.
-    """
-    attn = self.attn
-    if not is_fusable(self, x) or not is_our_forward(attn.__dict__.get("forward")) or _cross_reason(self) is not None:
-        return original(self, x)
-    cls, layers, drop = x[:, :1], (attn.wq, attn.wk, attn.wv), attn.proj_drop
-    if not all(is_readable(layer) for layer in layers):
-        return cls + self.drop_path(attn(normalize(x, self.norm1)))
-    x, norm = fold_or_normalize(x, self.norm1, layers)
-    q, k, v = project(x, layers, norm).chunk(3, -1)
-    o = _one_query(attn, q[:, :1], k, v)
-    if not is_inactive(drop) or not has_sample_scale(self.drop_path):
-        return cls + self.drop_path(finish(o, attn.proj, drop=drop))
-    return finish(o, attn.proj, sample_scale=sample_scale_of(self.drop_path, cls), residual=cls)
 
 
 @fused_forward(

@@ -6,6 +6,7 @@ attention that heads mix are computed by PyTorch between the fused projections.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,6 @@ from ....engine.leaves import DROPOUTS, IDENTITIES, Foreign, is_inactive, softma
 from ....engine.mlp import MlpBody
 from ....engine.replay import call_block, call_branches
 from ....kernels.attention import attention
-from ....layers.compact import add_mlp, attend
 from ...forwards import fused_body, fused_forward, original
 from ...third_party import four_axes, is_fusable
 from ..torch import sequential_parts
@@ -272,3 +272,18 @@ def cct_layer(self: Foreign, src: Tensor, *inputs: object, **named: object) -> T
         drop_path = None
     x = normalize(call_branches(attend, self.self_attn, src, self.pre_norm, drop_path), self.norm1)
     return call_branches(add_mlp, self.linear1, x, self.dropout1, self.linear2, self.dropout2, drop_path)
+
+
+def attend(attn: nn.Module, x: Tensor, norm: nn.Module, drop_path: nn.Module | None) -> Tensor:
+    """x [B, N, D] plus attention after a norm."""
+    return add_branches(x, Branch(attn, norm, drop_path=drop_path), block=attn)
+
+
+def add_mlp(fc1: nn.Module, x: Tensor, *layers: Any) -> Tensor:
+    """x [B, N, D] plus an MLP without norm, see `mlp_branch`."""
+    return add_branches(x, mlp_branch(fc1, *layers), block=fc1)
+
+
+def mlp_branch(fc1: nn.Module, drop1: nn.Module, fc2: Any, drop2: nn.Module, drop_path: nn.Module | None) -> Branch:
+    """An MLP with GELU whose layers are modules of a block."""
+    return Branch(MlpBody((fc1,), "gelu", fc2, (drop1, drop2)), drop_path=drop_path)

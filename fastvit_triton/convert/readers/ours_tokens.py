@@ -1,0 +1,246 @@
+"""Fused forwards of this package's CaiT, DeepViT, Refiner, LV-ViT, T2T-ViT, CeiT and CCT."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ...engine.attention import attend
+from ...engine.body import Before, Body, finish, fold_or_normalize, normalize, project
+from ...engine.branch import Branch, add_branches, runs_plain
+from ...engine.hooks import PACKAGE, can_fuse, has_hooks, type_name
+from ...engine.leaves import (
+    CONVOLUTIONS,
+    Foreign,
+    activation_of,
+    is_depthwise_conv,
+    is_patch_conv,
+    is_plain_module,
+    is_readable,
+)
+from ...engine.mlp import MlpBody
+from ...engine.replay import call_branches
+from ...engine.ways import plainly
+from ...kernels.attention import attention
+from ...kernels.attention_qkv import attention_qkv
+from ...kernels.depthwise import depthwise
+from ...kernels.linear import linear
+from ...kernels.patch_embed import patch_embed, whole_patches
+from ...layers.normed import folded
+from ..forwards import fused_body, fused_forward, fused_method, original
+from ..third_party import is_fusable
+from .vit_pytorch import tokens as compact
+
+MODELS = f"{PACKAGE}.models"
+
+
+@fused_body(
+    f"{MODELS}.cait.TalkingHeads",
+    f"{MODELS}.deepvit.ReAttention",
+    needs="qkv num_heads proj proj_drop",
+    takes="",
+)
+def mixed_parts(self: Foreign) -> Body:
+    """Parts of an attention whose maps [B, H, N, N] are formed and mixed by PyTorch."""
+    return Body("attention", (self.qkv,), self.attend, self.proj, self.num_heads, drops=(self.proj_drop,))
+
+
+@fused_forward(
+    "class attention",
+    f"{MODELS}.cait.ClassAttention",
+    needs="q k v num_heads scale attn_drop proj proj_drop",
+    takes="",
+)
+def class_attention(self: Foreign, x: Tensor) -> Tensor:
+    """The class token attends to all tokens; [B, N, D] → [B, 1, D]."""
+    if not is_fusable(self, x):
+        return original(self, x)
+    tokens = project(x[:, :1], (self.q,)), *project(x, (self.k, self.v)).chunk(2, -1)
+    q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in tokens)
+    return self.proj_drop(self.proj(attend(q, k, v, self.scale, self.attn_drop, True)))
+
+
+@fused_forward(
+    "class-token block",
+    f"{MODELS}.cait.ClassBlock",
+    needs="norm1 attn gamma_1 norm2 mlp gamma_2",
+    takes="token",
+    folds=lambda self: [(self.norm2, self.mlp)],
+)
+def class_block(self: Foreign, x: Tensor, token: Tensor) -> Tensor:
+    """Patches [B, N, D], class token [B, 1, D] → class token [B, 1, D]."""
+    if not is_fusable(self, x):
+        return original(self, x, token)
+    y = self.attn(normalize(torch.cat((token, x), 1), self.norm1))
+    token = token + (y if self.gamma_1 is None else self.gamma_1 * y)
+    return add_branches(token, Branch(self.mlp, self.norm2, layer_scale=self.gamma_2))
+
+
+@fused_forward(
+    "pre-norm block",
+    f"{MODELS}.refiner.RefinedBlock",
+    needs="norm1 attn drop_path1 norm2 mlp drop_path2 factor",
+    takes="previous",
+    folds=lambda self: [(self.norm1, self.attn), (self.norm2, self.mlp)],
+)
+def refined_block(self: Foreign, x: Tensor, previous: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """[B, N, D] and the map [B, H, N, N] of the block before, or None → [B, N, D], map."""
+    if not is_fusable(self, x):
+        return original(self, x, previous)
+    attn = self.attn
+    passed: list[Tensor] = []
+    called = Branch(
+        attn, self.norm1, None, self.drop_path1, self.scale(x, None), call=dict(previous=previous, passed=passed)
+    )
+    mlp = Branch(self.mlp, self.norm2, None, self.drop_path2, self.scale(x, self.mlp.scale_channel))
+    first = called
+    if type_name(attn) == f"{MODELS}.refiner.RefinedAttention" and not has_hooks(attn):
+        between = partial(attn.attend_with, previous, passed)
+        body = Body("attention", (attn.qkv,), between, attn.proj, attn.num_heads, drops=(attn.proj_drop,))
+        first = called._replace(body=body, call=None)
+    if runs_plain(x, first, mlp, block=self):
+        return plainly(add_branches, x, called, mlp), passed[-1]
+    return add_branches(x, first, mlp, block=self), passed[-1]
+
+
+@fused_method("project", f"{PACKAGE}.layers.stems.ConvStem")
+def project_map(self: Foreign, x: Tensor, pos: Tensor | None, prefix: Tensor | None) -> Tensor:
+    """Patches of a stem's feature map as tokens; [B, C, H, W] → [B, T + N, D]."""
+    if can_fuse(x) and is_patch_conv(self.proj):
+        return patch_embed(x, self.proj.weight, self.proj.bias, pos, prefix)
+    return type(self).project(self, x, pos, prefix)
+
+
+@fused_forward("attention of tokens", f"{MODELS}.t2t.NarrowAttention", needs="qkv proj scale", takes="")
+def narrow_attention(self: Foreign, x: Tensor) -> Tensor:
+    """Attention of one head, narrower than its input; [B, N, K] → [B, N, D]."""
+    return _narrow(self, x, None) if is_fusable(self, x) else original(self, x)
+
+
+def _narrow(attn: Foreign, x: Tensor, norm: Before | None) -> Tensor:
+    qkv = project(x, (attn.qkv,), norm)
+    return finish(attention_qkv(qkv, 1, attn.scale), attn.proj, residual=qkv.chunk(3, -1)[2])
+
+
+@fused_forward("block of tokens", f"{MODELS}.t2t.TokenTransformer", needs="norm1 attn norm2 mlp", takes="")
+def token_transformer(self: Foreign, x: Tensor) -> Tensor:
+    """Attention and MLP of one head; [B, N, K] → [B, N, D]."""
+    if not is_fusable(self, x):
+        return original(self, x)
+    if type_name(self.attn) != f"{MODELS}.t2t.NarrowAttention" or has_hooks(self.attn):
+        x = self.attn(self.norm1(x))
+    else:
+        x, norm = fold_or_normalize(x, self.norm1, (self.attn.qkv,))
+        x = _narrow(self.attn, x, norm)
+    return add_branches(x, Branch(self.mlp, self.norm2))
+
+
+@fused_forward("block of tokens", f"{MODELS}.t2t.TokenPerformer", needs="norm1 kqv proj dp norm2 mlp", takes="")
+def token_performer(self: Foreign, x: Tensor) -> Tensor:
+    """Linear attention and MLP of one head; [B, N, K] → [B, N, D]."""
+    if not is_fusable(self, x):
+        return original(self, x)
+    x, norm = fold_or_normalize(x, self.norm1, (self.kqv,))
+    y, v = self.attend(project(x, (self.kqv,), norm))
+    y = finish(y, self.proj, drop=self.dp, residual=v)
+    if has_hooks(self.mlp):
+        return y + self.mlp(self.norm2(y))
+    mlp = MlpBody((self.mlp[0],), activation_of(self.mlp[1]), self.mlp[2], (None, self.mlp[3]))
+    return add_branches(y, Branch(mlp, self.norm2))
+
+
+@fused_forward("tokens of soft splits", f"{MODELS}.t2t.TokensToToken", needs="project", takes="")
+def tokens_to_token(self: Foreign, image: Tensor) -> Tensor:
+    """Soft splits and a projection; [B, C, H, W] → [B, N, D]."""
+    return project(self.tokens(image), (self.project,)) if is_fusable(self, image) else original(self, image)
+
+
+@fused_forward(
+    "pre-norm block",
+    f"{MODELS}.ceit.EnhancedBlock",
+    needs="norm1 attn drop_path norm2 leff",
+    takes="",
+    folds=lambda self: [(self.norm1, self.attn)],
+)
+def enhanced_block(self: Foreign, x: Tensor) -> Tensor:
+    """CeiT's pre-norm block; [B, 1 + N, D] → [B, 1 + N, D]."""
+    if not is_fusable(self, x):
+        return original(self, x)
+    attn = Branch(self.attn, self.norm1, None, self.drop_path)
+    return add_branches(x, attn, Branch(self.leff, self.norm2, None, self.drop_path), block=self)
+
+
+@fused_method("convolve", f"{MODELS}.ceit.EnhancedFeedForward")
+def convolve(self: Foreign, x: Tensor) -> Tensor:
+    """The patches [B, N, D] after all layers, with their BatchNorms folded after `freeze`; → [B, N, D]."""
+    pairs = (self.conv1, self.bn1), (self.conv2, self.bn2), (self.conv3, self.bn3)
+    plain = not all(is_plain_module(conv, CONVOLUTIONS) for conv, _ in pairs) or not is_depthwise_conv(self.conv2)
+    if not can_fuse(x) or plain or activation_of(self.act) != "gelu":
+        return type(self).convolve(self, x)
+    folds = [folded(conv, conv, norm) for conv, norm in pairs]
+    if not (folds[0] and folds[1] and folds[2]):
+        return type(self).convolve(self, x)
+    h = linear(x, folds[0].weight.flatten(1), folds[0].bias, activation="gelu")
+    h = depthwise(h.unflatten(1, self.grid), folds[1].weight, folds[1].bias, activation="gelu").flatten(1, 2)
+    return linear(h, folds[2].weight.flatten(1), folds[2].bias)
+
+
+@fused_forward(
+    "block of class tokens",
+    f"{MODELS}.ceit.LayerAttention",
+    needs="norm1 attn norm2 feedforward",
+    takes="",
+    folds=lambda self: [(self.norm1, self.attn), (self.norm2, self.feedforward)],
+)
+def layer_attention(self: Foreign, x: Tensor) -> Tensor:
+    """Attention and MLP of the class tokens of all layers; [B, layers, D] → [B, 1, D]."""
+    if not is_fusable(self, x):
+        return original(self, x)
+    return add_branches(x, Branch(self.attn, self.norm1), Branch(self.feedforward, self.norm2), block=self)[:, -1:]
+
+
+@fused_forward(
+    "block with a norm of the residual",
+    f"{MODELS}.cct.CompactBlock",
+    needs="pre_norm self_attn norm1 linear1 dropout1 linear2 dropout2 drop_path",
+    takes="",
+    folds=lambda self: [(self.pre_norm, self.self_attn)],
+)
+def compact_block(self: Foreign, x: Tensor) -> Tensor:
+    """CCT's block; [B, N, D] → [B, N, D]."""
+    if not is_fusable(self, x):
+        return original(self, x)
+    x = normalize(call_branches(compact.attend, self.self_attn, x, self.pre_norm, self.drop_path), self.norm1)
+    layers = self.dropout1, self.linear2, self.dropout2, self.drop_path
+    if not runs_plain(x, compact.mlp_branch(self.linear1, *layers), block=self.linear1):
+        return call_branches(compact.add_mlp, self.linear1, x, *layers)
+    h = self.dropout1(nn.functional.gelu(self.linear1(x)))
+    return x + self.drop_path(self.dropout2(self.linear2(h)))
+
+
+@fused_forward("tokenizer", f"{MODELS}.cct.ConvTokenizer", needs="conv_layers", takes="pos prefix")
+def tokenizer(self: Foreign, image: Tensor, pos: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
+    """Patches as tokens, if the tokenizer is one patch projection; [B, C, H, W] → [B, T + N, D]."""
+    conv = self.conv_layers[0][0]
+    if not is_fusable(self, image) or not is_patch_conv(conv):
+        return original(self, image, pos, prefix)
+    return patch_embed(whole_patches(image, conv.kernel_size), conv.weight, conv.bias, pos, prefix)
+
+
+@fused_method("sequence_pool", f"{MODELS}.cct.CompactTransformer")
+def sequence_pool(self: Foreign, x: Tensor) -> Tensor:
+    """Sequence pooling as attention of one query to x [B, N, D], in which the bias of `score` has no effect; → [B, D].
+
+    With gradients it is composed: that of the query is a difference of nearly equal sums, which PyTorch's softmax
+    gives with a smaller error.
+    """
+    score = self.classifier.attention_pool
+    if torch.is_grad_enabled() or not (can_fuse(x) and is_readable(score)):
+        return type(self).sequence_pool(self, x)
+    return attend_to_all(x, score)
+
+
+def attend_to_all(x: Tensor, score: nn.Linear) -> Tensor:
+    """Attention of the weights of `score` to x [B, N, D], [B, D]."""
+    query = score.weight.to(x.dtype)[None, None].expand(x.shape[0], 1, 1, -1)
+    return attention(query, x[:, None], x[:, None], scale=1.0)[:, 0, 0]

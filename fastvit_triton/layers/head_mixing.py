@@ -1,0 +1,52 @@
+"""Attention whose maps are mixed across heads (CaiT, DeepViT, Refiner). Parameter names are timm's."""
+
+import torch
+from torch import Tensor, nn
+
+from ..engine.leaves import Layer, Packed, is_readable
+
+
+class MixedAttention(nn.Module):
+    """Self-attention with a packed qkv projection, whose maps a subclass computes.
+
+    Args:
+        dim: D, channels per token.
+        num_heads: H.
+        qkv_bias: bias on the packed projection.
+        attn_drop: dropout on the attention probabilities.
+        proj_drop: dropout after the output projection.
+    """
+
+    def __init__(
+        self, dim: int, num_heads: int, qkv_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.scale = num_heads, (dim // num_heads) ** -0.5
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, N, D] → [B, N, D]."""
+        return self.proj_drop(self.proj(self.attend(self.qkv(x))))
+
+    def maps(self, scores: Tensor) -> Tensor:
+        """Scaled scores [B, H, N, N] → what the values are multiplied by, [B, H, N, N]."""
+        raise NotImplementedError
+
+    def attend(self, qkv: Tensor) -> Tensor:
+        """Packed projections [B, N, 3·H·d] → the heads' outputs [B, N, H·d]."""
+        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
+        return (self.maps((q * self.scale) @ k.mT) @ v).transpose(1, 2).flatten(2)
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}"
+
+
+def mix_heads(layer: Layer, maps: Tensor) -> Tensor:
+    """A linear layer H → H over the heads of maps [B, H, N, N]."""
+    if type(layer) is not Packed and not is_readable(layer):
+        return layer(maps.movedim(1, -1)).movedim(-1, 1)
+    weight = layer.weight.expand(maps.shape[0], -1, -1)
+    return torch.baddbmm(layer.bias[None, :, None], weight, maps.flatten(2)).view_as(maps)
