@@ -20,6 +20,7 @@ MOVED = {  # old name → new name, both without "fastvit_triton."; a package's 
     "layers.composed": "engine.attention",
     "layers.freeze": "engine.freeze",
     "layers.hooks": "engine.hooks",
+    "layers.levit": "models.levit",
     "layers.module_parts": "engine.leaves",
     "layers.packing": "engine.packing",
     "layers.parted": "engine.parted",

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten
 
 from fastvit_triton import create_model, explain, freeze, optimize
 from fastvit_triton.engine import ways
+from fastvit_triton.engine.batch_norm import normed
 from fastvit_triton.engine.replay import calls
 from fastvit_triton.expected.trace import tracing
 from fastvit_triton.expected.values import without_weights
@@ -31,9 +32,9 @@ from fastvit_triton.layers import Attention, ReducedAttention, Window, WindowAtt
 from fastvit_triton.layers.conv_projection import ConvBlock
 from fastvit_triton.layers.cross import CrossAttention
 from fastvit_triton.layers.inner import SplitAttention
-from fastvit_triton.layers.levit import DistanceAttention, DistanceDownsample
-from fastvit_triton.layers.normed import LinearNorm, normed
+from fastvit_triton.layers.normed import LinearNorm
 from fastvit_triton.models import FeatureGetterNet
+from fastvit_triton.models.levit import DistanceAttention, DistanceDownsample
 from fastvit_triton.train.build import build_masked_model
 from fastvit_triton.train.data import DIGITS_MEAN, DIGITS_STD, digits
 from fastvit_triton.train.settings import RECIPES

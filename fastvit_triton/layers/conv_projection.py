@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.attention import attend
+from ..engine.batch_norm import folded
 from ..engine.body import Before, Given, Output, finish, project
 from ..engine.branch import Branch, add_branches
 from ..engine.hooks import can_fuse, has_hooks
@@ -20,7 +21,6 @@ from ..engine.ways import plainly
 from ..kernels.cost import Branch as Sizes
 from ..kernels.depthwise import depthwise
 from .block import Block, Blocks
-from .normed import folded
 from .recompute import recomputed
 
 Grid = tuple[int, int]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..engine.batch_norm import folded
 from ..engine.branch import Branch, add_branches
 from ..engine.hooks import can_fuse
 from ..engine.leaves import CONVOLUTIONS, activation_of, is_depthwise_conv, is_plain_module
@@ -15,7 +16,6 @@ from ..engine.replay import call_block
 from ..kernels.depthwise import depthwise
 from ..kernels.linear import linear
 from .drop_path import DropPath
-from .normed import folded
 
 Grid = tuple[int, int]
 

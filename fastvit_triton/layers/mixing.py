@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..engine.attention import heads_of, merged_heads
+from ..engine.batch_norm import is_constant, sources_of
 from ..engine.body import Before, Body, Given, Output
 from ..engine.freeze import derived
 from ..engine.hooks import is_plain_module
 from ..engine.leaves import CONVOLUTIONS, Layer, Packed, is_readable
 from ..engine.parted import Parted
 from ..kernels.cost import Branch as Sizes
-from .normed import is_constant, sources_of
 
 
 class MixedAttention(Parted):

@@ -1,4 +1,4 @@
-"""ResNet's stem and blocks, whose BatchNorms inference folds into the convolutions. Parameter names are timm's.
+"""ResNet's stem and blocks. Parameter names are timm's.
 
 Source: He et al., arXiv:1512.03385; names of `timm.models.byobnet`.
 """
@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .drop_path import DropPath
-from .normed import convolve
 from .rel2d import BottleneckAttention, Grid
 
 
@@ -29,7 +28,7 @@ class ConvNormAct(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] → [B, C', ⌈H / stride⌉, ⌈W / stride⌉]."""
-        x = convolve(x, self, self.conv, self.bn)
+        x = self.bn(self.conv(x))
         return F.relu(x) if self.relu else x
 
 
