@@ -4,6 +4,7 @@ Windows and reduced keys are those of a feature map x [B, H, W, D]. With a `grid
 tokens [B, H·W, D], which are viewed as a map where that matters.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -311,6 +312,22 @@ def reduced_map(reduce: Foreign, x: Tensor) -> Tensor:
     if is_patch_conv(reduce):
         return patch_embed(whole_patches(image, reduce.stride), reduce.weight, reduce.bias)
     return reduce(image).flatten(2).transpose(1, 2) if isinstance(reduce, nn.Module) else reduce(x)
+
+
+def axis_bias(q: Tensor, tables: Iterable[Tensor], grid: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """q · embeddings of the distances in rows and of those in columns, also SAM's and MViT v2's bias.
+
+    Args:
+        q: [B, H, h · w, D].
+        tables: embeddings of the rows of queries and keys [h, h', D], and of the columns [w, w', D].
+        grid: (h, w).
+
+    Returns:
+        `axis_bias` of `kernels.attention`: [B, H, h · w, h'] and [B, H, h · w, w'].
+    """
+    q, (rows, columns) = q.unflatten(2, tuple(grid)), tables
+    row, column = torch.einsum("bnhwc,hkc->bnhwk", q, rows), torch.einsum("bnhwc,wkc->bnhwk", q, columns)
+    return row.flatten(2, 3), column.flatten(2, 3)
 
 
 def heads_of(x: Tensor, num_heads: int, parts: int = 3) -> tuple[Tensor, ...]:

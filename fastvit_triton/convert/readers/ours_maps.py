@@ -3,25 +3,40 @@
 Layers with the attributes of timm's share timm's readers.
 """
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from torch import Tensor, nn
+
+from ...engine.attention import heads_of
 from ...engine.batch_norm import convolve, normed
-from ...engine.leaves import Foreign, activation_of
+from ...engine.body import Body, finish, project
+from ...engine.branch import Branch, add_branches
+from ...engine.freeze import derived
+from ...engine.hooks import can_fuse
+from ...engine.leaves import CONVOLUTIONS, Foreign, Packed, activation_of, is_plain_module
 from ...engine.mlp import MlpBody
+from ...kernels.attention import attention
+from ...kernels.cost import Branch as Sizes
 from ..forwards import fused_body, fused_forward, original
 from ..third_party import is_fusable
+
+
+def _fuses(module: Foreign, x: Tensor) -> bool:
+    """True if the kernels can run for x, and the module's code is what the fused forward replaces."""
+    return can_fuse(x) and is_fusable(module, x)
 
 
 @fused_forward("convolution", "fastvit_triton.layers.normed.ConvNorm", needs="linear bn", takes="")
 def conv_norm(self: Foreign, x: Tensor) -> Tensor:
     """A convolution with the BatchNorm after it; [B, C, H, W] → [B, C', H', W']."""
-    return convolve(x, self, self.linear, self.bn) if is_fusable(self, x) else original(self, x)
+    return convolve(x, self, self.linear, self.bn) if _fuses(self, x) else original(self, x)
 
 
 @fused_forward("convolution", "fastvit_triton.layers.residual.ConvNormAct", needs="conv bn relu", takes="")
 def conv_norm_act(self: Foreign, x: Tensor) -> Tensor:
     """A convolution with the BatchNorm and the ReLU after it; [B, C, H, W] → [B, C', H', W']."""
-    if not is_fusable(self, x):
+    if not _fuses(self, x):
         return original(self, x)
     x = convolve(x, self, self.conv, self.bn)
     return x.relu() if self.relu else x
@@ -31,3 +46,99 @@ def conv_norm_act(self: Foreign, x: Tensor) -> Tensor:
 def normed_mlp_parts(self: Foreign) -> MlpBody:
     """Parts of LeViT's MLP; a layer whose BatchNorm is not folded is called."""
     return MlpBody((normed(self.ln1),), activation_of(self.act), normed(self.ln2), (self.drop, None))
+
+
+@fused_forward(
+    "attention with decomposed positions",
+    "fastvit_triton.models.botnet.BottleneckAttention",
+    needs="qkv pos_embed num_heads grid scale pool",
+    takes="",
+)
+def bottleneck_attention(self: Foreign, x: Tensor) -> Tensor:
+    """BoTNet's attention on a map; [B, D, H, W] → [B, D, H', W']."""
+    if not _fuses(self, x) or tuple(x.shape[2:]) != self.grid:
+        return original(self, x)
+    if is_plain_module(self.qkv, CONVOLUTIONS):
+        packed = project(x.flatten(2).mT.contiguous(), (Packed(self.qkv.weight.flatten(1), None),))
+    else:
+        packed = self.qkv(x).flatten(2).mT
+    q, k, v = heads_of(packed, self.num_heads)
+    return self.merge(attention(q, k, v, scale=self.scale, axis_bias=self.pos_embed.axes(self.scale * q)))
+
+
+VT = "fastvit_triton.models.vt"
+
+
+@fused_forward("attention of tokens", f"{VT}.Tokenizer", f"{VT}.TokenAttention", f"{VT}.Projector", takes="tokens")
+def one_head(self: Foreign, x: Tensor, tokens: Any = None) -> Tensor:
+    """Attention between a map [B, N, C] and tokens [B, L, D] → [B, Nq, e]."""
+    if not _fuses(self, x):
+        return original(self, x, tokens)
+    if hasattr(self, "filters"):
+        filters = self.filters
+        q = _linear(self.recur, tokens) if filters is None else filters.expand(x.shape[0], -1, -1)
+        q, k, v = q.to(x.dtype), x, _linear(self.value, x)
+    elif hasattr(self, "value"):
+        q, k, v = _linear(self.query, x), _linear(self.key, tokens), _linear(self.value, tokens)
+    else:
+        q, k, v = _linear(self.key, tokens), _linear(self.query, tokens), tokens
+    return attention(q[:, None], k[:, None], v[:, None], scale=1.0)[:, 0]
+
+
+def _linear(layer: nn.Module, x: Any) -> Tensor:
+    """A linear layer, or an Identity, of x."""
+    return project(x, (layer,)) if type(layer) is nn.Linear else layer(x)
+
+
+@fused_forward(
+    "visual transformer",
+    f"{VT}.VisualTransformer",
+    needs="tokenizer attn mlp projector drop_path",
+    takes="tokens",
+)
+def visual_transformer(self: Foreign, x: Tensor, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Map [B, N, C], and the tokens [B, L, D] of the module before → the same."""
+    if not _fuses(self, x):
+        return original(self, x, tokens)
+    t = self.tokenizer(x, tokens)
+    t = t + self.drop_path(self.attn(x, t))
+    t = add_branches(t, Branch(self.mlp, None, None, self.drop_path))
+    return x if self.projector is None else x + self.drop_path(self.projector(x, t)), t
+
+
+@dataclass(frozen=True, eq=False)
+class _PositionalHeads:
+    """Attention by relative position alone, and the linear layer that joins its heads.
+
+    Attributes:
+        attn: a `QuadraticAttention`.
+    """
+
+    attn: Foreign
+    takes_input: ClassVar[bool] = True
+
+    @property
+    def layers(self) -> tuple[nn.Module]:
+        """The layer that joins the heads."""
+        return (self.attn.value,)
+
+    def sizes(self, body: Body) -> Sizes:
+        """See `engine.body.Body`."""
+        inner, channels = self.attn.value.in_features, self.attn.proj.out_features
+        return Sizes("mlp", 0, 0, channels, inner, inner)
+
+    def __call__(self, h: Tensor, x: Tensor, way: str) -> Tensor:
+        """[B, N, D] → [B, N, D]; the maps are kept while the model is frozen."""
+        attn = self.attn
+        maps = derived(attn, "maps", (attn.attention_centers, attn.attention_spreads), attn.maps)
+        return finish(attn.attend(x, maps), attn.value, way=way)
+
+
+@fused_body(
+    "fastvit_triton.models.attention_conv.QuadraticAttention",
+    needs="attention_centers attention_spreads value proj proj_drop",
+    takes="",
+)
+def positional_parts(self: Foreign) -> Body:
+    """Parts of an attention by relative position alone."""
+    return Body("attention by position", (), _PositionalHeads(self), self.proj, drops=(self.proj_drop,))
