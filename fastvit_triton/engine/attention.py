@@ -6,13 +6,13 @@ tokens [B, H·W, D], which are viewed as a map where that matters.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.argument import Norm, Varlen
+from ..kernels.argument import Norm, Varlen, Window
 from ..kernels.attention import attention
 from ..kernels.attention_qkv import Rope, attention_qkv, rotate
 from ..kernels.cost import Branch
@@ -122,29 +122,6 @@ def _of_all(rope: Rope, tokens: int) -> Rope:
     torch._check(same)
     cos, sin = (t.reshape(*t.shape[:-2], tokens, t.shape[-1]) for t in (cos, sin))
     return cos, sin, interleaved
-
-
-class Window(NamedTuple):
-    """Windows of a feature map; see `kernels.window`.
-
-    Attributes:
-        size: (height, width) in tokens.
-        shift: rows and columns by which the map is rolled first.
-        pad_first: pad to whole windows, then roll (torchvision, transformers); else roll, then pad (timm).
-        still: do not shift along an axis with a single window (torchvision).
-    """
-
-    size: tuple[int, int]
-    shift: tuple[int, int] = (0, 0)
-    pad_first: bool = True
-    still: bool = False
-
-    def shift_on(self, grid: tuple[int, ...]) -> tuple[int, int]:
-        """The shift on a map of (H, W) tokens."""
-        rows, columns = self.shift
-        if not self.still:
-            return rows, columns
-        return rows * (grid[0] > self.size[0]), columns * (grid[1] > self.size[1])
 
 
 @dataclass(frozen=True, eq=False)

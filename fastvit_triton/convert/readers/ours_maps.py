@@ -8,16 +8,17 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ...engine.attention import heads_of
+from ...engine.attention import WindowHeads, heads_of, reduced_body, window_body
 from ...engine.batch_norm import convolve, normed
 from ...engine.body import Body, finish, project
 from ...engine.branch import Branch, add_branches
 from ...engine.freeze import derived
 from ...engine.hooks import can_fuse
-from ...engine.leaves import CONVOLUTIONS, Foreign, Packed, activation_of, is_plain_module
-from ...engine.mlp import MlpBody
+from ...engine.leaves import CONVOLUTIONS, Foreign, Packed, activation_of, is_depthwise_conv, is_plain_module
+from ...engine.mlp import MlpBody, taps_of
 from ...kernels.attention import attention
 from ...kernels.cost import Branch as Sizes
+from ...kernels.depthwise import depthwise
 from ..forwards import fused_body, fused_forward, original
 from ..third_party import is_fusable
 
@@ -142,3 +143,77 @@ class _PositionalHeads:
 def positional_parts(self: Foreign) -> Body:
     """Parts of an attention by relative position alone."""
     return Body("attention by position", (), _PositionalHeads(self), self.proj, drops=(self.proj_drop,))
+
+
+@dataclass(frozen=True, eq=False)
+class _Dropped:
+    """What runs between the projections of an attention while its probabilities are dropped: PyTorch's attention.
+
+    Attributes:
+        attn: a `WindowAttention` or a `ReducedAttention`.
+        heads: what runs without dropout.
+    """
+
+    attn: Foreign
+    heads: Any
+    takes_input: ClassVar[bool] = True
+
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        """The projections."""
+        return self.heads.layers
+
+    def sizes(self, body: Body) -> Sizes:
+        """See `engine.body.Body`."""
+        return self.heads.sizes(body)
+
+    def __call__(self, h: Tensor, x: Tensor, way: str) -> Tensor:
+        """Packed projections of x [B, H, W, D], or x itself if there is a reduction → [B, H, W, D]."""
+        attn = self.attn
+        if isinstance(self.heads, WindowHeads):
+            return attn.attend(h)
+        if attn.sr is None:
+            return attn.attend(*h.split((x.shape[-1], 2 * x.shape[-1]), -1))
+        q = project(x, (attn.q,), None, None, way)
+        return attn.attend(q, project(attn.reduce(x), (attn.kv,), None, None, way))
+
+
+def _unless_dropped(attn: Foreign, body: Body) -> Body:
+    """The body, with PyTorch's attention while probabilities are dropped."""
+    dropped = attn.attn_drop.training and attn.attn_drop.p > 0
+    return body._replace(between=_Dropped(attn, body.between)) if dropped else body
+
+
+@fused_body(
+    "fastvit_triton.layers.window.WindowAttention",
+    needs="qkv num_heads scale window relative_position_bias_table attn_drop proj proj_drop",
+    takes="",
+    attention=True,
+)
+def window_parts(self: Foreign) -> Body:
+    """Parts of an attention in windows of a map; its bias is kept while the model is frozen."""
+    table = self.relative_position_bias_table
+    bias = None if table is None else derived(self, "bias", (table,), self.bias)
+    layers = (self.qkv,), self.proj, self.num_heads, self.scale, self.window
+    return _unless_dropped(self, window_body(*layers, bias, (self.proj_drop,)))
+
+
+@fused_body(
+    "fastvit_triton.layers.reduced.ReducedAttention",
+    needs="q kv num_heads scale sr norm ratio attn_drop proj proj_drop",
+    takes="",
+    attention=True,
+)
+def reduced_parts(self: Foreign) -> Body:
+    """Parts of an attention to a smaller map."""
+    layers = self.q, (self.kv,), self.proj, self.num_heads, self.scale
+    return _unless_dropped(self, reduced_body(*layers, self.sr, self.norm, self.ratio, (self.proj_drop,)))
+
+
+@fused_forward("depthwise convolution", "fastvit_triton.layers.conv.Peg", needs="proj", takes="")
+def peg(self: Foreign, x: Tensor) -> Tensor:
+    """Positional encoding by a depthwise convolution; [B, H, W, D] → [B, H, W, D]."""
+    conv = self.proj[0]
+    if not _fuses(self, x) or not is_depthwise_conv(conv):
+        return original(self, x)
+    return depthwise(x, taps_of(conv), conv.bias, residual=True)
