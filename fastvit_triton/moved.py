@@ -18,6 +18,7 @@ MOVED = {  # old name → new name, both without "fastvit_triton."; a package's 
     "layers.body": "engine.body",
     "layers.branch": "engine.branch",
     "layers.composed": "engine.attention",
+    "layers.conv_projection": "models.cvt",
     "layers.freeze": "engine.freeze",
     "layers.hooks": "engine.hooks",
     "layers.levit": "models.levit",

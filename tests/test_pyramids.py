@@ -29,11 +29,11 @@ from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.layers import Attention, ReducedAttention, Window, WindowAttention, resize_pos_embed, resize_table
-from fastvit_triton.layers.conv_projection import ConvBlock
 from fastvit_triton.layers.cross import CrossAttention
 from fastvit_triton.layers.inner import SplitAttention
 from fastvit_triton.layers.normed import LinearNorm
 from fastvit_triton.models import FeatureGetterNet
+from fastvit_triton.models.cvt import ConvBlock
 from fastvit_triton.models.levit import DistanceAttention, DistanceDownsample
 from fastvit_triton.train.build import build_masked_model
 from fastvit_triton.train.data import DIGITS_MEAN, DIGITS_STD, digits

@@ -169,7 +169,7 @@ def _convolved(module: Foreign, grid: tuple[int, int]) -> Parts | str:
 
 
 def _convolved_heads(module: Foreign, grid: tuple[int, int], x: Tensor) -> Heads:
-    q, k, v = module.heads(x, grid, nn.Module.__call__, lambda x, layer: layer(x))
+    q, k, v = module.heads(x, grid)
     return Heads(q, k, v, None, module.scale, lambda o: module.proj_drop(module.proj(o.transpose(1, 2).flatten(2))))
 
 
@@ -218,7 +218,7 @@ READERS: dict[str, Callable[..., Parts | str]] = {  # types whose heads are not 
     "fastvit_triton.models.levit.DistanceDownsample": _levit,
     "timm.models.levit.Attention": _levit,
     "timm.models.levit.AttentionDownsample": _levit,
-    f"{layers.__name__}.conv_projection.ConvAttention": _convolved,
+    "fastvit_triton.models.cvt.ConvAttention": _convolved,
     "fastvit_triton.models.botnet.BottleneckAttention": _relative,
     **{f"fastvit_triton.models.vt.{n}": _one_head for n in ("Tokenizer", "TokenAttention", "Projector")},
     "fastvit_triton.models.attention_conv.QuadraticAttention": _positional,

@@ -6,14 +6,15 @@ Layers with the attributes of timm's share timm's readers.
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from ...engine.attention import WindowHeads, heads_of, reduced_body, window_body
-from ...engine.batch_norm import convolve, normed
+from ...engine.attention import WindowHeads, attend, heads_of, reduced_body, window_body
+from ...engine.batch_norm import convolve, folded, normed
 from ...engine.body import Body, finish, project
 from ...engine.branch import Branch, add_branches
 from ...engine.freeze import derived
-from ...engine.hooks import can_fuse
+from ...engine.hooks import has_hooks
 from ...engine.leaves import CONVOLUTIONS, Foreign, Packed, activation_of, is_depthwise_conv, is_plain_module
 from ...engine.mlp import MlpBody, taps_of
 from ...kernels.attention import attention
@@ -23,21 +24,16 @@ from ..forwards import fused_body, fused_forward, original
 from ..third_party import is_fusable
 
 
-def _fuses(module: Foreign, x: Tensor) -> bool:
-    """True if the kernels can run for x, and the module's code is what the fused forward replaces."""
-    return can_fuse(x) and is_fusable(module, x)
-
-
 @fused_forward("convolution", "fastvit_triton.layers.normed.ConvNorm", needs="linear bn", takes="")
 def conv_norm(self: Foreign, x: Tensor) -> Tensor:
     """A convolution with the BatchNorm after it; [B, C, H, W] → [B, C', H', W']."""
-    return convolve(x, self, self.linear, self.bn) if _fuses(self, x) else original(self, x)
+    return convolve(x, self, self.linear, self.bn) if is_fusable(self, x) else original(self, x)
 
 
 @fused_forward("convolution", "fastvit_triton.layers.residual.ConvNormAct", needs="conv bn relu", takes="")
 def conv_norm_act(self: Foreign, x: Tensor) -> Tensor:
     """A convolution with the BatchNorm and the ReLU after it; [B, C, H, W] → [B, C', H', W']."""
-    if not _fuses(self, x):
+    if not is_fusable(self, x):
         return original(self, x)
     x = convolve(x, self, self.conv, self.bn)
     return x.relu() if self.relu else x
@@ -57,7 +53,7 @@ def normed_mlp_parts(self: Foreign) -> MlpBody:
 )
 def bottleneck_attention(self: Foreign, x: Tensor) -> Tensor:
     """BoTNet's attention on a map; [B, D, H, W] → [B, D, H', W']."""
-    if not _fuses(self, x) or tuple(x.shape[2:]) != self.grid:
+    if not is_fusable(self, x) or tuple(x.shape[2:]) != self.grid:
         return original(self, x)
     if is_plain_module(self.qkv, CONVOLUTIONS):
         packed = project(x.flatten(2).mT.contiguous(), (Packed(self.qkv.weight.flatten(1), None),))
@@ -73,7 +69,7 @@ VT = "fastvit_triton.models.vt"
 @fused_forward("attention of tokens", f"{VT}.Tokenizer", f"{VT}.TokenAttention", f"{VT}.Projector", takes="tokens")
 def one_head(self: Foreign, x: Tensor, tokens: Any = None) -> Tensor:
     """Attention between a map [B, N, C] and tokens [B, L, D] → [B, Nq, e]."""
-    if not _fuses(self, x):
+    if not is_fusable(self, x):
         return original(self, x, tokens)
     if hasattr(self, "filters"):
         filters = self.filters
@@ -99,7 +95,7 @@ def _linear(layer: nn.Module, x: Any) -> Tensor:
 )
 def visual_transformer(self: Foreign, x: Tensor, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Map [B, N, C], and the tokens [B, L, D] of the module before → the same."""
-    if not _fuses(self, x):
+    if not is_fusable(self, x):
         return original(self, x, tokens)
     t = self.tokenizer(x, tokens)
     t = t + self.drop_path(self.attn(x, t))
@@ -214,6 +210,79 @@ def reduced_parts(self: Foreign) -> Body:
 def peg(self: Foreign, x: Tensor) -> Tensor:
     """Positional encoding by a depthwise convolution; [B, H, W, D] → [B, H, W, D]."""
     conv = self.proj[0]
-    if not _fuses(self, x) or not is_depthwise_conv(conv):
+    if not is_fusable(self, x) or not is_depthwise_conv(conv):
         return original(self, x)
     return depthwise(x, taps_of(conv), conv.bias, residual=True)
+
+
+@dataclass(frozen=True, eq=False)
+class _ConvolvedHeads:
+    """Attention of convolved queries, keys and values.
+
+    Attributes:
+        attn: a `ConvAttention`.
+        grid: (H, W) of the tokens.
+    """
+
+    attn: Foreign
+    grid: tuple[int, int]
+    takes_input: ClassVar[bool] = True
+
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        """The projections."""
+        return self.attn.proj_q, self.attn.proj_k, self.attn.proj_v
+
+    def sizes(self, body: Body) -> Sizes:
+        """See `engine.body.Body`."""
+        C, keys = self.attn.proj.in_features, max(self.attn.stride, 1) ** 2
+        return Sizes("reduced_attention", 0, 0, C, C + 2 * C // keys, C, self.attn.num_heads, keys=keys)
+
+    def __call__(self, h: Tensor, x: Tensor, way: str) -> Tensor:
+        """Tokens [B, T + H · W, D] → [B, T + H · W, D]."""
+        attn, found, T = self.attn, [], x.shape[1] - self.grid[0] * self.grid[1]
+        image = x[:, T:].unflatten(1, self.grid)
+        for convolution, layer in zip((attn.conv_proj_q, attn.conv_proj_k, attn.conv_proj_v), self.layers, strict=True):
+            tokens = _convolved(convolution, image).flatten(1, 2)
+            tokens = torch.cat((x[:, :T], tokens), 1) if T else tokens
+            tokens = project(tokens, (layer,), None, None, way)
+            found.append(tokens.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2))
+        q, k, v = found
+        return attend(q, k, v, attn.scale, attn.attn_drop, fused=True)
+
+
+def _convolved(module: Foreign, x: Tensor) -> Tensor:
+    """`ConvProjection` by one kernel; in training BatchNorm follows it."""
+    conv = module.conv
+    if has_hooks(module) or not is_plain_module(conv, CONVOLUTIONS):
+        return module(x)
+    if (fold := folded(module, conv, module.bn)) is not None:
+        return depthwise(x, fold.weight, fold.bias, stride=conv.stride[0])
+    x = depthwise(x, taps_of(conv), conv.bias, stride=conv.stride[0])
+    return module.bn(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+
+@fused_body(
+    "fastvit_triton.models.cvt.ConvAttention",
+    needs="conv_proj_q conv_proj_k conv_proj_v proj_q proj_k proj_v num_heads stride scale attn_drop proj proj_drop",
+    takes="grid",
+)
+def convolved_parts(self: Foreign, grid: tuple[int, int]) -> Body:
+    """Parts of an attention of convolved queries, keys and values."""
+    heads = _ConvolvedHeads(self, grid)
+    return Body("convolved attention", (), heads, self.proj, self.num_heads, drops=(self.proj_drop,))
+
+
+@fused_forward(
+    "pre-norm block",
+    "fastvit_triton.models.cvt.ConvBlock",
+    needs="norm1 attn drop_path1 norm2 mlp drop_path2",
+    takes="grid",
+    folds=lambda self: [(self.norm2, self.mlp)],
+)
+def conv_block(self: Foreign, x: Tensor, grid: tuple[int, int]) -> Tensor:
+    """CvT's block; tokens [B, T + H · W, D] of a grid (H, W) → [B, T + H · W, D]."""
+    if not is_fusable(self, x):
+        return original(self, x, grid)
+    attn = Branch(self.attn, self.norm1, drop_path=self.drop_path1, call=dict(grid=grid))
+    return add_branches(x, attn, Branch(self.mlp, self.norm2, drop_path=self.drop_path2), block=self)
