@@ -55,12 +55,18 @@ class WindowAttention(nn.Module):
     def attend(self, qkv: Tensor) -> Tensor:
         """Packed projections [B, H, W, 3·heads·d] → the heads' outputs [B, H, W, heads·d]."""
         (h, w), shift = self.window.size, self.window.shift_on(qkv.shape[1:3])
-        ragged = qkv.shape[1] % h or qkv.shape[2] % w
-        pad = self.qkv(qkv.new_zeros(1, self.qkv.in_features))[0] if ragged else None  # what a padded token gives
+        pad = self.padded_token(qkv) if qkv.shape[1] % h or qkv.shape[2] % w else None
         if self.attn_drop.training and self.attn_drop.p > 0:
             return self._attend_with_dropout(qkv, shift, pad)
         window = self.num_heads, self.window.size, shift, self.bias(), self.scale, pad, self.window.pad_first
         return window_file.reference(qkv, *window)
+
+    def padded_token(self, qkv: Tensor) -> Tensor | None:
+        """The projections of a padded token, which is zero: [3·heads·d]."""
+        layer = self.qkv
+        if type(layer) is nn.Linear and not (layer._forward_hooks or layer._forward_pre_hooks):
+            return layer.bias
+        return layer(qkv.new_zeros(1, self.proj.out_features))[0]
 
     def bias(self) -> Tensor | None:
         """The bias of every pair of tokens, [heads, n, n]."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...engine.attention import WindowHeads, attend, heads_of, reduced_body, window_body
 from ...engine.batch_norm import convolve, folded, normed
-from ...engine.body import Body, finish, project
+from ...engine.body import Body, finish, fold_or_normalize, project
 from ...engine.branch import Branch, add_branches
 from ...engine.freeze import derived
 from ...engine.hooks import has_hooks
@@ -22,6 +22,7 @@ from ...kernels.cost import Branch as Sizes
 from ...kernels.depthwise import depthwise
 from ..forwards import fused_body, fused_forward, original
 from ..third_party import is_fusable
+from ..windows import merged
 
 
 @fused_forward("convolution", "fastvit_triton.layers.normed.ConvNorm", needs="linear bn", takes="")
@@ -286,3 +287,12 @@ def conv_block(self: Foreign, x: Tensor, grid: tuple[int, int]) -> Tensor:
         return original(self, x, grid)
     attn = Branch(self.attn, self.norm1, drop_path=self.drop_path1, call=dict(grid=grid))
     return add_branches(x, attn, Branch(self.mlp, self.norm2, drop_path=self.drop_path2), block=self)
+
+
+@fused_forward("patch merging", "fastvit_triton.layers.window.PatchMerging", needs="norm reduction", takes="")
+def patch_merging(self: Foreign, x: Tensor) -> Tensor:
+    """Concatenates 2 x 2 tokens and projects them; [B, H, W, D] → [B, ⌈H / 2⌉, ⌈W / 2⌉, 2·D]."""
+    if not is_fusable(self, x):
+        return original(self, x)
+    x, norm = fold_or_normalize(merged(x), self.norm, (self.reduction,))
+    return project(x, (self.reduction,), norm)

@@ -118,7 +118,6 @@ def swin_v2_parts(self: Foreign, mask: Tensor | None = None) -> Body | str:
 @fused_forward(
     "patch merging",
     "timm.models.swin_transformer.PatchMerging",
-    "fastvit_triton.layers.window.PatchMerging",
     needs="norm reduction",
     takes="",
     folds=lambda self: [(self.norm, self.reduction)],
