@@ -3,9 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..engine.hooks import can_fuse
-from ..engine.leaves import is_patch_conv
-from ..kernels.patch_embed import assemble, patch_embed
+from ..kernels.patch_embed import assemble
 from .embed import PatchEmbed
 
 
@@ -50,9 +48,11 @@ class ConvStem(PatchEmbed):
     def forward(self, image: Tensor, pos: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
         """image [B, C, H, W], pos [1, N, D] or [1, T + N, D], prefix [1, T, D] → tokens [B, T + N, D]."""
         self.grid_of(image)
+        return assemble(self.proj(self.convolve(image)).flatten(2).transpose(1, 2), pos, prefix)
+
+    def convolve(self, image: Tensor) -> Tensor:
+        """image [B, C, H, W] → the map before the patches, [B, C', H / 2, W / 2]."""
         x = image
         for i in range(1, len(self.widths) + 1):
             x = F.relu(getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(x)))
-        if can_fuse(x) and is_patch_conv(self.proj):
-            return patch_embed(x, self.proj.weight, self.proj.bias, pos, prefix)
-        return assemble(self.proj(x).flatten(2).transpose(1, 2), pos, prefix)
+        return x

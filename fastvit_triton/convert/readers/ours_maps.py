@@ -11,15 +11,25 @@ from torch import Tensor, nn
 
 from ...engine.attention import WindowHeads, attend, heads_of, reduced_body, window_body
 from ...engine.batch_norm import convolve, folded, normed
-from ...engine.body import Body, finish, fold_or_normalize, project
+from ...engine.body import Body, finish, fold_or_normalize, normalize, project
 from ...engine.branch import Branch, add_branches
 from ...engine.freeze import derived
 from ...engine.hooks import has_hooks
-from ...engine.leaves import CONVOLUTIONS, Foreign, Packed, activation_of, is_depthwise_conv, is_plain_module
+from ...engine.leaves import (
+    CONVOLUTIONS,
+    Foreign,
+    Packed,
+    activation_of,
+    is_depthwise_conv,
+    is_patch_conv,
+    is_plain_module,
+)
 from ...engine.mlp import MlpBody, taps_of
 from ...kernels.attention import attention
 from ...kernels.cost import Branch as Sizes
 from ...kernels.depthwise import depthwise
+from ...kernels.patch_embed import assemble, patch_embed, whole_patches
+from ...layers.embed import PatchEmbed
 from ..forwards import fused_body, fused_forward, original
 from ..third_party import is_fusable
 from ..windows import merged
@@ -296,3 +306,23 @@ def patch_merging(self: Foreign, x: Tensor) -> Tensor:
         return original(self, x)
     x, norm = fold_or_normalize(merged(x), self.norm, (self.reduction,))
     return project(x, (self.reduction,), norm)
+
+
+@fused_forward("patch projection", "fastvit_triton.layers.stems.ConvStem", needs="widths proj", takes="pos prefix")
+def conv_stem(self: Foreign, image: Tensor, pos: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
+    """Convolutions, and patches of their map; [B, C, H, W] → [B, T + N, D]."""
+    if not is_fusable(self, image) or not is_patch_conv(self.proj):
+        return original(self, image, pos, prefix)
+    self.grid_of(image)
+    return patch_embed(self.convolve(image), self.proj.weight, self.proj.bias, pos, prefix)
+
+
+@fused_forward(
+    "patch projection", "fastvit_triton.layers.embed.NormedPatchEmbed", needs="proj norm", takes="pos prefix"
+)
+def normed_patch_embed(self: Foreign, image: Tensor, pos: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
+    """Patches with a LayerNorm of their tokens; [B, C, H, W] → [B, T + N, D]."""
+    if not is_fusable(self, image):
+        return original(self, image, pos, prefix)
+    x = normalize(PatchEmbed.forward(self, whole_patches(image, self.patch_size)), self.norm)
+    return x if pos is None and prefix is None else assemble(x, pos, prefix)
