@@ -16,9 +16,9 @@ from timm.models._manipulate import group_parameters
 
 from fastvit_triton import create_model, explain, freeze, load_weights
 from fastvit_triton.kernels.plan import forcing
-from fastvit_triton.layers.quadratic import QuadraticAttention
-from fastvit_triton.layers.rel2d import BottleneckAttention
-from fastvit_triton.layers.visual_tokens import VisualTransformer
+from fastvit_triton.models.attention_conv import QuadraticAttention
+from fastvit_triton.models.botnet import BottleneckAttention
+from fastvit_triton.models.vt import VisualTransformer
 
 ROUNDINGS = 84  # as in test_models.py
 EPS64 = torch.finfo(torch.float64).eps

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten
 
 from fastvit_triton import create_model, explain, freeze, optimize
 from fastvit_triton.engine import ways
+from fastvit_triton.engine.batch_norm import normed
 from fastvit_triton.engine.replay import calls
 from fastvit_triton.expected.trace import tracing
 from fastvit_triton.expected.values import without_weights
@@ -28,11 +29,11 @@ from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.layers import Attention, ReducedAttention, Window, WindowAttention, resize_pos_embed, resize_table
-from fastvit_triton.layers.conv_projection import ConvBlock
-from fastvit_triton.layers.levit import DistanceAttention, DistanceDownsample
-from fastvit_triton.layers.normed import LinearNorm, normed
+from fastvit_triton.layers.normed import LinearNorm
 from fastvit_triton.models import FeatureGetterNet
 from fastvit_triton.models.crossvit import CrossAttention
+from fastvit_triton.models.cvt import ConvBlock
+from fastvit_triton.models.levit import DistanceAttention, DistanceDownsample
 from fastvit_triton.models.tnt import SplitAttention
 from fastvit_triton.train.build import build_masked_model
 from fastvit_triton.train.data import DIGITS_MEAN, DIGITS_STD, digits

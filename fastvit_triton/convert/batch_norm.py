@@ -1,10 +1,10 @@
-"""Layers of other libraries that have a BatchNorm, which `layers.normed` folds in evaluation after `freeze`."""
+"""Layers of other libraries that have a BatchNorm, which `engine.batch_norm` folds in evaluation after `freeze`."""
 
 from torch import nn
 
+from ..engine.batch_norm import NORMED
 from ..engine.leaves import Layer, Packed, activation_of
 from ..engine.mlp import MlpBody
-from ..layers.normed import NORMED
 
 NORMED |= {
     "timm.models.levit.LinearNorm": ("linear", "bn"),

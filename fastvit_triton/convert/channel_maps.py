@@ -5,10 +5,10 @@ A map that is stored with channels last is a view of tokens [B, H·W, C].
 
 from torch import Tensor, nn
 
+from ..engine.batch_norm import is_pointwise
 from ..engine.hooks import has_hooks, is_plain_module, type_name
 from ..engine.leaves import DROPOUTS, Foreign, Packed, is_inactive
 from ..kernels.layer_norm import layer_norm
-from ..layers.normed import is_pointwise
 from .forwards import fused_forward, original
 from .third_party import is_fusable
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..engine.batch_norm import NORMED
 from ..engine.body import Body
 from ..engine.freeze import freeze as freeze_weights
 from ..engine.freeze import is_frozen, unfreeze
@@ -16,7 +17,6 @@ from ..engine.leaves import CONVOLUTIONS, VOLUME_CONVOLUTIONS, is_readable, norm
 from ..engine.source import code_of
 from ..engine.ways import SIZES
 from ..kernels.backend import backend, why_not
-from ..layers.normed import NORMED
 from . import readers  # noqa: F401  (registers the fused forwards)
 from .forwards import FORWARDS, INNER, METHODS, Forward, Parts, bind, forward_for, known_type
 from .readers.torch import STEMS, stems_of

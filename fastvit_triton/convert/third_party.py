@@ -71,21 +71,22 @@ parts.DROP_PATHS.update(
 )
 
 
-def can_run(x: Tensor) -> bool:
-    """True if the kernels run for x, or the backend is "torch" (references) and torch.jit.trace is not active."""
+def can_run(x: Tensor, module: nn.Module | None = None) -> bool:
+    """True if the kernels run for x, or the backend is "torch" (references) and torch.jit.trace is not active.
+
+    For a module of this package the kernels must run: its own forward is the reference.
+    """
     if not are_plain_tensors(x) or x.is_nested:
         return False
-    return kernels_available(x) or (backend() == "torch" and not torch.jit.is_tracing())
+    if kernels_available(x):
+        return True
+    ours = module is not None and type_name(module).startswith(f"{PACKAGE}.")
+    return backend() == "torch" and not torch.jit.is_tracing() and not ours
 
 
 def is_fusable(module: nn.Module, x: Tensor) -> bool:
-    """True if this module's fused forward may run on x: no global hooks, and its own code is what that replaces.
-
-    Modules of this package run their own forward where others run references of the kernels (backend "torch").
-    """
-    if not can_run(x) or has_global_hooks() or not runs_original(module):
-        return False
-    return backend() != "torch" or not type_name(module).startswith(f"{PACKAGE}.")
+    """True if this module's fused forward may run on x: no global hooks, and its own code is what that replaces."""
+    return can_run(x, module) and not has_global_hooks() and runs_original(module)
 
 
 def runs_original(module: nn.Module) -> bool:

@@ -4,14 +4,15 @@ Windows and reduced keys are those of a feature map x [B, H, W, D]. With a `grid
 tokens [B, H·W, D], which are viewed as a map where that matters.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.argument import Norm, Varlen
+from ..kernels.argument import Norm, Varlen, Window
 from ..kernels.attention import attention
 from ..kernels.attention_qkv import Rope, attention_qkv, rotate
 from ..kernels.cost import Branch
@@ -121,29 +122,6 @@ def _of_all(rope: Rope, tokens: int) -> Rope:
     torch._check(same)
     cos, sin = (t.reshape(*t.shape[:-2], tokens, t.shape[-1]) for t in (cos, sin))
     return cos, sin, interleaved
-
-
-class Window(NamedTuple):
-    """Windows of a feature map; see `kernels.window`.
-
-    Attributes:
-        size: (height, width) in tokens.
-        shift: rows and columns by which the map is rolled first.
-        pad_first: pad to whole windows, then roll (torchvision, transformers); else roll, then pad (timm).
-        still: do not shift along an axis with a single window (torchvision).
-    """
-
-    size: tuple[int, int]
-    shift: tuple[int, int] = (0, 0)
-    pad_first: bool = True
-    still: bool = False
-
-    def shift_on(self, grid: tuple[int, ...]) -> tuple[int, int]:
-        """The shift on a map of (H, W) tokens."""
-        rows, columns = self.shift
-        if not self.still:
-            return rows, columns
-        return rows * (grid[0] > self.size[0]), columns * (grid[1] > self.size[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,6 +289,22 @@ def reduced_map(reduce: Foreign, x: Tensor) -> Tensor:
     if is_patch_conv(reduce):
         return patch_embed(whole_patches(image, reduce.stride), reduce.weight, reduce.bias)
     return reduce(image).flatten(2).transpose(1, 2) if isinstance(reduce, nn.Module) else reduce(x)
+
+
+def axis_bias(q: Tensor, tables: Iterable[Tensor], grid: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """q · embeddings of the distances in rows and of those in columns, also SAM's and MViT v2's bias.
+
+    Args:
+        q: [B, H, h · w, D].
+        tables: embeddings of the rows of queries and keys [h, h', D], and of the columns [w, w', D].
+        grid: (h, w).
+
+    Returns:
+        `axis_bias` of `kernels.attention`: [B, H, h · w, h'] and [B, H, h · w, w'].
+    """
+    q, (rows, columns) = q.unflatten(2, tuple(grid)), tables
+    row, column = torch.einsum("bnhwc,hkc->bnhwk", q, rows), torch.einsum("bnhwc,wkc->bnhwk", q, columns)
+    return row.flatten(2, 3), column.flatten(2, 3)
 
 
 def heads_of(x: Tensor, num_heads: int, parts: int = 3) -> tuple[Tensor, ...]:

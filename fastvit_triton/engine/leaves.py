@@ -75,8 +75,12 @@ Foreign = Any  # a module of any library, whose attributes are read where its ty
 
 
 def width_of(layers: tuple[Layer, ...]) -> tuple[int, int]:
-    """(total output features of these linear layers, input features); 0 where a layer has no weight."""
-    shapes = [getattr(getattr(layer, "weight", None), "shape", (0, 0)) for layer in layers]
+    """(total output features of these linear layers, input features); 0 where a layer has no weight.
+
+    That of a layer with a BatchNorm is the weight of its linear layer.
+    """
+    linears = [getattr(layer, "linear", layer) for layer in layers]
+    shapes = [getattr(getattr(linear, "weight", None), "shape", (0, 0)) for linear in linears]
     return sum(shape[0] for shape in shapes), shapes[0][1]
 
 

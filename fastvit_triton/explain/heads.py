@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..engine.attention import DenseHeads, Window, WindowHeads, as_map, reduced_map
+from ..engine.attention import DenseHeads, WindowHeads, as_map, reduced_map
 from ..engine.body import Body, finish, fold_or_normalize, project
 from ..engine.leaves import Layer
+from ..kernels.argument import Window
 from ..kernels.attention_qkv import rotate
 from ..kernels.window import APART
 

@@ -62,7 +62,13 @@ def _spatial(module: Any, x: Tensor, **branch: object) -> tuple[Tensor, Parts, N
     drop = getattr(module, "attn_drop", None)
     if module.training and drop is not None and drop.p > 0:
         return f"attention dropout {drop.p}"
-    return x, module.parts(), None
+    if hasattr(module, "parts"):
+        return x, module.parts(), None
+    forward = forward_for(module)
+    assert isinstance(forward, Forward) and forward.read is not None  # as it is registered
+    parts = forward.read(module)
+    assert isinstance(parts, Body)
+    return x, parts, None
 
 
 def _foreign(module: nn.Module, read: Callable, *inputs: Any, **named: Any):
@@ -163,7 +169,7 @@ def _convolved(module: Foreign, grid: tuple[int, int]) -> Parts | str:
 
 
 def _convolved_heads(module: Foreign, grid: tuple[int, int], x: Tensor) -> Heads:
-    q, k, v = module.heads(x, grid, nn.Module.__call__, lambda x, layer: layer(x))
+    q, k, v = module.heads(x, grid)
     return Heads(q, k, v, None, module.scale, lambda o: module.proj_drop(module.proj(o.transpose(1, 2).flatten(2))))
 
 
@@ -209,14 +215,14 @@ READERS: dict[str, Callable[..., Parts | str]] = {  # types whose heads are not 
     "fastvit_triton.models.crossvit.CrossAttention": _class_attention,
     "timm.models.cait.TalkingHeadAttn": _talking_heads,
     "fastvit_triton.models.tnt.SplitAttention": tnt_parts,
-    "fastvit_triton.layers.levit.DistanceAttention": _levit,
-    "fastvit_triton.layers.levit.DistanceDownsample": _levit,
+    "fastvit_triton.models.levit.DistanceAttention": _levit,
+    "fastvit_triton.models.levit.DistanceDownsample": _levit,
     "timm.models.levit.Attention": _levit,
     "timm.models.levit.AttentionDownsample": _levit,
-    f"{layers.__name__}.conv_projection.ConvAttention": _convolved,
-    f"{layers.__name__}.rel2d.BottleneckAttention": _relative,
-    **{f"{layers.__name__}.visual_tokens.{n}": _one_head for n in ("Tokenizer", "TokenAttention", "Projector")},
-    f"{layers.__name__}.quadratic.QuadraticAttention": _positional,
+    "fastvit_triton.models.cvt.ConvAttention": _convolved,
+    "fastvit_triton.models.botnet.BottleneckAttention": _relative,
+    **{f"fastvit_triton.models.vt.{n}": _one_head for n in ("Tokenizer", "TokenAttention", "Projector")},
+    "fastvit_triton.models.attention_conv.QuadraticAttention": _positional,
     "fastvit_triton.models.cait.TalkingHeads": _talking_heads,
     "fastvit_triton.models.cait.ClassAttention": _class_attention,
     "fastvit_triton.models.deepvit.ReAttention": _re_attention,

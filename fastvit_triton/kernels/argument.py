@@ -50,6 +50,29 @@ class Varlen(NamedTuple):
     max_seqlen: int | None
 
 
+class Window(NamedTuple):
+    """Windows of a feature map; see `kernels.window`.
+
+    Attributes:
+        size: (height, width) in tokens.
+        shift: rows and columns by which the map is rolled first.
+        pad_first: pad to whole windows, then roll (torchvision, transformers); else roll, then pad (timm).
+        still: do not shift along an axis with a single window (torchvision).
+    """
+
+    size: tuple[int, int]
+    shift: tuple[int, int] = (0, 0)
+    pad_first: bool = True
+    still: bool = False
+
+    def shift_on(self, grid: tuple[int, ...]) -> tuple[int, int]:
+        """The shift on a map of (H, W) tokens."""
+        rows, columns = self.shift
+        if not self.still:
+            return rows, columns
+        return rows * (grid[0] > self.size[0]), columns * (grid[1] > self.size[1])
+
+
 NormLike = Norm | tuple[Tensor | None, Tensor | None, float]
 
 

@@ -1,7 +1,7 @@
 """Layers: modules that call the kernels; parameters have timm's names."""
 
-from ..engine.attention import Window
 from ..engine.body import normalize
+from ..kernels.argument import Window
 from .attention import Attention, AttentionPool, RelativePosition
 from .block import Block, Blocks, PostNormBlock
 from .conv import Peg

@@ -4,11 +4,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..engine.hooks import can_fuse
-from ..engine.leaves import Foreign, is_depthwise_conv
-from ..engine.mlp import taps_of
-from ..kernels.depthwise import depthwise
-
 
 class Peg(nn.Module):
     """Positional encoding generator: x + a 3 x 3 depthwise convolution of x (CPVT, arXiv:2102.10882, section 4.1).
@@ -27,7 +22,4 @@ class Peg(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, H, W, D] → [B, H, W, D]."""
-        conv: Foreign = self.proj[0]
-        if can_fuse(x) and is_depthwise_conv(conv):
-            return depthwise(x, taps_of(conv), conv.bias, residual=True)
         return x + self.proj(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)

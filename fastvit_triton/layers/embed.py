@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..engine.body import normalize
 from ..engine.hooks import has_global_hooks, is_plain_module
 from ..engine.leaves import CONVOLUTIONS
 from ..kernels.patch_embed import assemble, patch_embed, whole_patches
@@ -123,7 +122,7 @@ class NormedPatchEmbed(PatchEmbed):
 
     def forward(self, image: Tensor, pos: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
         """image [B, C, H, W], pos [1, N, D] or [1, T + N, D], prefix [1, T, D] → tokens [B, T + N, D]."""
-        x = normalize(super().forward(whole_patches(image, self.patch_size)), self.norm)
+        x = self.norm(super().forward(whole_patches(image, self.patch_size)))
         return x if pos is None and prefix is None else assemble(x, pos, prefix)
 
 

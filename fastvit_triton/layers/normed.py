@@ -1,21 +1,6 @@
-"""Linear layers and convolutions with a BatchNorm, which is folded into them in inference after `freeze`.
+"""Linear layers and convolutions with a BatchNorm. Parameter names are timm's."""
 
-To fold it in each call would take more launches than it saves. PyTorch does not count the writes of a training forward
-to the running statistics, but counts those to `num_batches_tracked`, which is therefore one of the fold's sources.
-Parameter names are timm's.
-"""
-
-import torch.nn.functional as F
 from torch import Tensor, nn
-
-from ..engine.freeze import derived, keeps
-from ..engine.hooks import are_plain_tensors, can_fuse, has_hooks, type_name
-from ..engine.leaves import CONVOLUTIONS, Foreign, Layer, Packed, is_plain_module, is_readable
-
-BATCH_NORMS = tuple(f"torch.nn.modules.batchnorm.BatchNorm{axes}d" for axes in (1, 2))
-NORMED = {  # modules of a linear layer and the BatchNorm after it → their names; `convert` adds those of others
-    "fastvit_triton.layers.normed.LinearNorm": ("linear", "bn"),
-}
 
 
 class LinearNorm(nn.Module):
@@ -53,7 +38,7 @@ class ConvNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] → [B, C', H', W']."""
-        return convolve(x, self, self.linear, self.bn)
+        return self.bn(self.linear(x))
 
 
 class NormLinear(nn.Module):
@@ -75,89 +60,3 @@ class NormLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, K] → [B, F]; [B, N, K] → [B, N, F]."""
         return self.linear(self.drop(self.bn(x.flatten(0, -2)).view_as(x)))
-
-
-def convolve(x: Tensor, owner: nn.Module, conv: Foreign, norm: Foreign) -> Tensor:
-    """A convolution of x [B, C, H, W] and the BatchNorm after it, as one convolution where `folded` allows it."""
-    if can_fuse(x) and is_plain_module(conv, CONVOLUTIONS) and (fold := folded(owner, conv, norm)) is not None:
-        return F.conv2d(x, fold.weight, fold.bias, conv.stride, conv.padding)
-    return norm(conv(x))
-
-
-def folded(owner: nn.Module, layer: Foreign, norm: Foreign) -> Packed | None:
-    """A layer and the BatchNorm after it as one map, whose weight has the layer's shape; None if they are to be called.
-
-    Args:
-        owner: the module that contains both; the folded tensors are kept for it.
-        layer: a linear layer or a convolution, whose weight may be read.
-        norm: BatchNorm1d or BatchNorm2d.
-    """
-    if (sources := sources_of(owner, layer, norm)) is None:
-        return None
-    shape = (-1, *[1] * (layer.weight.dim() - 1))
-    weight = derived(owner, f"weight {norm.eps}", sources, lambda: layer.weight * factor(norm).view(shape))
-    bias = derived(owner, f"bias {norm.eps}", sources, lambda: shift(layer, norm))
-    return Packed(weight, bias, tuple(t for t in sources if t is not None))
-
-
-def folded_linear(owner: Foreign, layer: Foreign, norm: Foreign) -> Packed | None:
-    """As `folded`, for a linear layer or a 1×1 convolution with any stride: one linear map."""
-    if not (is_readable(layer) or is_pointwise(layer)) or (fold := folded(owner, layer, norm)) is None:
-        return None
-    return fold._replace(weight=fold.weight.flatten(1))
-
-
-def folded_taps(owner: nn.Module, conv: Foreign, norm: Foreign) -> tuple[Tensor, Tensor] | None:
-    """As `folded`, for a depthwise convolution: weight [C, 1, K, K] and bias [C].
-
-    The weight has the memory layout that `depthwise` reads without a copy.
-    """
-    if (sources := sources_of(owner, conv, norm)) is None:
-        return None
-    taps = derived(owner, f"taps {norm.eps}", sources, lambda: (conv.weight.flatten(1) * factor(norm)[:, None]).t())
-    bias = derived(owner, f"bias {norm.eps}", sources, lambda: shift(conv, norm))
-    return taps.t().unflatten(1, conv.kernel_size).unsqueeze(1), bias
-
-
-def normed(module: Foreign) -> Layer:
-    """A module of a linear layer and a BatchNorm (NORMED) as one linear map; the module itself if it must be called."""
-    names = NORMED.get(type_name(module))
-    if names is None or has_hooks(module):
-        return module
-    return folded_linear(module, *(getattr(module, name) for name in names)) or module
-
-
-def sources_of(owner: nn.Module, layer: Foreign, norm: Foreign) -> tuple[Tensor | None, ...] | None:
-    """The tensors that a fold kept for the owner depends on; None if there is none, or the norm must be called."""
-    if not is_constant(norm) or norm.num_batches_tracked is None:  # without it, a training forward is not noticed
-        return None
-    found = layer.weight, layer.bias, *norm._parameters.values(), *norm._buffers.values()
-    return found if are_plain_tensors(*found) and keeps(owner, *found) else None
-
-
-def is_constant(norm: Foreign) -> bool:
-    """True for a BatchNorm that multiplies by and adds constants, with its running statistics, and may be read."""
-    if type_name(norm) not in BATCH_NORMS or has_hooks(norm) or norm.training:
-        return False
-    return norm.affine and norm.track_running_stats
-
-
-def factor(norm: Foreign) -> Tensor:
-    """What the BatchNorm multiplies each channel by, [C]."""
-    return norm.weight * (norm.running_var + norm.eps).rsqrt()
-
-
-def shift(layer: Foreign, norm: Foreign) -> Tensor:
-    """What the BatchNorm adds to each channel of the layer's output without its bias, [C]."""
-    mean = norm.running_mean if layer.bias is None else norm.running_mean - layer.bias
-    return norm.bias - mean * factor(norm)
-
-
-def is_pointwise(conv: Foreign) -> bool:
-    """True for a 1×1 convolution with any stride that may be read."""
-    return (
-        is_plain_module(conv, CONVOLUTIONS)
-        and conv.kernel_size == (1, 1)
-        and conv.padding in ((0, 0), "valid", "same")
-        and conv.groups == 1
-    )

@@ -1,13 +1,7 @@
 """Attention to a smaller feature map (PVT, Twins). Parameter names are timm's and the authors'."""
 
-from typing import Any
-
+import torch.nn.functional as F
 from torch import Tensor, nn
-
-from ..engine.attention import attend, reduced_body
-from ..engine.body import Before, Body, Given, Output, finish, project
-from ..engine.ways import way_alone
-from ..kernels.cost import Branch as Sizes
 
 
 class ReducedAttention(nn.Module):
@@ -46,55 +40,25 @@ class ReducedAttention(nn.Module):
         self.sr = nn.Conv2d(dim, dim, ratio, ratio) if ratio > 1 else None
         self.norm = nn.LayerNorm(dim) if ratio > 1 else None
 
-    def entering(self) -> tuple[nn.Linear, ...]:
-        """The linear layers applied to x; none if the convolution reads it, too."""
-        return self.parts().entering()
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, H, W, D] → [B, H, W, D]."""
+        small = self.reduce(x)
+        return self.proj_drop(self.proj(self.attend(self.q(x), self.kv(small))))
 
-    def sizes(self) -> Sizes:
-        """See `engine.body.Body`."""
-        return self.parts().sizes()
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        norm: Before | None = None,
-        stats: Given | None = None,
-        way: str | None = None,
-        **end: Any,
-    ) -> Output:
-        """x [B, H, W, D] → [B, H, W, D]; for the arguments see `engine.body.Body`."""
-        if way is None:
-            way = way_alone(self, x)
-        if way == "plain":
-            small = self._reduce(x)
-            return self.proj_drop(self.proj(self._attend(self.q(x), self.kv(small))))
-        if self.attn_drop.training and self.attn_drop.p > 0:
-            if self.sr is None:
-                q, kv = project(x, (self.q, self.kv), norm, stats, way).split((x.shape[-1], 2 * x.shape[-1]), -1)
-            else:
-                q, kv = project(x, (self.q,), None, None, way), project(self._reduce(x), (self.kv,), None, None, way)
-            return finish(self._attend(q, kv), self.proj, None, self.proj_drop, way=way, **end)
-        return self.parts()(x, norm, stats, way, **end)
-
-    def parts(self) -> Body:
-        """Its submodules as `Body`."""
-        layers = self.q, (self.kv,), self.proj, self.num_heads, self.scale
-        return reduced_body(*layers, self.sr, self.norm, self.ratio, (self.proj_drop,))
-
-    def _reduce(self, x: Tensor) -> Tensor:
+    def reduce(self, x: Tensor) -> Tensor:
         """The smaller map of x [B, H, W, D], or x."""
         if self.sr is None or self.norm is None:
             return x
         return self.norm(self.sr(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
 
-    def _attend(self, q: Tensor, kv: Tensor) -> Tensor:
-        """Attention of q [B, H, W, D] to kv [B, H', W', 2·D], by PyTorch."""
-        grid = q.shape[1:3]
+    def attend(self, q: Tensor, kv: Tensor) -> Tensor:
+        """Attention of q [B, H, W, D] to kv [B, H', W', 2·D]."""
+        grid, dropout = q.shape[1:3], self.attn_drop.p if self.attn_drop.training else 0.0
         q, k, v = (
             t.flatten(1, 2).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, *kv.chunk(2, -1))
         )  # [B, heads, N or M, d]
-        return attend(q, k, v, self.scale, self.attn_drop).unflatten(1, grid)
+        o = F.scaled_dot_product_attention(q, k, v, None, dropout, scale=self.scale)
+        return o.transpose(1, 2).flatten(2).unflatten(1, grid)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, ratio={self.ratio}"

@@ -1,4 +1,4 @@
-"""ResNet's stem and blocks, whose BatchNorms inference folds into the convolutions. Parameter names are timm's.
+"""ResNet's stem and blocks. Parameter names are timm's.
 
 Source: He et al., arXiv:1512.03385; names of `timm.models.byobnet`.
 """
@@ -7,8 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .drop_path import DropPath
-from .normed import convolve
-from .rel2d import BottleneckAttention, Grid
 
 
 class ConvNormAct(nn.Module):
@@ -29,7 +27,7 @@ class ConvNormAct(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] → [B, C', ⌈H / stride⌉, ⌈W / stride⌉]."""
-        x = convolve(x, self, self.conv, self.bn)
+        x = self.bn(self.conv(x))
         return F.relu(x) if self.relu else x
 
 
@@ -106,38 +104,6 @@ class Bottleneck(Residual):
         return self.conv3_1x1.bn
 
 
-class AttentionBottleneck(Residual):
-    """A bottleneck with attention, a mean of 2 x 2 for stride 2, BatchNorm and ReLU instead of the 3 x 3 convolution.
-
-    Source: BoTNet, arXiv:2101.11605, figure 1.
-
-    Args:
-        inputs, outputs: channels.
-        stride: 2 halves the map after the attention.
-        drop_path: probability of skipping the body.
-        num_heads: heads of the attention.
-        grid: (rows, columns) of the map that comes in.
-        drop: dropout after the attention.
-    """
-
-    def __init__(
-        self, inputs: int, outputs: int, stride: int, drop_path: float, num_heads: int, grid: Grid, drop: float = 0.0
-    ) -> None:
-        super().__init__(inputs, outputs, stride, drop_path)
-        middle = outputs // 4
-        self.conv1_1x1 = ConvNormAct(inputs, middle)
-        self.self_attn = BottleneckAttention(middle, num_heads, grid, stride)
-        self.post_attn = nn.BatchNorm2d(middle)
-        self.drop = nn.Dropout(drop)
-        self.conv3_1x1 = ConvNormAct(middle, outputs, relu=False)
-
-    def body(self, x: Tensor) -> Tensor:
-        return self.conv3_1x1(self.drop(F.relu(self.post_attn(self.self_attn(self.conv1_1x1(x))))))
-
-    def last(self) -> nn.BatchNorm2d:
-        return self.conv3_1x1.bn
-
-
 def init_residual(model: nn.Module) -> None:
     """Initial weights of a residual network, as in timm: Kaiming for convolutions; each block is its shortcut."""
     for module in model.modules():
@@ -150,5 +116,3 @@ def init_residual(model: nn.Module) -> None:
     for block in model.modules():
         if isinstance(block, Residual):
             nn.init.zeros_(block.last().weight)
-        elif isinstance(block, BottleneckAttention):
-            block.reset_parameters()

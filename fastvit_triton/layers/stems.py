@@ -48,11 +48,11 @@ class ConvStem(PatchEmbed):
     def forward(self, image: Tensor, pos: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
         """image [B, C, H, W], pos [1, N, D] or [1, T + N, D], prefix [1, T, D] → tokens [B, T + N, D]."""
         self.grid_of(image)
+        return assemble(self.proj(self.convolve(image)).flatten(2).transpose(1, 2), pos, prefix)
+
+    def convolve(self, image: Tensor) -> Tensor:
+        """image [B, C, H, W] → the map before the patches, [B, C', H / 2, W / 2]."""
         x = image
         for i in range(1, len(self.widths) + 1):
             x = F.relu(getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(x)))
-        return self.project(x, pos, prefix)
-
-    def project(self, x: Tensor, pos: Tensor | None, prefix: Tensor | None) -> Tensor:
-        """Feature map [B, C', H / 2, W / 2] → tokens [B, T + N, D]; for the others see `forward`."""
-        return assemble(self.proj(x).flatten(2).transpose(1, 2), pos, prefix)
+        return x

@@ -1,19 +1,11 @@
 """Layers of Swin: attention in windows, and the merging of patches. Parameter names are timm's."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..engine import ways
-from ..engine.attention import Window, window_body
-from ..engine.body import Before, Body, Given, Output, finish, fold_or_normalize, project
-from ..engine.freeze import derived
-from ..engine.hooks import can_fuse
-from ..engine.ways import way_alone
-from ..kernels import window
-from ..kernels.cost import Branch as Sizes
+from ..kernels import window as window_file
+from ..kernels.argument import Window
 
 
 class WindowAttention(nn.Module):
@@ -56,77 +48,50 @@ class WindowAttention(nn.Module):
         if self.relative_position_bias_table is not None:
             nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
 
-    def entering(self) -> tuple[nn.Linear, ...]:
-        """The linear layers applied to x."""
-        return (self.qkv,)
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, H, W, D] → [B, H, W, D]."""
+        return self.proj_drop(self.proj(self.attend(self.qkv(x))))
 
-    def sizes(self) -> Sizes:
-        """See `engine.body.Body`."""
-        return self._parts(None).sizes()  # which do not depend on the bias
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        norm: Before | None = None,
-        stats: Given | None = None,
-        way: str | None = None,
-        **end: Any,
-    ) -> Output:
-        """x [B, H, W, D] → [B, H, W, D]; for the arguments see `engine.body.Body`."""
-        if way is None:
-            way = way_alone(self, x)
-        parts = self.parts()
-        heads: Any = parts.between
+    def attend(self, qkv: Tensor) -> Tensor:
+        """Packed projections [B, H, W, 3·heads·d] → the heads' outputs [B, H, W, heads·d]."""
+        (h, w), shift = self.window.size, self.window.shift_on(qkv.shape[1:3])
+        pad = self.padded_token(qkv) if qkv.shape[1] % h or qkv.shape[2] % w else None
         if self.attn_drop.training and self.attn_drop.p > 0:
-            qkv = self.qkv(x) if way == "plain" else project(x, (self.qkv,), norm, stats, way)
-            o = attend_with_dropout(heads, qkv, x.shape[-1], self.scale, self.attn_drop.p)
-            return (
-                self.proj_drop(self.proj(o))
-                if way == "plain"
-                else finish(o, self.proj, None, parts.drop, way=way, **end)
-            )
-        if way == "plain":
-            fused = can_fuse(x) and not ways.state.inside_plain
-            return self.proj_drop(self.proj(heads.attend(self.qkv(x), x.shape[-1], fused)))
-        return parts(x, norm, stats, way, **end)
+            return self._attend_with_dropout(qkv, shift, pad)
+        window = self.num_heads, self.window.size, shift, self.bias(), self.scale, pad, self.window.pad_first
+        return window_file.reference(qkv, *window)
 
-    def parts(self) -> Body:
-        """Its submodules as `Body`."""
-        return self._parts(self.bias())
-
-    def _parts(self, bias: Tensor | None) -> Body:
-        return window_body((self.qkv,), self.proj, self.num_heads, self.scale, self.window, bias, (self.proj_drop,))
+    def padded_token(self, qkv: Tensor) -> Tensor | None:
+        """The projections of a padded token, which is zero: [3·heads·d]."""
+        layer = self.qkv
+        if type(layer) is nn.Linear and not (layer._forward_hooks or layer._forward_pre_hooks):
+            return layer.bias
+        return layer(qkv.new_zeros(1, self.proj.out_features))[0]
 
     def bias(self) -> Tensor | None:
-        """The bias of every pair of tokens, [heads, n, n]; cached if the model is frozen."""
-        if (table := self.relative_position_bias_table) is None:
-            return None
-        return derived(self, "bias", (table,), lambda: expand_table(table, self.window.size))
+        """The bias of every pair of tokens, [heads, n, n]."""
+        table = self.relative_position_bias_table
+        return None if table is None else expand_table(table, self.window.size)
+
+    def _attend_with_dropout(self, qkv: Tensor, shift: tuple[int, int], pad: Tensor | None) -> Tensor:
+        """`attend`, with dropout on the probabilities; rolls, then pads, as timm."""
+        (B, H, W, _), (h, w), (sy, sx) = qkv.shape, self.window.size, shift
+        x = window_file._padded(qkv.roll((-sy, -sx), (1, 2)), -H % h, -W % w, pad)
+        rows, columns = x.shape[1] // h, x.shape[2] // w
+        split = x.unflatten(2, (columns, w)).unflatten(1, (rows, h)).unflatten(-1, (3, self.num_heads, -1))
+        split = split.permute(5, 0, 1, 3, 6, 2, 4, 7).flatten(5, 6).flatten(1, 3)
+        q, k, v = split.unbind()  # [B·windows, heads, h·w, d]
+        mask = self.bias()
+        if sy or sx:
+            apart = window_file._apart(x, (h, w), shift).repeat(B, 1, 1).unsqueeze(1)
+            mask = apart if mask is None else mask + apart
+        mask = None if mask is None else mask.to(q.dtype)
+        o = F.scaled_dot_product_attention(q, k, v, mask, self.attn_drop.p, scale=self.scale)
+        o = o.unflatten(2, (h, w)).unflatten(0, (B, rows, columns)).permute(0, 1, 4, 2, 5, 3, 6)
+        return o.flatten(5).flatten(3, 4).flatten(1, 2)[:, :H, :W].roll((sy, sx), (1, 2))
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, size={self.window.size}, shift={self.window.shift}"
-
-
-def attend_with_dropout(heads: Any, qkv: Tensor, channels: int, scale: float, p: float) -> Tensor:
-    """`WindowHeads.attend`, with dropout on the probabilities, by PyTorch: rolls, then pads, as timm.
-
-    [B, H, W, 3·heads·D] → [B, H, W, heads·D].
-    """
-    (B, H, W, _), num_heads, (h, w) = qkv.shape, heads.num_heads, heads.window.size
-    sy, sx = heads.window.shift_on(qkv.shape[1:3])
-    x = window._padded(qkv.roll((-sy, -sx), (1, 2)), -H % h, -W % w, heads.padded_token(qkv, channels))
-    rows, columns = x.shape[1] // h, x.shape[2] // w
-    split = x.unflatten(2, (columns, w)).unflatten(1, (rows, h)).unflatten(-1, (3, num_heads, -1))
-    q, k, v = split.permute(5, 0, 1, 3, 6, 2, 4, 7).flatten(5, 6).flatten(1, 3).unbind()  # [B·windows, heads, h·w, D]
-    mask = heads.bias
-    if sy or sx:
-        apart = window._apart(x, (h, w), (sy, sx)).repeat(B, 1, 1).unsqueeze(1)
-        mask = apart if mask is None else mask + apart
-    mask = None if mask is None else mask.to(q.dtype)
-    o = F.scaled_dot_product_attention(q, k, v, mask, p, scale=scale)
-    o = o.unflatten(2, (h, w)).unflatten(0, (B, rows, columns)).permute(0, 1, 4, 2, 5, 3, 6)
-    return o.flatten(5).flatten(3, 4).flatten(1, 2)[:, :H, :W].roll((sy, sx), (1, 2))
 
 
 class PatchMerging(nn.Module):
@@ -149,10 +114,7 @@ class PatchMerging(nn.Module):
             x = F.pad(x, (0, 0, 0, width % 2, 0, height % 2))
         x = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # [B, H / 2, 2, W / 2, 2, D]
         x = x.permute(0, 1, 3, 4, 2, 5).flatten(3)  # columns before rows, as in the authors' code
-        if not can_fuse(x):
-            return self.reduction(self.norm(x))
-        x, norm = fold_or_normalize(x, self.norm, (self.reduction,))
-        return project(x, (self.reduction,), norm)
+        return self.reduction(self.norm(x))
 
 
 def expand_table(table: Tensor, size: tuple[int, int]) -> Tensor:

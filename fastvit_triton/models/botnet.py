@@ -10,16 +10,128 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from ..checkpoints.layout import Layout, Spelling
 from ..checkpoints.tensors import State
+from ..kernels.attention import sum_of_axes
 from ..layers.embed import sides
-from ..layers.rel2d import Grid
-from ..layers.residual import AttentionBottleneck, Bottleneck
+from ..layers.residual import Bottleneck, ConvNormAct, Residual
 from .config import Options
 from .residual import ResidualConfig, ResidualNetwork
+
+Grid = tuple[int, int]
+
+
+class Rel2d(nn.Module):
+    """Embeddings of the distances between the rows, and the columns, of two positions of a map.
+
+    Args:
+        grid: (rows, columns).
+        dim: d, channels of a head.
+    """
+
+    def __init__(self, grid: Grid, dim: int) -> None:
+        super().__init__()
+        self.grid, (rows, columns) = grid, grid
+        self.height_rel = nn.Parameter(torch.empty(2 * rows - 1, dim))
+        self.width_rel = nn.Parameter(torch.empty(2 * columns - 1, dim))
+
+    def forward(self, q: Tensor) -> Tensor:
+        """Queries [B, H, N, d] → their products with the embeddings of every key's distance, [B, H, N, N]."""
+        return sum_of_axes(*self.axes(q))
+
+    def axes(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [B, H, N, d] → their products with the embeddings of every row's, and every column's, distance."""
+        q = q.unflatten(2, self.grid)
+        rows, columns = (pairs(t, n) for t, n in zip((self.height_rel, self.width_rel), self.grid, strict=True))
+        row, column = torch.einsum("bnhwc,hkc->bnhwk", q, rows), torch.einsum("bnhwc,wkc->bnhwk", q, columns)
+        return row.flatten(2, 3), column.flatten(2, 3)
+
+
+class BottleneckAttention(nn.Module):
+    """Self-attention on a map: softmax(q kᵀ / √d + q (r_row + r_column)ᵀ / √d) v, without an output projection.
+
+    Args:
+        dim: D, channels.
+        num_heads: H.
+        grid: (rows, columns) of the map.
+        stride: 2 takes means of 2 x 2 of the result.
+    """
+
+    def __init__(self, dim: int, num_heads: int, grid: Grid, stride: int = 1) -> None:
+        super().__init__()
+        self.num_heads, self.grid, self.scale = num_heads, grid, (dim // num_heads) ** -0.5
+        self.qkv = nn.Conv2d(dim, 3 * dim, 1, bias=False)
+        self.pos_embed = Rel2d(grid, dim // num_heads)
+        self.pool = nn.AvgPool2d(2, 2) if stride == 2 else nn.Identity()
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.qkv.weight, std=self.qkv.in_channels**-0.5)
+        for table in self.pos_embed.parameters():
+            nn.init.trunc_normal_(table, std=self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, D, H, W] → [B, D, H', W']."""
+        q, k, v = self.heads(x)
+        o = F.scaled_dot_product_attention(q, k, v, self.scale * self.pos_embed(q), scale=self.scale)
+        return self.merge(o)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Map [B, D, H, W] → queries, keys and values [B, H, N, d]."""
+        if tuple(x.shape[2:]) != self.grid:
+            raise ValueError(f"the map is {tuple(x.shape[2:])}; the embeddings of distances are for {self.grid}")
+        q, k, v = self.qkv(x).flatten(2).mT.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        return q, k, v
+
+    def merge(self, o: Tensor) -> Tensor:
+        """Outputs of the heads [B, H, N, d] → [B, D, H', W']."""
+        return self.pool(o.mT.flatten(1, 2).unflatten(2, self.grid))
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}"
+
+
+def pairs(table: Tensor, n: int) -> Tensor:
+    """Embeddings [2n − 1, d] of the distances 1 − n to n − 1 from query to key → those of all pairs [n, n, d]."""
+    at = torch.arange(n, device=table.device)
+    return table[at - at[:, None] + n - 1]
+
+
+class AttentionBottleneck(Residual):
+    """A bottleneck with attention, a mean of 2 x 2 for stride 2, BatchNorm and ReLU instead of the 3 x 3 convolution.
+
+    Source: BoTNet, arXiv:2101.11605, figure 1.
+
+    Args:
+        inputs, outputs: channels.
+        stride: 2 halves the map after the attention.
+        drop_path: probability of skipping the body.
+        num_heads: heads of the attention.
+        grid: (rows, columns) of the map that comes in.
+        drop: dropout after the attention.
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, stride: int, drop_path: float, num_heads: int, grid: Grid, drop: float = 0.0
+    ) -> None:
+        super().__init__(inputs, outputs, stride, drop_path)
+        middle = outputs // 4
+        self.conv1_1x1 = ConvNormAct(inputs, middle)
+        self.self_attn = BottleneckAttention(middle, num_heads, grid, stride)
+        self.post_attn = nn.BatchNorm2d(middle)
+        self.drop = nn.Dropout(drop)
+        self.conv3_1x1 = ConvNormAct(middle, outputs, relu=False)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.conv3_1x1(self.drop(F.relu(self.post_attn(self.self_attn(self.conv1_1x1(x))))))
+
+    def last(self) -> nn.BatchNorm2d:
+        return self.conv3_1x1.bn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +161,14 @@ class BottleneckTransformer(ResidualNetwork):
         if heads:
             return AttentionBottleneck(inputs, outputs, stride, drop_path, heads, grid, drop)
         return Bottleneck(inputs, outputs, stride, drop_path)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Reinitialises the weights as in timm."""
+        super().init_weights()
+        for module in self.modules():
+            if isinstance(module, BottleneckAttention):
+                module.reset_parameters()
 
 
 CONFIG = BotnetConfig

@@ -12,15 +12,155 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ..checkpoints.layout import Layout, Spelling
-from ..layers import Blocks, Mlp, drop_path_rates
-from ..layers.conv_projection import ConvAttention, ConvBlock, ConvEmbed, ConvStage
+from ..layers import Block, Blocks, Mlp, drop_path_rates
+from ..layers.drop_path import add
 from ..layers.embed import sides
+from ..layers.recompute import recomputed
 from .config import Options
 from .fit import keep
 from .pyramid import PyramidConfig, PyramidTransformer
+
+Grid = tuple[int, int]
+
+
+class ConvEmbed(nn.Module):
+    """A convolution with overlapping windows, and a LayerNorm: [B, C, H, W] → [B, H', W', D].
+
+    Args:
+        in_chans: C.
+        dim: D.
+        stride: (rows, columns) that a window moves; it has 2 · stride − 1 rows and columns.
+        eps: LayerNorm epsilon.
+    """
+
+    def __init__(self, in_chans: int, dim: int, stride: Grid, eps: float) -> None:
+        super().__init__()
+        rows, columns = stride
+        kernel, padding = (2 * rows - 1, 2 * columns - 1), (rows // 2, columns // 2)
+        self.proj = nn.Conv2d(in_chans, dim, kernel, stride, padding)
+        self.norm = nn.LayerNorm(dim, eps=eps)
+
+    def grid_of(self, size: Grid) -> Grid:
+        """(H', W') of a map of this size."""
+        (height, width), (rows, columns) = size, self.proj.stride
+        return (height + 2 * (rows // 2) + 1) // rows - 1, (width + 2 * (columns // 2) + 1) // columns - 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] → [B, H', W', D]."""
+        return self.norm(self.proj(x).permute(0, 2, 3, 1))
+
+
+class ConvProjection(nn.Module):
+    """A 3 x 3 depthwise convolution and a BatchNorm, which inference folds into it.
+
+    Args:
+        dim: D, channels.
+        stride: 1, or 2 for every other row and column.
+    """
+
+    def __init__(self, dim: int, stride: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(dim, dim, 3, stride, 1, groups=dim, bias=False)
+        self.bn = nn.BatchNorm2d(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, H, W, D] → [B, ⌈H / stride⌉, ⌈W / stride⌉, D]."""
+        return self.bn(self.conv(x.permute(0, 3, 1, 2))).permute(0, 2, 3, 1)
+
+
+class ConvAttention(nn.Module):
+    """Self-attention of convolved queries, keys and values, scaled by D^-1/2 for all D channels.
+
+    Prefix tokens bypass the convolutions.
+
+    Args:
+        dim: D, channels.
+        num_heads: H.
+        stride: of the convolutions of keys and values.
+        qkv_bias: biases on the projections of queries, keys and values.
+        attn_drop: dropout on the attention probabilities; while it is active, PyTorch computes the attention.
+        proj_drop: dropout after the output projection.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        stride: int = 2,
+        qkv_bias: bool = True,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.stride, self.scale = num_heads, stride, dim**-0.5
+        for name in "qkv":
+            self.add_module(f"conv_proj_{name}", ConvProjection(dim, 1 if name == "q" else stride))
+        for name in "qkv":
+            self.add_module(f"proj_{name}", nn.Linear(dim, dim, bias=qkv_bias))
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        """Tokens [B, T + H · W, D] of a grid (H, W), of which T are prefix tokens → [B, T + H · W, D]."""
+        q, k, v = self.heads(x, grid)
+        dropout = self.attn_drop.p if self.attn_drop.training else 0.0
+        o = F.scaled_dot_product_attention(q, k, v, None, dropout, scale=self.scale)
+        return self.proj_drop(self.proj(o.transpose(1, 2).flatten(2)))
+
+    def heads(self, x: Tensor, grid: Grid) -> list[Tensor]:
+        """Queries, keys and values [B, heads, N or M, d] of tokens."""
+        found, T = [], x.shape[1] - grid[0] * grid[1]
+        image = x[:, T:].unflatten(1, grid)
+        for name in "qkv":
+            tokens = self.get_submodule(f"conv_proj_{name}")(image).flatten(1, 2)
+            tokens = torch.cat((x[:, :T], tokens), 1) if T else tokens
+            tokens = self.get_submodule(f"proj_{name}")(tokens)
+            found.append(tokens.unflatten(-1, (self.num_heads, -1)).transpose(1, 2))
+        return found
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, stride={self.stride}"
+
+
+class ConvBlock(Block):
+    """A pre-norm block whose attention is a `ConvAttention`, called with the size of the map."""
+
+    attn: ConvAttention
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:  # type: ignore[override]  # the size of the map comes with x
+        """Tokens [B, T + H · W, D] of a grid (H, W) → [B, T + H · W, D]."""
+        x = add(x, self.drop_path1, lambda x: self.attn(self.norm1(x), grid))
+        return add(x, self.drop_path2, lambda x: self.mlp(self.norm2(x)))
+
+
+class ConvStage(nn.Module):
+    """A convolution and blocks, with a class token in the last stage."""
+
+    def __init__(self, patch_embed: ConvEmbed, blocks: Blocks, class_token: bool) -> None:
+        super().__init__()
+        self.patch_embed, self.blocks = patch_embed, blocks
+        width = patch_embed.norm.normalized_shape[0]
+        self.cls_token = nn.Parameter(torch.empty(1, 1, width)) if class_token else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.cls_token is not None:
+            nn.init.trunc_normal_(self.cls_token, std=0.02)
+
+    def forward(self, x: Tensor, recompute: bool = False) -> Tensor:
+        """[B, C, H, W] → [B, H', W', D], or [B, 1, 1 + H' · W', D] with a class token."""
+        x = self.patch_embed(x)
+        grid, x, token = (x.shape[1], x.shape[2]), x.flatten(1, 2), self.cls_token
+        x = x if token is None else torch.cat((token.expand(x.shape[0], -1, -1), x), 1)
+        for block in self.blocks:
+            x = recomputed(block, x, grid) if recompute else block(x, grid)
+        return x.unflatten(1, grid) if token is None else x.unsqueeze(1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,25 @@
 """Hierarchical models with a class token in every stage, with a BatchNorm in the head, or with a second head."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..layers.normed import NormLinear
-from ..layers.pooling import Tokens
 from .pyramid import PyramidTransformer
+
+
+class Tokens(NamedTuple):
+    """Tokens x [B, T + N, D], of which the last N are those of a grid of (rows, columns)."""
+
+    x: Tensor
+    grid: tuple[int, int]
+
+    def split(self) -> tuple[Tensor, Tensor]:
+        """The prefix [B, T, D], and the map [B, rows, columns, D]."""
+        T = self.x.shape[1] - self.grid[0] * self.grid[1]
+        return self.x[:, :T], self.x[:, T:].unflatten(1, self.grid)
 
 
 class TokenPyramid(PyramidTransformer):

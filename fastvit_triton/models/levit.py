@@ -9,20 +9,207 @@ Differs from ViT:
 """
 
 import re
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checkpoints.layout import Layout, Spelling
 from ..checkpoints.tensors import State
-from ..layers import Blocks
-from ..layers import levit as layers
+from ..layers import Blocks, DropPath
+from ..layers.drop_path import add
 from ..layers.embed import sides
+from ..layers.normed import ConvNorm, LinearNorm
+from ..layers.window import expand_table
 from .config import Options, check_patches
 from .distilled import Distilled, NormedHead
 from .pyramid import PyramidConfig
+
+Grid = tuple[int, int]
+
+
+class DistanceAttention(nn.Module):
+    """Self-attention of the tokens of a grid, with a learned bias per head, |Δrow| and |Δcolumn| (eq. 2).
+
+    The projection holds the queries, keys and values of the first head, then those of the second.
+
+    Args:
+        dim: D, channels.
+        key_dim: channels of a key.
+        num_heads: H.
+        ratio: channels of a value divided by those of a key.
+        grid: (rows, columns) of tokens.
+    """
+
+    def __init__(self, dim: int, key_dim: int, num_heads: int, ratio: float, grid: Grid) -> None:
+        super().__init__()
+        self.num_heads, self.key_dim, self.val_dim = num_heads, key_dim, int(ratio * key_dim)
+        self.scale, self.grid = key_dim**-0.5, grid
+        self.qkv = LinearNorm(dim, num_heads * (2 * key_dim + self.val_dim))
+        self.proj: Any = last_layer(num_heads * self.val_dim, dim, 0.0)
+        self.attention_biases = nn.Parameter(torch.zeros(num_heads, grid[0] * grid[1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, D] → [B, N, D]."""
+        return self.proj(self.attend(self.qkv(x)))
+
+    def attend(self, qkv: Tensor) -> Tensor:
+        """Projections [B, N, H · (2 · D + Dv)] → [B, N, H · Dv]."""
+        sizes: list[int] = [self.key_dim, self.key_dim, self.val_dim]
+        q, k, v = qkv.unflatten(-1, (self.num_heads, -1)).transpose(1, 2).split(sizes, -1)
+        return attended(q, k, v, self.get_attention_biases(), self.scale)
+
+    def get_attention_biases(self, device: torch.device | None = None) -> Tensor:
+        """The bias of every pair of tokens [H, N, N]."""
+        return distance_table(self.attention_biases, self.grid)
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, key_dim={self.key_dim}, val_dim={self.val_dim}"
+
+
+class DistanceDownsample(nn.Module):
+    """Attention whose queries are every other row and column of the grid; it has no residual.
+
+    Args:
+        dim: D, channels.
+        out: D', channels of the result.
+        key_dim: channels of a key; values have 4 times as many.
+        grid: (rows, columns) of tokens.
+    """
+
+    def __init__(self, dim: int, out: int, key_dim: int, grid: Grid) -> None:
+        super().__init__()
+        self.num_heads, self.key_dim, self.val_dim = dim // key_dim, key_dim, 4 * key_dim
+        self.scale, self.grid = key_dim**-0.5, grid
+        inner = self.num_heads * key_dim
+        self.kv = LinearNorm(dim, inner + self.num_heads * self.val_dim)
+        self.q: Any = nn.Sequential(OrderedDict(down=Subsample(grid), ln=LinearNorm(dim, inner)))
+        self.proj: Any = last_layer(self.num_heads * self.val_dim, out, 1.0)
+        self.attention_biases = nn.Parameter(torch.zeros(self.num_heads, grid[0] * grid[1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, D] → [B, N', D']."""
+        return self.proj(self.attend(self.q(x), self.kv(x)))
+
+    def attend(self, q: Tensor, kv: Tensor) -> Tensor:
+        """Queries [B, N', H · D], keys and values [B, N, H · (D + Dv)] → [B, N', H · Dv]."""
+        q, kv = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, kv))
+        k, v = kv.split([self.key_dim, self.val_dim], -1)
+        return attended(q, k, v, self.get_attention_biases(), self.scale)
+
+    def get_attention_biases(self, device: torch.device | None = None) -> Tensor:
+        """The bias of every query and key [H, N', N]."""
+        pairs = distance_table(self.attention_biases, self.grid).unflatten(1, self.grid)
+        return pairs[:, ::2, ::2].flatten(1, 2)
+
+
+class Subsample(nn.Module):
+    """Every other row and column of a grid."""
+
+    def __init__(self, grid: Grid) -> None:
+        super().__init__()
+        self.grid = grid
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, D] → [B, N', D]."""
+        return x.unflatten(1, self.grid)[:, ::2, ::2].flatten(1, 2)
+
+
+class NormedMlp(nn.Module):
+    """Two linear layers with a BatchNorm each, and an activation between them.
+
+    Args:
+        dim: D, channels.
+        hidden: inner channels.
+        drop: dropout after the activation.
+    """
+
+    def __init__(self, dim: int, hidden: int, drop: float = 0.0) -> None:
+        super().__init__()
+        self.ln1, self.act, self.drop = LinearNorm(dim, hidden), nn.Hardswish(), nn.Dropout(drop)
+        self.ln2 = LinearNorm(hidden, dim, 0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, D] → [B, N, D]."""
+        return self.ln2(self.drop(self.act(self.ln1(x))))
+
+
+class NormedBlock(nn.Module):
+    """x + f(x) for f = attention, then MLP, whose norms are within them.
+
+    Args:
+        attn: maps [B, N, D] to [B, N, D].
+        mlp: as attn.
+        drop_path: probability of skipping each branch.
+    """
+
+    def __init__(self, attn: nn.Module, mlp: nn.Module, drop_path: float = 0.0) -> None:
+        super().__init__()
+        self.attn, self.drop_path1, self.mlp, self.drop_path2 = attn, DropPath(drop_path), mlp, DropPath(drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, D] → [B, N, D]."""
+        x = add(x, self.drop_path1, self.attn)
+        return add(x, self.drop_path2, self.mlp)
+
+
+class LevitDownsample(nn.Module):
+    """Attention that halves the grid, then an MLP with a residual."""
+
+    def __init__(self, attn: DistanceDownsample, mlp: NormedMlp, drop_path: float = 0.0) -> None:
+        super().__init__()
+        self.attn_downsample, self.mlp, self.drop_path = attn, mlp, DropPath(drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, D] → [B, N', D']."""
+        return add(self.attn_downsample(x), self.drop_path, self.mlp)
+
+
+class LevitStage(nn.Module):
+    """A downsampling, an Identity in the first stage, and blocks; the map that it returns has the size `grid`."""
+
+    def __init__(self, downsample: nn.Module, blocks: Blocks, grid: Grid) -> None:
+        super().__init__()
+        self.downsample, self.blocks, self.grid = downsample, blocks, grid
+
+    def forward(self, x: Tensor, recompute: bool = False) -> Tensor:
+        """[B, H, W, D] → [B, H', W', D']."""
+        return self.blocks(self.downsample(x.flatten(1, 2)), recompute=recompute).unflatten(1, self.grid)
+
+
+def conv_stem(in_chans: int, dim: int, stride: int) -> nn.Sequential:
+    """Convolutions with stride 2, 4 for a total stride of 16, whose channels double up to D; [B, C, H, W] → map."""
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    count = stride.bit_length() - 1
+    widths = [in_chans, *(dim >> i for i in reversed(range(count)))]
+    for i in range(count):
+        layers[f"conv{i + 1}"] = ConvNorm(widths[i], widths[i + 1], 3, 2, 1)
+        if i + 1 < count:
+            layers[f"act{i + 1}"] = nn.Hardswish()
+    return nn.Sequential(layers)
+
+
+def last_layer(inputs: int, outputs: int, scale: float) -> nn.Sequential:
+    """The activation and the layer after attention."""
+    return nn.Sequential(OrderedDict(act=nn.Hardswish(), ln=LinearNorm(inputs, outputs, scale)))
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Attention of the heads [B, H, N', d] with the bias [H, N', N] added to the scores: [B, N', H · Dv]."""
+    o = F.scaled_dot_product_attention(q, k, v, bias[None].to(q.dtype), scale=scale)
+    return o.transpose(1, 2).flatten(2)
+
+
+def distance_table(table: Tensor, grid: Grid) -> Tensor:
+    """Biases of all distances [H, rows · columns] → those of all pairs of tokens [H, N, N]."""
+    table = table.unflatten(1, grid)
+    table = torch.cat((table[:, 1:].flip(1), table), 1)
+    table = torch.cat((table[:, :, 1:].flip(2), table), 2)  # of all offsets, [H, 2 · rows − 1, 2 · columns − 1]
+    return expand_table(table.permute(1, 2, 0).flatten(0, 1), grid)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +261,14 @@ class Levit(NormedHead):
         D = config.widths[0]
         grid = (height // stride, width // stride)
         stages = nn.ModuleList()
-        self.stem = layers.stem(config.in_chans, D, stride)
+        self.stem = conv_stem(config.in_chans, D, stride)
         for i, (D, rates) in enumerate(zip(config.widths, self.drop_path_rates(), strict=True)):
             down: nn.Module = nn.Identity()
             if i:
-                attn = layers.DistanceDownsample(config.widths[i - 1], D, config.key_dim, grid)
-                down = layers.LevitDownsample(attn, layers.NormedMlp(D, 2 * D), config.drop_path_rate)
+                attn = DistanceDownsample(config.widths[i - 1], D, config.key_dim, grid)
+                down = LevitDownsample(attn, NormedMlp(D, 2 * D), config.drop_path_rate)
                 grid = (-(-grid[0] // 2), -(-grid[1] // 2))
-            stages.append(layers.LevitStage(down, Blocks(*(build_block(config, i, grid, p) for p in rates)), grid))
+            stages.append(LevitStage(down, Blocks(*(build_block(config, i, grid, p) for p in rates)), grid))
         self._modules["stages"] = stages
         self.build_head()
 
@@ -105,11 +292,11 @@ class LevitDistilled(Distilled, Levit):
     head_names = ("head.linear", "head_dist.linear")
 
 
-def build_block(config: LevitConfig, stage: int, grid: tuple[int, int], drop_path: float) -> layers.NormedBlock:
+def build_block(config: LevitConfig, stage: int, grid: tuple[int, int], drop_path: float) -> NormedBlock:
     """Builds one block of a stage."""
     D, heads = config.widths[stage], config.num_heads[stage]
-    attn = layers.DistanceAttention(D, config.key_dim, heads, config.attn_ratio, grid)
-    return layers.NormedBlock(attn, layers.NormedMlp(D, int(D * config.mlp_ratio), config.proj_drop_rate), drop_path)
+    attn = DistanceAttention(D, config.key_dim, heads, config.attn_ratio, grid)
+    return NormedBlock(attn, NormedMlp(D, int(D * config.mlp_ratio), config.proj_drop_rate), drop_path)
 
 
 CONFIG = LevitConfig

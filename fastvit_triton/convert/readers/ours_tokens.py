@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...engine.attention import attend
+from ...engine.batch_norm import folded
 from ...engine.body import Before, Body, finish, fold_or_normalize, normalize, project
 from ...engine.branch import Branch, add_branches, runs_plain
 from ...engine.hooks import PACKAGE, can_fuse, has_hooks, type_name
@@ -26,7 +27,6 @@ from ...kernels.attention_qkv import attention_qkv
 from ...kernels.depthwise import depthwise
 from ...kernels.linear import linear
 from ...kernels.patch_embed import patch_embed, whole_patches
-from ...layers.normed import folded
 from ..forwards import fused_body, fused_forward, fused_method, original
 from ..third_party import is_fusable
 from .vit_pytorch import tokens as compact
@@ -101,14 +101,6 @@ def refined_block(self: Foreign, x: Tensor, previous: Tensor | None = None) -> t
     if runs_plain(x, first, mlp, block=self):
         return plainly(add_branches, x, called, mlp), passed[-1]
     return add_branches(x, first, mlp, block=self), passed[-1]
-
-
-@fused_method("project", f"{PACKAGE}.layers.stems.ConvStem")
-def project_map(self: Foreign, x: Tensor, pos: Tensor | None, prefix: Tensor | None) -> Tensor:
-    """Patches of a stem's feature map as tokens; [B, C, H, W] → [B, T + N, D]."""
-    if can_fuse(x) and is_patch_conv(self.proj):
-        return patch_embed(x, self.proj.weight, self.proj.bias, pos, prefix)
-    return type(self).project(self, x, pos, prefix)
 
 
 @fused_forward("attention of tokens", f"{MODELS}.t2t.NarrowAttention", needs="qkv proj scale", takes="")

@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
-from ...engine.attention import Window, window_body
+from ...engine.attention import window_body
 from ...engine.body import Body, normalize, project
 from ...engine.branch import Branch, add_branches
 from ...engine.freeze import derived
 from ...engine.leaves import Foreign, Packed, is_readable
+from ...kernels.argument import Window
 from ..forwards import fused_body, fused_forward, original
 from ..third_party import is_fusable
 from ..windows import continuous_bias, cosine_scale, hooked, merge, merged, table_bias

@@ -5,14 +5,15 @@ from functools import partial
 from torch import Tensor, nn
 
 from ....engine.attention import merged_heads
+from ....engine.batch_norm import normed
 from ....engine.body import Body, finish, project
 from ....engine.branch import Branch, add_branches
 from ....engine.freeze import derived
 from ....engine.hooks import has_hooks, is_our_forward, is_plain_module, type_name
 from ....engine.leaves import Foreign, Packed, activation_of
 from ....engine.mlp import MlpBody
+from ....engine.replay import call_branches
 from ....kernels.attention import attention
-from ....layers.normed import normed
 from ...batch_norm import UNFOLDED, folded_mlp
 from ...forwards import Reader, fused_body, fused_forward, original
 from ...third_party import is_fusable
@@ -22,8 +23,11 @@ MAPPED = "its activation or dropout reads a map: it was replaced or has a hook"
 
 
 def distance_bias(attn: Foreign) -> Tensor:
-    """The bias [1, H, Nq, Nk] from a table [H, distances] and an index of pairs."""
-    table, index = attn.attention_biases, attn.attention_bias_idxs
+    """The bias [1, H, Nq, Nk] from a table [H, distances], and an index of pairs or the size of the grid."""
+    table = attn.attention_biases
+    if not hasattr(attn, "attention_bias_idxs"):
+        return derived(attn, "bias", (table,), attn.get_attention_biases)[None]
+    index = attn.attention_bias_idxs
     return derived(attn, "bias", (table, index), lambda: table[:, index])[None]
 
 
@@ -91,10 +95,17 @@ def _levit_reason(self: Foreign) -> str | None:
     """Why LeViT's attention must run its own forward now, or None."""
     if not _is_sequence(self.proj, "act", "ln") or (hasattr(self, "q") and not _is_sequence(self.q, "down", "ln")):
         return "q or proj was replaced or has a hook"
-    if self.use_conv and not isinstance(activation_of(self.proj.act), str):
+    if not _has_maps(self):
+        return None
+    if not isinstance(activation_of(self.proj.act), str):
         return MAPPED
     layers = (self.q.ln, self.kv, self.proj.ln) if hasattr(self, "q") else (self.qkv, self.proj.ln)
-    return UNFOLDED if self.use_conv and not all(type(normed(layer)) is Packed for layer in layers) else None
+    return None if all(type(normed(layer)) is Packed for layer in layers) else UNFOLDED
+
+
+def _has_maps(attn: Foreign) -> bool:
+    """True if an attention takes maps, not tokens; ours takes tokens."""
+    return getattr(attn, "use_conv", False)
 
 
 def _is_sequence(module: nn.Module, *names: str) -> bool:
@@ -112,13 +123,15 @@ def _as_tokens(self: Foreign) -> dict[str, object]:
 
 @fused_body(
     "timm.models.levit.Attention",
-    needs="qkv proj.act proj.ln num_heads scale key_dim val_dim attention_biases attention_bias_idxs use_conv",
+    "fastvit_triton.models.levit.DistanceAttention",
+    needs="qkv proj.act proj.ln num_heads scale key_dim val_dim attention_biases attention_bias_idxs|grid "
+    "use_conv|grid",
     takes="",
     call=_as_tokens,
 )
 def levit_parts(self: Foreign, tokens: bool = False) -> Body | str:
     """Parts of LeViT's attention, with an activation before the last layer; maps only as `tokens`, by the block."""
-    if self.use_conv and not tokens:
+    if _has_maps(self) and not tokens:
         return "a map"
     between, layers = partial(_activated, self), (normed(self.qkv), normed(self.proj.ln))
     return _levit_reason(self) or Body("attention", layers[:1], between, layers[1], self.num_heads)
@@ -127,8 +140,9 @@ def levit_parts(self: Foreign, tokens: bool = False) -> Body | str:
 @fused_forward(
     "attention with fewer queries",
     "timm.models.levit.AttentionDownsample",
-    needs="q.down q.ln kv proj.act proj.ln num_heads scale key_dim val_dim attention_biases attention_bias_idxs "
-    "use_conv",
+    "fastvit_triton.models.levit.DistanceDownsample",
+    needs="q.down q.ln kv proj.act proj.ln num_heads scale key_dim val_dim attention_biases attention_bias_idxs|grid "
+    "use_conv|grid",
     takes="",
     reason=_levit_reason,
 )
@@ -137,7 +151,7 @@ def levit_downsample(self: Foreign, x: Tensor) -> Tensor:
     if not is_fusable(self, x) or _levit_reason(self) is not None:
         return original(self, x)
     few = self.q.down(x)
-    grid = few.shape[2:] if self.use_conv else None
+    grid = few.shape[2:] if _has_maps(self) else None
     q, kv = project(_tokens(few), (normed(self.q.ln),)), project(_tokens(x), (normed(self.kv),))
     o = attend_fewer(self, q, kv, self.num_heads, self.val_dim)
     return _map(finish(self.proj.act(o), normed(self.proj.ln)), grid)
@@ -184,13 +198,14 @@ def _branches(*bodies: tuple[Foreign, Reader, nn.Module], maps: bool) -> list[Br
 def _block_reason(self: Foreign) -> str | None:
     """Why a block must run its own forward now, or None."""
     attn = self.attn_downsample if hasattr(self, "attn_downsample") else self.attn
-    return _levit_reason(attn) if attn.use_conv else None
+    return _levit_reason(attn) if _has_maps(attn) else None
 
 
 @fused_forward(
     "block",
     "timm.models.levit.LevitBlock",
-    needs="attn.use_conv drop_path1 mlp drop_path2",
+    "fastvit_triton.models.levit.NormedBlock",
+    needs="attn.use_conv|attn.grid drop_path1 mlp drop_path2",
     takes="",
     reason=_block_reason,
 )
@@ -206,7 +221,8 @@ def levit_block(self: Foreign, x: Tensor) -> Tensor:
 @fused_forward(
     "stage transition",
     "timm.models.levit.LevitDownsample",
-    needs="attn_downsample.use_conv mlp drop_path",
+    "fastvit_triton.models.levit.LevitDownsample",
+    needs="attn_downsample.use_conv|attn_downsample.grid mlp drop_path",
     takes="",
     reason=_block_reason,
 )
@@ -217,4 +233,11 @@ def levit_transition(self: Foreign, x: Tensor) -> Tensor:
     if branches is None:
         return original(self, x)
     x = self.attn_downsample(x)
-    return _map(add_branches(_tokens(x), *branches), x.shape[2:] if x.dim() == 4 else None)
+    if x.dim() == 3:
+        return call_branches(_add_mlp, self.mlp, x, self.drop_path)
+    return _map(add_branches(_tokens(x), *branches), x.shape[2:])
+
+
+def _add_mlp(mlp: nn.Module, x: Tensor, drop_path: nn.Module) -> Tensor:
+    """x + drop_path(mlp(x))."""
+    return add_branches(x, Branch(mlp, drop_path=drop_path), block=mlp)

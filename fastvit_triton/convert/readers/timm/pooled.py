@@ -6,13 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ....engine.attention import attend_all, heads_of, merged_heads
+from ....engine.attention import attend_all, axis_bias, heads_of, merged_heads
 from ....engine.body import Body, finish, normalize, project
 from ....engine.branch import Branch, add_branches
 from ....engine.freeze import derived
 from ....engine.leaves import Foreign
 from ....kernels.attention import attention, sum_of_axes
-from ....layers.rel2d import axis_bias
 from ...forwards import fused_body, fused_forward, original
 from ...third_party import is_fusable
 from .attention import dropped, scale_of

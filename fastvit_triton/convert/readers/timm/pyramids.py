@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ....engine.attention import Window, as_map, reduced_body, window_body
+from ....engine.attention import as_map, reduced_body, window_body
 from ....engine.body import Body, normalize, project
 from ....engine.branch import Branch, add_branches
 from ....engine.hooks import has_hooks, is_our_forward, type_name
@@ -19,6 +19,7 @@ from ....engine.leaves import (
     softmax_reason,
 )
 from ....engine.mlp import depthwise_mlp_body, taps_of
+from ....kernels.argument import Window
 from ....kernels.depthwise import depthwise
 from ...forwards import fused_body, fused_forward, original
 from ...third_party import is_fusable

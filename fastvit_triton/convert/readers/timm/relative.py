@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....engine.attention import attention_body, heads_of, merged_heads
+from ....engine.attention import attention_body, axis_bias, heads_of, merged_heads
 from ....engine.body import Body, normalize
 from ....engine.branch import Branch, add_branches
 from ....engine.freeze import derived
@@ -16,7 +16,6 @@ from ....engine.hooks import is_plain_module
 from ....engine.leaves import Foreign
 from ....kernels.attention import attention
 from ....kernels.attention_qkv import rotate
-from ....layers.rel2d import axis_bias
 from ...forwards import fused_body, fused_forward, original
 from ...third_party import four_axes, head_norms, is_fusable
 from .attention import dropped, scale_of

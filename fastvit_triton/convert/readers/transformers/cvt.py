@@ -1,6 +1,6 @@
 """Fused forwards for transformers' CvT: queries, keys and values are projections of depthwise convolutions.
 
-A depthwise convolution is one launch, into which its BatchNorm is folded as `layers.normed` says.
+A depthwise convolution is one launch, into which its BatchNorm is folded as `engine.batch_norm` says.
 """
 
 from functools import partial
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ....engine.attention import heads_of, merged_heads
+from ....engine.batch_norm import folded_taps
 from ....engine.body import Body, project
 from ....engine.branch import Branch, add_branches
 from ....engine.hooks import is_plain_module
@@ -16,7 +17,6 @@ from ....engine.leaves import DROPOUTS, Foreign, activation_of, is_depthwise_con
 from ....engine.mlp import MlpBody, taps_of
 from ....kernels.attention import attention
 from ....kernels.depthwise import depthwise
-from ....layers.normed import folded_taps
 from ...forwards import INNER, fused_body, fused_forward, original
 from ...third_party import is_fusable
 from .vit import classes

@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
-from ....engine.attention import Window, heads_of, merged_heads, window_body
+from ....engine.attention import heads_of, merged_heads, window_body
 from ....engine.body import Body
 from ....engine.hooks import has_hooks
 from ....engine.leaves import Foreign, activation_of
 from ....engine.mlp import MlpBody
+from ....kernels.argument import Window
 from ....kernels.attention import attention
 from ...forwards import fused_body, fused_forward, original
 from ...third_party import is_fusable

@@ -4,11 +4,11 @@ from functools import partial
 
 from torch import Tensor
 
+from ....engine.batch_norm import normed
 from ....engine.body import Body, finish, project
 from ....engine.branch import Branch, add_branches
 from ....engine.leaves import Foreign
 from ....engine.mlp import MlpBody
-from ....layers.normed import normed
 from ...batch_norm import folded_mlp
 from ...forwards import INNER, fused_body, fused_forward, original
 from ...third_party import is_fusable

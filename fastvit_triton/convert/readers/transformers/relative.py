@@ -6,13 +6,12 @@ arXiv:2112.01526, section 4.1. It depends on the image, so that it is computed f
 
 from torch import Tensor, nn
 
-from ....engine.attention import heads_of, merged_heads
+from ....engine.attention import axis_bias, heads_of, merged_heads
 from ....engine.body import Body
 from ....engine.freeze import derived
 from ....engine.hooks import has_hooks
 from ....engine.leaves import Foreign
 from ....kernels.attention import attention
-from ....layers.rel2d import axis_bias
 from ...forwards import fused_body
 from .vit import classes
 

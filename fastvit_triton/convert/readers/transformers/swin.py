@@ -12,13 +12,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ....engine.attention import Window, window_body
+from ....engine.attention import window_body
 from ....engine.body import Body
 from ....engine.branch import Branch, add_branches
 from ....engine.hooks import has_hooks, is_plain_module, type_name
 from ....engine.leaves import Foreign, activation_of, is_inactive
 from ....engine.mlp import MlpBody
 from ....engine.ways import plainly
+from ....kernels.argument import Window
 from ...forwards import INNER, arguments, fused_body, fused_forward, original
 from ...third_party import is_fusable
 from ...windows import continuous_bias, cosine_scale, merge, table_bias

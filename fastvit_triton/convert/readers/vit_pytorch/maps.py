@@ -10,6 +10,7 @@ from functools import partial
 from torch import Tensor
 
 from ....engine.attention import heads_of, merged_heads, reduced_map
+from ....engine.batch_norm import folded_linear, folded_taps
 from ....engine.body import Body, activate, project
 from ....engine.branch import Branch, add_branches, runs_plain
 from ....engine.freeze import derived
@@ -29,7 +30,6 @@ from ....kernels.attention import attention
 from ....kernels.depthwise import depthwise
 from ....kernels.linear import linear
 from ....kernels.window import window_attention
-from ....layers.normed import folded_linear, folded_taps
 from ...channel_maps import REPLACED, Grid, dropped, is_norm, layers_of, map_like, map_of, normalized, packed, tokens_of
 from ...forwards import fused_forward, original
 from ...third_party import is_fusable

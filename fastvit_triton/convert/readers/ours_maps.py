@@ -1,0 +1,328 @@
+"""Fused forwards for this package's layers of maps and pyramids that no other library has, which register on import.
+
+Layers with the attributes of timm's share timm's readers.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ...engine.attention import WindowHeads, attend, heads_of, reduced_body, window_body
+from ...engine.batch_norm import convolve, folded, normed
+from ...engine.body import Body, finish, fold_or_normalize, normalize, project
+from ...engine.branch import Branch, add_branches
+from ...engine.freeze import derived
+from ...engine.hooks import has_hooks
+from ...engine.leaves import (
+    CONVOLUTIONS,
+    Foreign,
+    Packed,
+    activation_of,
+    is_depthwise_conv,
+    is_patch_conv,
+    is_plain_module,
+)
+from ...engine.mlp import MlpBody, taps_of
+from ...kernels.attention import attention
+from ...kernels.cost import Branch as Sizes
+from ...kernels.depthwise import depthwise
+from ...kernels.patch_embed import assemble, patch_embed, whole_patches
+from ...layers.embed import PatchEmbed
+from ..forwards import fused_body, fused_forward, original
+from ..third_party import is_fusable
+from ..windows import merged
+
+
+@fused_forward("convolution", "fastvit_triton.layers.normed.ConvNorm", needs="linear bn", takes="")
+def conv_norm(self: Foreign, x: Tensor) -> Tensor:
+    """A convolution with the BatchNorm after it; [B, C, H, W] → [B, C', H', W']."""
+    return convolve(x, self, self.linear, self.bn) if is_fusable(self, x) else original(self, x)
+
+
+@fused_forward("convolution", "fastvit_triton.layers.residual.ConvNormAct", needs="conv bn relu", takes="")
+def conv_norm_act(self: Foreign, x: Tensor) -> Tensor:
+    """A convolution with the BatchNorm and the ReLU after it; [B, C, H, W] → [B, C', H', W']."""
+    if not is_fusable(self, x):
+        return original(self, x)
+    x = convolve(x, self, self.conv, self.bn)
+    return x.relu() if self.relu else x
+
+
+@fused_body("fastvit_triton.models.levit.NormedMlp", needs="ln1 act drop ln2", takes="")
+def normed_mlp_parts(self: Foreign) -> MlpBody:
+    """Parts of LeViT's MLP; a layer whose BatchNorm is not folded is called."""
+    return MlpBody((normed(self.ln1),), activation_of(self.act), normed(self.ln2), (self.drop, None))
+
+
+@fused_forward(
+    "attention with decomposed positions",
+    "fastvit_triton.models.botnet.BottleneckAttention",
+    needs="qkv pos_embed num_heads grid scale pool",
+    takes="",
+)
+def bottleneck_attention(self: Foreign, x: Tensor) -> Tensor:
+    """BoTNet's attention on a map; [B, D, H, W] → [B, D, H', W']."""
+    if not is_fusable(self, x) or tuple(x.shape[2:]) != self.grid:
+        return original(self, x)
+    if is_plain_module(self.qkv, CONVOLUTIONS):
+        packed = project(x.flatten(2).mT.contiguous(), (Packed(self.qkv.weight.flatten(1), None),))
+    else:
+        packed = self.qkv(x).flatten(2).mT
+    q, k, v = heads_of(packed, self.num_heads)
+    return self.merge(attention(q, k, v, scale=self.scale, axis_bias=self.pos_embed.axes(self.scale * q)))
+
+
+VT = "fastvit_triton.models.vt"
+
+
+@fused_forward("attention of tokens", f"{VT}.Tokenizer", f"{VT}.TokenAttention", f"{VT}.Projector", takes="tokens")
+def one_head(self: Foreign, x: Tensor, tokens: Any = None) -> Tensor:
+    """Attention between a map [B, N, C] and tokens [B, L, D] → [B, Nq, e]."""
+    if not is_fusable(self, x):
+        return original(self, x, tokens)
+    if hasattr(self, "filters"):
+        filters = self.filters
+        q = _linear(self.recur, tokens) if filters is None else filters.expand(x.shape[0], -1, -1)
+        q, k, v = q.to(x.dtype), x, _linear(self.value, x)
+    elif hasattr(self, "value"):
+        q, k, v = _linear(self.query, x), _linear(self.key, tokens), _linear(self.value, tokens)
+    else:
+        q, k, v = _linear(self.key, tokens), _linear(self.query, tokens), tokens
+    return attention(q[:, None], k[:, None], v[:, None], scale=1.0)[:, 0]
+
+
+def _linear(layer: nn.Module, x: Any) -> Tensor:
+    """A linear layer, or an Identity, of x."""
+    return project(x, (layer,)) if type(layer) is nn.Linear else layer(x)
+
+
+@fused_forward(
+    "visual transformer",
+    f"{VT}.VisualTransformer",
+    needs="tokenizer attn mlp projector drop_path",
+    takes="tokens",
+)
+def visual_transformer(self: Foreign, x: Tensor, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Map [B, N, C], and the tokens [B, L, D] of the module before → the same."""
+    if not is_fusable(self, x):
+        return original(self, x, tokens)
+    t = self.tokenizer(x, tokens)
+    t = t + self.drop_path(self.attn(x, t))
+    t = add_branches(t, Branch(self.mlp, None, None, self.drop_path))
+    return x if self.projector is None else x + self.drop_path(self.projector(x, t)), t
+
+
+@dataclass(frozen=True, eq=False)
+class _PositionalHeads:
+    """Attention by relative position alone, and the linear layer that joins its heads.
+
+    Attributes:
+        attn: a `QuadraticAttention`.
+    """
+
+    attn: Foreign
+    takes_input: ClassVar[bool] = True
+
+    @property
+    def layers(self) -> tuple[nn.Module]:
+        """The layer that joins the heads."""
+        return (self.attn.value,)
+
+    def sizes(self, body: Body) -> Sizes:
+        """See `engine.body.Body`."""
+        inner, channels = self.attn.value.in_features, self.attn.proj.out_features
+        return Sizes("mlp", 0, 0, channels, inner, inner)
+
+    def __call__(self, h: Tensor, x: Tensor, way: str) -> Tensor:
+        """[B, N, D] → [B, N, D]; the maps are kept while the model is frozen."""
+        attn = self.attn
+        maps = derived(attn, "maps", (attn.attention_centers, attn.attention_spreads), attn.maps)
+        return finish(attn.attend(x, maps), attn.value, way=way)
+
+
+@fused_body(
+    "fastvit_triton.models.attention_conv.QuadraticAttention",
+    needs="attention_centers attention_spreads value proj proj_drop",
+    takes="",
+)
+def positional_parts(self: Foreign) -> Body:
+    """Parts of an attention by relative position alone."""
+    return Body("attention by position", (), _PositionalHeads(self), self.proj, drops=(self.proj_drop,))
+
+
+@dataclass(frozen=True, eq=False)
+class _Dropped:
+    """What runs between the projections of an attention while its probabilities are dropped: PyTorch's attention.
+
+    Attributes:
+        attn: a `WindowAttention` or a `ReducedAttention`.
+        heads: what runs without dropout.
+    """
+
+    attn: Foreign
+    heads: Any
+    takes_input: ClassVar[bool] = True
+
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        """The projections."""
+        return self.heads.layers
+
+    def sizes(self, body: Body) -> Sizes:
+        """See `engine.body.Body`."""
+        return self.heads.sizes(body)
+
+    def __call__(self, h: Tensor, x: Tensor, way: str) -> Tensor:
+        """Packed projections of x [B, H, W, D], or x itself if there is a reduction → [B, H, W, D]."""
+        attn = self.attn
+        if isinstance(self.heads, WindowHeads):
+            return attn.attend(h)
+        if attn.sr is None:
+            return attn.attend(*h.split((x.shape[-1], 2 * x.shape[-1]), -1))
+        q = project(x, (attn.q,), None, None, way)
+        return attn.attend(q, project(attn.reduce(x), (attn.kv,), None, None, way))
+
+
+def _unless_dropped(attn: Foreign, body: Body) -> Body:
+    """The body, with PyTorch's attention while probabilities are dropped."""
+    dropped = attn.attn_drop.training and attn.attn_drop.p > 0
+    return body._replace(between=_Dropped(attn, body.between)) if dropped else body
+
+
+@fused_body(
+    "fastvit_triton.layers.window.WindowAttention",
+    needs="qkv num_heads scale window relative_position_bias_table attn_drop proj proj_drop",
+    takes="",
+    attention=True,
+)
+def window_parts(self: Foreign) -> Body:
+    """Parts of an attention in windows of a map; its bias is kept while the model is frozen."""
+    table = self.relative_position_bias_table
+    bias = None if table is None else derived(self, "bias", (table,), self.bias)
+    layers = (self.qkv,), self.proj, self.num_heads, self.scale, self.window
+    return _unless_dropped(self, window_body(*layers, bias, (self.proj_drop,)))
+
+
+@fused_body(
+    "fastvit_triton.layers.reduced.ReducedAttention",
+    needs="q kv num_heads scale sr norm ratio attn_drop proj proj_drop",
+    takes="",
+    attention=True,
+)
+def reduced_parts(self: Foreign) -> Body:
+    """Parts of an attention to a smaller map."""
+    layers = self.q, (self.kv,), self.proj, self.num_heads, self.scale
+    return _unless_dropped(self, reduced_body(*layers, self.sr, self.norm, self.ratio, (self.proj_drop,)))
+
+
+@fused_forward("depthwise convolution", "fastvit_triton.layers.conv.Peg", needs="proj", takes="")
+def peg(self: Foreign, x: Tensor) -> Tensor:
+    """Positional encoding by a depthwise convolution; [B, H, W, D] → [B, H, W, D]."""
+    conv = self.proj[0]
+    if not is_fusable(self, x) or not is_depthwise_conv(conv):
+        return original(self, x)
+    return depthwise(x, taps_of(conv), conv.bias, residual=True)
+
+
+@dataclass(frozen=True, eq=False)
+class _ConvolvedHeads:
+    """Attention of convolved queries, keys and values.
+
+    Attributes:
+        attn: a `ConvAttention`.
+        grid: (H, W) of the tokens.
+    """
+
+    attn: Foreign
+    grid: tuple[int, int]
+    takes_input: ClassVar[bool] = True
+
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        """The projections."""
+        return self.attn.proj_q, self.attn.proj_k, self.attn.proj_v
+
+    def sizes(self, body: Body) -> Sizes:
+        """See `engine.body.Body`."""
+        C, keys = self.attn.proj.in_features, max(self.attn.stride, 1) ** 2
+        return Sizes("reduced_attention", 0, 0, C, C + 2 * C // keys, C, self.attn.num_heads, keys=keys)
+
+    def __call__(self, h: Tensor, x: Tensor, way: str) -> Tensor:
+        """Tokens [B, T + H · W, D] → [B, T + H · W, D]."""
+        attn, found, T = self.attn, [], x.shape[1] - self.grid[0] * self.grid[1]
+        image = x[:, T:].unflatten(1, self.grid)
+        for convolution, layer in zip((attn.conv_proj_q, attn.conv_proj_k, attn.conv_proj_v), self.layers, strict=True):
+            tokens = _convolved(convolution, image).flatten(1, 2)
+            tokens = torch.cat((x[:, :T], tokens), 1) if T else tokens
+            tokens = project(tokens, (layer,), None, None, way)
+            found.append(tokens.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2))
+        q, k, v = found
+        return attend(q, k, v, attn.scale, attn.attn_drop, fused=True)
+
+
+def _convolved(module: Foreign, x: Tensor) -> Tensor:
+    """`ConvProjection` by one kernel; in training BatchNorm follows it."""
+    conv = module.conv
+    if has_hooks(module) or not is_plain_module(conv, CONVOLUTIONS):
+        return module(x)
+    if (fold := folded(module, conv, module.bn)) is not None:
+        return depthwise(x, fold.weight, fold.bias, stride=conv.stride[0])
+    x = depthwise(x, taps_of(conv), conv.bias, stride=conv.stride[0])
+    return module.bn(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+
+@fused_body(
+    "fastvit_triton.models.cvt.ConvAttention",
+    needs="conv_proj_q conv_proj_k conv_proj_v proj_q proj_k proj_v num_heads stride scale attn_drop proj proj_drop",
+    takes="grid",
+)
+def convolved_parts(self: Foreign, grid: tuple[int, int]) -> Body:
+    """Parts of an attention of convolved queries, keys and values."""
+    heads = _ConvolvedHeads(self, grid)
+    return Body("convolved attention", (), heads, self.proj, self.num_heads, drops=(self.proj_drop,))
+
+
+@fused_forward(
+    "pre-norm block",
+    "fastvit_triton.models.cvt.ConvBlock",
+    needs="norm1 attn drop_path1 norm2 mlp drop_path2",
+    takes="grid",
+    folds=lambda self: [(self.norm2, self.mlp)],
+)
+def conv_block(self: Foreign, x: Tensor, grid: tuple[int, int]) -> Tensor:
+    """CvT's block; tokens [B, T + H · W, D] of a grid (H, W) → [B, T + H · W, D]."""
+    if not is_fusable(self, x):
+        return original(self, x, grid)
+    attn = Branch(self.attn, self.norm1, drop_path=self.drop_path1, call=dict(grid=grid))
+    return add_branches(x, attn, Branch(self.mlp, self.norm2, drop_path=self.drop_path2), block=self)
+
+
+@fused_forward("patch merging", "fastvit_triton.layers.window.PatchMerging", needs="norm reduction", takes="")
+def patch_merging(self: Foreign, x: Tensor) -> Tensor:
+    """Concatenates 2 x 2 tokens and projects them; [B, H, W, D] → [B, ⌈H / 2⌉, ⌈W / 2⌉, 2·D]."""
+    if not is_fusable(self, x):
+        return original(self, x)
+    x, norm = fold_or_normalize(merged(x), self.norm, (self.reduction,))
+    return project(x, (self.reduction,), norm)
+
+
+@fused_forward("patch projection", "fastvit_triton.layers.stems.ConvStem", needs="widths proj", takes="pos prefix")
+def conv_stem(self: Foreign, image: Tensor, pos: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
+    """Convolutions, and patches of their map; [B, C, H, W] → [B, T + N, D]."""
+    if not is_fusable(self, image) or not is_patch_conv(self.proj):
+        return original(self, image, pos, prefix)
+    self.grid_of(image)
+    return patch_embed(self.convolve(image), self.proj.weight, self.proj.bias, pos, prefix)
+
+
+@fused_forward(
+    "patch projection", "fastvit_triton.layers.embed.NormedPatchEmbed", needs="proj norm", takes="pos prefix"
+)
+def normed_patch_embed(self: Foreign, image: Tensor, pos: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
+    """Patches with a LayerNorm of their tokens; [B, C, H, W] → [B, T + N, D]."""
+    if not is_fusable(self, image):
+        return original(self, image, pos, prefix)
+    x = normalize(PatchEmbed.forward(self, whole_patches(image, self.patch_size)), self.norm)
+    return x if pos is None and prefix is None else assemble(x, pos, prefix)
