@@ -362,7 +362,8 @@ def test_our_models_have_rows_for_their_blocks():
     with located(model):
         prediction = predict(model, cost.gpus()["h100"], False, torch.empty(1, 1, 8, 8, device="meta"))
     found = with_ways(optimize(model), prediction.choices, lambda choice: choice.why)
-    assert found.rows[0].path == "patch_embed" and {row.why for row in found.rows} == {"expected"}
+    assert found.rows[0].path == "patch_embed" and found.rows[0].why == "expected"
+    assert {row.why for row in found.rows[1:]} == {"expected; attention plain"}  # PyTorch's, inside the blocks' way
 
 
 def test_ways_need_a_model():

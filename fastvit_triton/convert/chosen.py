@@ -10,10 +10,14 @@ from types import FrameType
 from torch import nn
 
 from ..kernels.plan import Choice, locating
+from .readers.ours import run_chained
 from .reporting import OURS, Report, Row
 
 PATH = "_fastvit_triton_path"  # key in a module's __dict__, which copies of the model have, too
-CALL = nn.Module._call_impl.__code__
+CALLS = {  # code of a call → local name of the module
+    nn.Module._call_impl.__code__: "self",
+    run_chained.__code__: "block",
+}
 
 
 @contextlib.contextmanager
@@ -36,8 +40,8 @@ def _running() -> str | None:
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code is CALL:
-            return vars(frame.f_locals["self"]).get(PATH)
+        if frame.f_code in CALLS:
+            return vars(frame.f_locals[CALLS[frame.f_code]]).get(PATH)
         frame = frame.f_back
     return None
 
