@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import pkgutil
 from functools import partial
 
 import pytest
@@ -11,8 +12,10 @@ from torch import nn
 
 from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, optimize, revert
+from fastvit_triton.convert.forwards import FORWARDS, METHODS
 from fastvit_triton.engine.hooks import is_our_forward
 from fastvit_triton.layers import Attention, Block, Mlp, PatchEmbed
+from fastvit_triton.layers.fusable import Fusable
 
 SMALL = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=3)
 
@@ -111,3 +114,10 @@ def test_a_forward_of_the_user_stays():
     with interpreting(), torch.no_grad():
         model(torch.randn(2, 3, 16, 16))
     assert calls == [torch.Size([2, 4, 32])]
+
+
+def test_every_type_with_a_fused_forward_binds_its_copies():
+    """Oracle: the registry; each type of this package in it is a `Fusable`, whose copies run on themselves."""
+    names = [name for name in {*FORWARDS, *METHODS} if name.startswith("fastvit_triton.")]
+    types = [pkgutil.resolve_name(name) for name in names]
+    assert len(types) > 30 and [cls.__name__ for cls in types if not issubclass(cls, Fusable)] == []

@@ -5,11 +5,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.attention import attention
-from .layer import Layer
+from .fusable import Fusable
 from .mlp import Mlp
 
 
-class Attention(Layer):
+class Attention(Fusable):
     """Multi-head self-attention with packed qkv projection (ViT, arXiv:2010.11929, eq. 5-8, and biases as in its code).
 
     Args:
@@ -106,7 +106,7 @@ class RelativePosition(nn.Module):
         return F.pad(logits, (self.prefix_tokens, 0, self.prefix_tokens, 0))
 
 
-class AttentionPool(Layer):
+class AttentionPool(Fusable):
     """Attention pooling: a learned query attends to all tokens, then an MLP (SigLIP's "map", timm AttentionPoolLatent).
 
     Args:

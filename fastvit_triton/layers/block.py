@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from .drop_path import DropPath, add
-from .layer import Layer
+from .fusable import Fusable
 from .layer_scale import LayerScale
 from .recompute import recomputed
 
 
-class Block(Layer):
+class Block(Fusable):
     """Pre-norm block: x + f(LN x) for f = attention, then MLP (ViT, arXiv:2010.11929, eq. 2-3).
 
     Args:
@@ -57,7 +57,7 @@ class PostNormBlock(Block):
         return self.norm2(add(x, self.drop_path2, lambda x: self.ls2(self.mlp(x))))
 
 
-class Blocks(Layer, nn.Sequential):
+class Blocks(Fusable, nn.Sequential):
     """Sequence of blocks."""
 
     if TYPE_CHECKING:

@@ -4,8 +4,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .fusable import Fusable
 
-class Peg(nn.Module):
+
+class Peg(Fusable):
     """Positional encoding generator: x + a 3 x 3 depthwise convolution of x (CPVT, arXiv:2102.10882, section 4.1).
 
     Zeros beyond the borders are what tells the position; with another `padding_mode` there is none.

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..engine.hooks import has_global_hooks, is_plain_module
 from ..engine.leaves import CONVOLUTIONS
 from ..kernels.patch_embed import assemble, patch_embed, whole_patches
+from .fusable import Fusable
 
 
 def sides(size: int | tuple[int, int]) -> tuple[int, int]:
@@ -17,7 +18,7 @@ def sides(size: int | tuple[int, int]) -> tuple[int, int]:
     return height, width
 
 
-class PatchEmbed(nn.Module):
+class PatchEmbed(Fusable):
     """Cuts the image into patches and projects each to D channels (ViT, arXiv:2010.11929, eq. 1).
 
     Args:

@@ -4,9 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.leaves import Layer, Packed, is_readable
+from .fusable import Fusable
 
 
-class MixedAttention(nn.Module):
+class MixedAttention(Fusable):
     """Self-attention with a packed qkv projection, whose maps a subclass computes.
 
     Args:

@@ -3,10 +3,10 @@
 from torch import Tensor, nn
 
 from ..kernels.activation import ACTIVATIONS, apply_activation
-from .layer import Layer
+from .fusable import Fusable
 
 
-class Mlp(Layer):
+class Mlp(Fusable):
     """fc1, activation, fc2 (ViT, arXiv:2010.11929, eq. 3); for "swiglu" fc1 packs gate and value (arXiv:2002.05202).
 
     Args:

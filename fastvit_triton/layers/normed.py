@@ -2,6 +2,8 @@
 
 from torch import Tensor, nn
 
+from .fusable import Fusable
+
 
 class LinearNorm(nn.Module):
     """A linear layer without bias, and a BatchNorm over all tokens (LeViT, arXiv:2104.01136, section 4.2).
@@ -23,7 +25,7 @@ class LinearNorm(nn.Module):
         return self.bn(x.flatten(0, -2)).view_as(x)
 
 
-class ConvNorm(nn.Module):
+class ConvNorm(Fusable):
     """A convolution without bias, and a BatchNorm.
 
     Args:

@@ -3,8 +3,10 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .fusable import Fusable
 
-class ReducedAttention(nn.Module):
+
+class ReducedAttention(Fusable):
     """Self-attention whose keys and values come from a map of 1 / R of the height and width.
 
     Source: PVT, arXiv:2102.12122, section 3.3 (spatial reduction); Twins, arXiv:2104.13840, section 3.3 (GSA).

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .drop_path import DropPath
+from .fusable import Fusable
 
 
-class ConvNormAct(nn.Module):
+class ConvNormAct(Fusable):
     """A convolution without bias that keeps the size, or divides it by the stride; a BatchNorm; by default ReLU.
 
     Args:

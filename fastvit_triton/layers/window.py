@@ -6,9 +6,10 @@ from torch import Tensor, nn
 
 from ..kernels import window as window_file
 from ..kernels.argument import Window
+from .fusable import Fusable
 
 
-class WindowAttention(nn.Module):
+class WindowAttention(Fusable):
     """Self-attention within the windows of a feature map (Swin, arXiv:2103.14030, section 3.2).
 
     Args:
@@ -94,7 +95,7 @@ class WindowAttention(nn.Module):
         return f"num_heads={self.num_heads}, size={self.window.size}, shift={self.window.shift}"
 
 
-class PatchMerging(nn.Module):
+class PatchMerging(Fusable):
     """Concatenates 2 x 2 tokens and projects them to 2·D channels (Swin, arXiv:2103.14030, section 3.1).
 
     Args:

@@ -29,6 +29,7 @@ from ..checkpoints.layout import Layout, Spelling
 from ..checkpoints.tensors import State
 from ..layers import Mlp, PatchEmbed, PostNormBlock, drop_path_rates
 from ..layers.embed import sides
+from ..layers.fusable import Fusable
 from ..layers.recompute import recomputed
 from .config import Options, check_only, check_patches
 from .tokens import TokenConfig, TokenModel
@@ -36,7 +37,7 @@ from .tokens import TokenConfig, TokenModel
 Grid = tuple[int, int]
 
 
-class QuadraticAttention(nn.Module):
+class QuadraticAttention(Fusable):
     """Attention of the tokens of a grid by relative position, and an output projection.
 
     Args:

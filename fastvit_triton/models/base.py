@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import normalize
+from ..layers.fusable import Fusable
 from .config import BaseConfig
 from .hub import HubMethods
 
 
-class ImageModel(HubMethods, nn.Module):
+class ImageModel(HubMethods, Fusable):
     """An image classifier, with timm's methods.
 
     A family implements `forward_features`, `forward_head`, `group_matcher` and, for the methods that return

@@ -18,6 +18,7 @@ from ..checkpoints.layout import Layout, Spelling
 from ..checkpoints.tensors import State
 from ..kernels.attention import sum_of_axes
 from ..layers.embed import sides
+from ..layers.fusable import Fusable
 from ..layers.residual import Bottleneck, ConvNormAct, Residual
 from .config import Options
 from .residual import ResidualConfig, ResidualNetwork
@@ -51,7 +52,7 @@ class Rel2d(nn.Module):
         return row.flatten(2, 3), column.flatten(2, 3)
 
 
-class BottleneckAttention(nn.Module):
+class BottleneckAttention(Fusable):
     """Self-attention on a map: softmax(q kᵀ / √d + q (r_row + r_column)ᵀ / √d) v, without an output projection.
 
     Args:

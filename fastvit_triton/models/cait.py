@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..checkpoints.layout import Layout, Spelling
 from ..checkpoints.tensors import State, split
 from ..layers import Attention, Block, Mlp, normalize
+from ..layers.fusable import Fusable
 from ..layers.head_mixing import MixedAttention, mix_heads
 from ..layers.scaled_block import ScaledBlock
 from . import fit
@@ -41,7 +42,7 @@ class TalkingHeads(MixedAttention):
         return self.attn_drop(mix_heads(self.proj_w, mix_heads(self.proj_l, scores).softmax(-1)))
 
 
-class ClassAttention(nn.Module):
+class ClassAttention(Fusable):
     """Attention of the first token to all (section 3.2, equations 7 to 10).
 
     Args:
@@ -74,7 +75,7 @@ class ClassAttention(nn.Module):
         return f"num_heads={self.num_heads}"
 
 
-class ClassBlock(nn.Module):
+class ClassBlock(Fusable):
     """c + γ₁ attention(LN [c, x]), then c + γ₂ MLP(LN c) for a class token c (section 3.2); x is unchanged.
 
     Args:

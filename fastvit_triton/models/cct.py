@@ -24,11 +24,12 @@ from ..kernels.patch_embed import assemble
 from ..layers import Attention, Blocks, DropPath, drop_path_rates, normalize, resize_pos_embed, sincos1d
 from ..layers.drop_path import add
 from ..layers.embed import sides
+from ..layers.fusable import Fusable
 from .base import ImageModel
 from .config import ALIASES, BaseConfig, Options, check_types
 
 
-class CompactBlock(nn.Module):
+class CompactBlock(Fusable):
     """y = LN(x + attention(LN x)), then y + MLP(y): the residual is normalised after the attention, and not before fc1.
 
     Args:
@@ -56,7 +57,7 @@ class CompactBlock(nn.Module):
         return x + self.drop_path(self.dropout2(self.linear2(h)))
 
 
-class ConvTokenizer(nn.Module):
+class ConvTokenizer(Fusable):
     """Image to tokens by convolutions, each with ReLU and max pooling, or by one patch projection.
 
     Args:

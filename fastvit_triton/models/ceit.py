@@ -19,6 +19,7 @@ from ..checkpoints.tensors import State
 from ..layers import Attention, DropPath, Mlp, drop_path_rates, normalize
 from ..layers.drop_path import add
 from ..layers.embed import sides
+from ..layers.fusable import Fusable
 from ..layers.recompute import recomputed
 from .config import Options, check_multiple, check_patches
 from .fit import fit_table
@@ -52,7 +53,7 @@ class ImageToTokens(nn.Module):
         return x.flatten(2).transpose(1, 2)
 
 
-class EnhancedFeedForward(nn.Module):
+class EnhancedFeedForward(Fusable):
     """Linear layer, 3 x 3 depthwise convolution and linear layer on the patches, each with a BatchNorm (eq. 4-9).
 
     The class token stays as it is.
@@ -85,7 +86,7 @@ class EnhancedFeedForward(nn.Module):
         return y.flatten(2).transpose(1, 2)
 
 
-class EnhancedBlock(nn.Module):
+class EnhancedBlock(Fusable):
     """Pre-norm block with an `EnhancedFeedForward`.
 
     Args:
@@ -108,7 +109,7 @@ class EnhancedBlock(nn.Module):
         return add(x, self.drop_path, lambda x: self.leff(self.norm2(x)))
 
 
-class LayerAttention(nn.Module):
+class LayerAttention(Fusable):
     """Attention and MLP of the class tokens of all layers, of which the last is returned (eq. 10)."""
 
     def __init__(self, dim: int, attn: nn.Module, feedforward: nn.Module, eps: float = 1e-6) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..checkpoints.layout import Layout, Spelling
 from ..checkpoints.tensors import State
 from ..layers import Attention, Block, Blocks, DropPath, Mlp, PatchEmbed, drop_path_rates
+from ..layers.fusable import Fusable
 from .branches import BranchConfig, BranchModel, num_rates
 from .config import Options
 from .fit import fit_table
@@ -48,7 +49,7 @@ class BranchEmbed(PatchEmbed):
         self.proj: Any = nn.Sequential(*layers[:-1])
 
 
-class CrossAttention(nn.Module):
+class CrossAttention(Fusable):
     """The first token attends to all tokens (eq. 3-4).
 
     Args:
@@ -81,7 +82,7 @@ class CrossAttention(nn.Module):
         return f"num_heads={self.num_heads}"
 
 
-class CrossBlock(nn.Module):
+class CrossBlock(Fusable):
     """The first token plus its attention to all tokens; there is no MLP (eq. 5).
 
     Args:

@@ -20,6 +20,7 @@ from ..checkpoints.layout import Layout, Spelling
 from ..layers import Block, Blocks, Mlp, drop_path_rates
 from ..layers.drop_path import add
 from ..layers.embed import sides
+from ..layers.fusable import Fusable
 from ..layers.recompute import recomputed
 from .config import Options
 from .fit import keep
@@ -73,7 +74,7 @@ class ConvProjection(nn.Module):
         return self.bn(self.conv(x.permute(0, 3, 1, 2))).permute(0, 2, 3, 1)
 
 
-class ConvAttention(nn.Module):
+class ConvAttention(Fusable):
     """Self-attention of convolved queries, keys and values, scaled by D^-1/2 for all D channels.
 
     Prefix tokens bypass the convolutions.

@@ -23,6 +23,7 @@ from ..checkpoints.tensors import State
 from ..layers import Blocks, DropPath
 from ..layers.drop_path import add
 from ..layers.embed import sides
+from ..layers.fusable import Fusable
 from ..layers.normed import ConvNorm, LinearNorm
 from ..layers.window import expand_table
 from .config import Options, check_patches
@@ -32,7 +33,7 @@ from .pyramid import PyramidConfig
 Grid = tuple[int, int]
 
 
-class DistanceAttention(nn.Module):
+class DistanceAttention(Fusable):
     """Self-attention of the tokens of a grid, with a learned bias per head, |Δrow| and |Δcolumn| (eq. 2).
 
     The projection holds the queries, keys and values of the first head, then those of the second.
@@ -71,7 +72,7 @@ class DistanceAttention(nn.Module):
         return f"num_heads={self.num_heads}, key_dim={self.key_dim}, val_dim={self.val_dim}"
 
 
-class DistanceDownsample(nn.Module):
+class DistanceDownsample(Fusable):
     """Attention whose queries are every other row and column of the grid; it has no residual.
 
     Args:
@@ -119,7 +120,7 @@ class Subsample(nn.Module):
         return x.unflatten(1, self.grid)[:, ::2, ::2].flatten(1, 2)
 
 
-class NormedMlp(nn.Module):
+class NormedMlp(Fusable):
     """Two linear layers with a BatchNorm each, and an activation between them.
 
     Args:
@@ -138,7 +139,7 @@ class NormedMlp(nn.Module):
         return self.ln2(self.drop(self.act(self.ln1(x))))
 
 
-class NormedBlock(nn.Module):
+class NormedBlock(Fusable):
     """x + f(x) for f = attention, then MLP, whose norms are within them.
 
     Args:
@@ -157,7 +158,7 @@ class NormedBlock(nn.Module):
         return add(x, self.drop_path2, self.mlp)
 
 
-class LevitDownsample(nn.Module):
+class LevitDownsample(Fusable):
     """Attention that halves the grid, then an MLP with a residual."""
 
     def __init__(self, attn: DistanceDownsample, mlp: NormedMlp, drop_path: float = 0.0) -> None:

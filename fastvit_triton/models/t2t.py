@@ -22,6 +22,7 @@ from ..checkpoints.layout import Layout, Spelling
 from ..checkpoints.tensors import State
 from ..layers import Attention, Block, Blocks, Mlp, drop_path_rates, sincos1d
 from ..layers.embed import sides
+from ..layers.fusable import Fusable
 from .config import Options, check_multiple
 from .tokens import TokenConfig, TokenModel
 
@@ -29,7 +30,7 @@ Grid = tuple[int, int]
 SPLITS = ((7, 4, 2), (3, 2, 1), (3, 2, 1))  # kernel, stride, padding
 
 
-class NarrowAttention(nn.Module):
+class NarrowAttention(Fusable):
     """Self-attention of one head, narrower than its input; the values are added to the result instead of the input.
 
     Args:
@@ -50,7 +51,7 @@ class NarrowAttention(nn.Module):
         return v + self.proj(o[:, 0])
 
 
-class TokenTransformer(nn.Module):
+class TokenTransformer(Fusable):
     """Attention and MLP of one head, K → D channels; its rates are 0 in the authors' models."""
 
     def __init__(self, dim: int, out: int, drop: float = 0.0) -> None:
@@ -66,7 +67,7 @@ class TokenTransformer(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class TokenPerformer(nn.Module):
+class TokenPerformer(Fusable):
     """As `TokenTransformer`, with linear attention by positive random features of keys and queries.
 
     Args:
@@ -110,7 +111,7 @@ class TokenPerformer(nn.Module):
             return (queries @ (keys.mT @ wide[2]) / (total + 1e-8)).to(v.dtype), v
 
 
-class TokensToToken(nn.Module):
+class TokensToToken(Fusable):
     """Three soft splits with two token layers between them, and a projection; [B, C, H, W] → [B, N, D].
 
     Args:

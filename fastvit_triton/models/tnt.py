@@ -22,13 +22,14 @@ from ..checkpoints.tensors import State
 from ..layers import DropPath, Mlp, PatchEmbed, drop_path_rates
 from ..layers.drop_path import add
 from ..layers.embed import sides
+from ..layers.fusable import Fusable
 from ..layers.recompute import recomputed
 from .config import Options, check_multiple, check_patches
 from .fit import fit_table
 from .tokens import TokenConfig, TokenModel
 
 
-class SplitAttention(nn.Module):
+class SplitAttention(Fusable):
     """Multi-head self-attention whose queries and keys have one projection, and values another (section 3.1).
 
     Args:
@@ -93,7 +94,7 @@ class PixelEmbed(PatchEmbed):
         return (x + pos).flatten(2).transpose(1, 2)
 
 
-class InnerBlock(nn.Module):
+class InnerBlock(Fusable):
     """Attention and MLP of the pixels of each patch, then of the patches, to which the pixels are added (eq. 3-6).
 
     Args:

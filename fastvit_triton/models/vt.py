@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..checkpoints.layout import Layout, Spelling
 from ..layers import DropPath, Mlp
 from ..layers.drop_path import add
+from ..layers.fusable import Fusable
 from ..layers.recompute import recomputed
 from ..layers.residual import BasicBlock
 from .config import Options
@@ -28,7 +29,7 @@ Grid = tuple[int, int]
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 
-class OneHead(nn.Module):
+class OneHead(Fusable):
     """softmax(q kᵀ) v of one head; a subclass computes q [B, N, d], k [B, M, d] and v [B, M, e]."""
 
     def heads(self, x: Tensor, tokens: Tensor) -> Inputs:
@@ -108,7 +109,7 @@ class Projector(OneHead):
         return self.query(x), self.key(tokens), self.value(tokens)
 
 
-class VisualTransformer(nn.Module):
+class VisualTransformer(Fusable):
     """Tokenizer, attention and MLP of the tokens (equations 3 and 4), and a projector.
 
     Args:

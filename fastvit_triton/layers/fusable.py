@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 
-class Layer(nn.Module):
+class Fusable(nn.Module):
     """A module whose shallow copies run on themselves.
 
     A fused forward is an attribute of an instance, which holds the instance. `copy.copy` and the replicas of
