@@ -44,7 +44,9 @@ class Place:
     is_local = True
 
     def __init__(self, text: str, folder: Path, file: Path | None = None) -> None:
-        self.text, self.folder, self.file = text, folder, file
+        self.text = text
+        self.folder = folder
+        self.file = file
         self.cfg: dict[str, Any] = {}
 
     def __fspath__(self) -> str:

@@ -57,7 +57,8 @@ def fit_head(heads: tuple[str, ...], target: State, state: State) -> list[str]:
     """
     useless = []
     for head in heads:
-        weight, bias = f"{head}.weight", f"{head}.bias"
+        weight = f"{head}.weight"
+        bias = f"{head}.bias"
         if weight not in target or weight not in state or target[weight].shape[:1] != state[weight].shape[:1]:
             useless += [key for key in (weight, bias) if key in state]
         elif bias in target and bias not in state:

@@ -206,7 +206,8 @@ def _own(forward: Callable, cls: type[nn.Module]) -> Callable:
     if torch.compiler.is_compiling():  # it is inlined
         return forward
     if (forward, cls) not in _owned:
-        code, name = forward.__code__, f"{cls.__name__}_{forward.__name__}"
+        code = forward.__code__
+        name = f"{cls.__name__}_{forward.__name__}"
         own = FunctionType(
             code.replace(co_name=name), forward.__globals__, name, forward.__defaults__, forward.__closure__
         )

@@ -121,7 +121,8 @@ def attach(model: nn.Module) -> None:
 @contextmanager
 def _all_or_nothing(model: nn.Module) -> Iterator[None]:
     """Context that restores the attributes of all instances, and ends a new freeze, if an exception is raised in it."""
-    frozen, before = is_frozen(model), [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
+    frozen = is_frozen(model)
+    before = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
     try:
         yield
     except BaseException:
@@ -216,7 +217,8 @@ def _reads_first(body: nn.Module) -> bool:
 
 def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) -> Row | None:
     """Binds the fused forward of this module's type and returns its row; None if the module is not a candidate."""
-    name, cls = type_name(module), type(module).__name__
+    name = type_name(module)
+    cls = type(module).__name__
     forward = forward_for(module)
     if forward is None and name in STEMS and not hasattr(module, STEMS[name]):
         return Row(path, cls, why=f"it has no {STEMS[name]}, which its fused forward reads")

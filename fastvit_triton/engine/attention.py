@@ -72,7 +72,9 @@ class DenseHeads:
         if self.norms is not None and (q_norm is None or k_norm is None):
             q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(1)  # [T, H, d]
             q, k = (norm(t) for norm, t in zip(self.norms, (q, k), strict=True))
-            qkv, q_norm, k_norm = torch.stack((q, k, v), 1).flatten(1), None, None
+            qkv = torch.stack((q, k, v), 1).flatten(1)
+            q_norm = None
+            k_norm = None
         return attention_qkv(qkv, self.num_heads, self.scale, q_norm, k_norm, self.rope, varlen=self.varlen)
 
 
@@ -160,7 +162,8 @@ class WindowHeads:
 
         [B, H, W, 3·heads·D] → [B, H, W, heads·D].
         """
-        size, shift = self.window.size, self.window.shift_on(qkv.shape[1:3])
+        size = self.window.size
+        shift = self.window.shift_on(qkv.shape[1:3])
         pad = self.padded_token(qkv, channels) if qkv.shape[1] % size[0] or qkv.shape[2] % size[1] else None
         run = window_attention if fused else reference
         return run(qkv, self.num_heads, size, shift, self.bias, self.scale, pad, self.window.pad_first)
@@ -303,7 +306,8 @@ def axis_bias(q: Tensor, tables: Iterable[Tensor], grid: Sequence[int]) -> tuple
         `axis_bias` of `kernels.attention`: [B, H, h · w, h'] and [B, H, h · w, w'].
     """
     q, (rows, columns) = q.unflatten(2, tuple(grid)), tables
-    row, column = torch.einsum("bnhwc,hkc->bnhwk", q, rows), torch.einsum("bnhwc,wkc->bnhwk", q, columns)
+    row = torch.einsum("bnhwc,hkc->bnhwk", q, rows)
+    column = torch.einsum("bnhwc,wkc->bnhwk", q, columns)
     return row.flatten(2, 3), column.flatten(2, 3)
 
 

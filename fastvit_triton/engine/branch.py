@@ -91,7 +91,8 @@ def add_branches(
         bodies = [_body(branch, x) for branch in pair]
         way = _way(block if len(branches) < 3 else None, x, pair, bodies)
         if way == "plain":
-            x, stats = plainly(_add_plainly, x, *pair), None
+            x = plainly(_add_plainly, x, *pair)
+            stats = None
             continue
         entries = [_entry(branch, body) for branch, body in zip(pair, bodies, strict=True)]
         norms: Sequence[Before | NextNorm | None]
@@ -206,7 +207,8 @@ def _add(
         return _add_to(kept, 1 / (1 - p), x, branch, body, before, way), None
     before = of_dtype(before.norm if isinstance(before, NextNorm) else before, x)
     if before is None:
-        entering, stats = x if norm is None else norm(x) if way == "plain" else normalize(x, norm), None
+        entering = x if norm is None else norm(x) if way == "plain" else normalize(x, norm)
+        stats = None
     else:
         entering = x
         stats = stats if isinstance(stats, Normalized) == (way == "mixed") else None
@@ -249,6 +251,7 @@ def _add_to(
 ) -> Tensor:
     """Adds the branch, times the factor, to x for the images with indices `kept` only."""
     if not len(kept):  # one image times 0, so that every parameter has a gradient, as DDP and weight decay expect
-        kept, factor = torch.zeros(1, dtype=torch.long, device=x.device), 0.0
+        kept = torch.zeros(1, dtype=torch.long, device=x.device)
+        factor = 0.0
     part, _ = _add(x[kept], branch._replace(drop_path=ConstantScale(factor)), body, before, None, None, way)
     return x.index_copy(0, kept, part)

@@ -172,7 +172,8 @@ def derived(owner: nn.Module, name: str, sources: tuple[Tensor | None, ...], mak
     given = tuple(t for t in sources if t is not None)
     if not keeps(owner, *given):
         return make()
-    kept, key = _frozen.get(owner, {}), (name, *map(id, given))
+    kept = _frozen.get(owner, {})
+    key = (name, *map(id, given))
     if not _is_fresh(kept.get(key), given):
         if given[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return make()

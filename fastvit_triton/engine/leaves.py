@@ -25,7 +25,8 @@ RMS_NORMS = {"torch.nn.modules.normalization.RMSNorm": "eps"}  # type → the na
 RMS_FORWARDS: dict[Callable | None, str] = {}  # the same for the forwards that `optimize` binds to other types
 SOFTMAXES = {"torch.nn.modules.activation.Softmax"}
 DROPOUTS = {"torch.nn.modules.dropout.Dropout"}
-DROP_PATH, CONSTANT = "fastvit_triton.layers.drop_path.DropPath", "fastvit_triton.engine.leaves.ConstantScale"
+DROP_PATH = "fastvit_triton.layers.drop_path.DropPath"
+CONSTANT = "fastvit_triton.engine.leaves.ConstantScale"
 DROP_PATHS = {DROP_PATH, CONSTANT}
 LAYER_SCALES = {"fastvit_triton.layers.layer_scale.LayerScale": "gamma"}  # type → its parameter
 ACTIVATIONS = {  # type → its name in `kernels.activation.ACTIVATIONS`
@@ -108,7 +109,8 @@ def last_axis_norm(norm: Foreign) -> Norm | None:
 
 def last_axis_rms_norm(norm: Foreign, name: str = "eps") -> Norm | None:
     """As `norm_of`, for a module known to be an RMSNorm whose ε has that name; hooks are not checked."""
-    eps, axes = getattr(norm, name), getattr(norm, "normalized_shape", (1,))
+    eps = getattr(norm, name)
+    axes = getattr(norm, "normalized_shape", (1,))
     if eps is None or not are_plain_tensors(norm.weight) or len(axes) != 1 or getattr(norm, "_fast_norm", False):
         return None
     return Norm(norm.weight, None, eps, "rms_norm")

@@ -24,7 +24,8 @@ state = State()
 @contextmanager
 def one_call() -> Iterator[None]:
     """Context of a call that does not write to cu_seqlens: `longest` reads each tensor once."""
-    before, state.lengths = state.lengths, ()
+    before = state.lengths
+    state.lengths = ()
     try:
         yield
     finally:

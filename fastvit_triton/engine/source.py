@@ -46,7 +46,10 @@ class Code:
 
     def __init__(self, cls: type[nn.Module]) -> None:
         reading = _Reading(cls)
-        self.cls, self.base, self.why, self.shadowed = cls, reading.base(), reading.why, reading.shadowed()
+        self.cls = cls
+        self.base = reading.base()
+        self.why = reading.why
+        self.shadowed = reading.shadowed()
         self.lookups = tuple(reading.lookups())
         self.facts = _facts(self.lookups)
 
@@ -207,7 +210,8 @@ class _Reading:
         if function in self._seen:
             return
         self._seen.add(function)
-        names, home = _names(function.__code__), function.__globals__
+        names = _names(function.__code__)
+        home = function.__globals__
         self._bindings(home, names, _top(home.get("__name__", "")), set())
         for name in names:
             if not hasattr(nn.Module, name) and any(name in base.__dict__ for base in self.own):
@@ -336,7 +340,8 @@ def _defined_in(module: str, name: str, function: FunctionType) -> bool:
 
     A function that the file defines must be that; any other must be as its own module's file defines it.
     """
-    code, home = _file_code(module), _home(function)
+    code = _file_code(module)
+    home = _home(function)
     if code is not None and name in _inside(code):
         return function.__code__ in _inside(code)[name]
     own = _file_code(home)

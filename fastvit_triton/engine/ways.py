@@ -115,7 +115,8 @@ def _way(x: Tensor, branches: tuple[Branch, ...], replayed: bool) -> str:
 
 def plainly(forward: Callable, *inputs: object, **named: object) -> Any:
     """Runs forward(*inputs, **named) with all modules inside it plain."""
-    before, state.inside_plain = state.inside_plain, True
+    before = state.inside_plain
+    state.inside_plain = True
     try:
         return forward(*inputs, **named)
     finally:

@@ -86,7 +86,8 @@ def _with_mask(parts: Parts | str, mask: Tensor) -> Body | None:
     """Parts of windows with the mask [windows, n, n] or [windows, 1, n, n] of shifted windows; None for other types."""
     if not isinstance(parts, Body) or not isinstance(parts.between, WindowHeads):
         return None
-    bias, mask = parts.between.bias, mask if mask.dim() == 4 else mask[:, None]
+    bias = parts.between.bias
+    mask = mask if mask.dim() == 4 else mask[:, None]
     return parts.having(bias=mask if bias is None else bias + mask)
 
 

@@ -87,7 +87,8 @@ class RelativePosition(nn.Module):
 
     def __init__(self, num_patches: int, head_dim: int, prefix_tokens: int) -> None:
         super().__init__()
-        self.num_patches, self.prefix_tokens = num_patches, prefix_tokens
+        self.num_patches = num_patches
+        self.prefix_tokens = prefix_tokens
         self.weight = nn.Parameter(torch.empty(2 * num_patches - 1, head_dim))  # row i: offset i − (N − 1)
         self.reset_parameters()
 

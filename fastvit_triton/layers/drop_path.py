@@ -19,7 +19,8 @@ class DropPath(nn.Module):
 
     def __init__(self, p: float = 0.0, skip: bool = False) -> None:
         super().__init__()
-        self.p, self.skip = p, skip
+        self.p = p
+        self.skip = skip
 
     def kept_images(self, x: Tensor) -> Tensor | None:
         """Indices [kept] of the images of x [B, ...] to compute; None to compute all, including dropped ones."""
@@ -51,7 +52,8 @@ def add(x: Tensor, drop_path: nn.Module, branch: Callable[[Tensor], Tensor]) -> 
         return x + drop_path(branch(x))
     factor = 1 / (1 - drop_path.p)
     if not len(kept):  # one image times 0, so that every parameter has a gradient, as DDP and weight decay expect
-        kept, factor = torch.zeros(1, dtype=torch.long, device=x.device), 0.0
+        kept = torch.zeros(1, dtype=torch.long, device=x.device)
+        factor = 0.0
     part = x[kept]
     return x.index_copy(0, kept, part + branch(part) * factor)
 

@@ -42,7 +42,9 @@ class PatchEmbed(Fusable):
         strict_img_size: bool = True,
     ) -> None:
         super().__init__()
-        self.img_size, self.patch_size, self.in_chans = (*img_size,), (*patch_size,), in_chans
+        self.img_size = (*img_size,)
+        self.patch_size = (*patch_size,)
+        self.in_chans = in_chans
         self.strict_img_size = strict_img_size
         self.grid_size = (img_size[0] // patch_size[0], img_size[1] // patch_size[1])
         self.num_patches = self.grid_size[0] * self.grid_size[1]
@@ -87,7 +89,8 @@ class LinearPatchEmbed(PatchEmbed):
     norm_out: nn.Module
 
     def build(self, embed_dim: int, bias: bool) -> None:
-        self.norm_in, self.norm_out = nn.Identity(), nn.Identity()
+        self.norm_in = nn.Identity()
+        self.norm_out = nn.Identity()
         self.proj = nn.Linear(self.in_chans * self.patch_size[0] * self.patch_size[1], embed_dim, bias=bias)
 
     def forward(self, image: Tensor, pos: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
@@ -103,7 +106,8 @@ class NormPatchEmbed(LinearPatchEmbed):
 
     def build(self, embed_dim: int, bias: bool) -> None:
         super().build(embed_dim, bias)
-        self.norm_in, self.norm_out = nn.LayerNorm(self.proj.in_features), nn.LayerNorm(embed_dim)
+        self.norm_in = nn.LayerNorm(self.proj.in_features)
+        self.norm_out = nn.LayerNorm(embed_dim)
 
 
 class NormedPatchEmbed(PatchEmbed):
@@ -147,8 +151,10 @@ class Learned2d(nn.Module):
 
     def forward(self) -> Tensor:
         """[1, rows · columns, D]; the first D/2 channels are the column's."""
-        rows, columns = len(self.row), len(self.column)
-        column, row = self.column[None].expand(rows, -1, -1), self.row[:, None].expand(-1, columns, -1)
+        rows = len(self.row)
+        columns = len(self.column)
+        column = self.column[None].expand(rows, -1, -1)
+        row = self.row[:, None].expand(-1, columns, -1)
         return torch.cat((column, row), -1).flatten(0, 1)[None]
 
 
@@ -164,7 +170,8 @@ def sincos2d(grid_size: tuple[int, int], dim: int) -> Tensor:
     quarter = dim // 4
     omega = 10000.0 ** -(torch.arange(quarter, dtype=torch.float64) / max(quarter - 1, 1))
     y, x = torch.meshgrid(*(torch.arange(n, dtype=torch.float64) for n in grid_size), indexing="ij")
-    x, y = x.flatten()[:, None] * omega, y.flatten()[:, None] * omega
+    x = x.flatten()[:, None] * omega
+    y = y.flatten()[:, None] * omega
     return torch.cat((x.sin(), x.cos(), y.sin(), y.cos()), 1)[None].float()
 
 
@@ -198,7 +205,8 @@ def resize_pos_embed(
     """
     if old == new:
         return pos
-    prefix, grid = pos[:, :prefix_tokens], pos[:, prefix_tokens:]
+    prefix = pos[:, :prefix_tokens]
+    grid = pos[:, prefix_tokens:]
     grid = grid.unflatten(1, old).permute(0, 3, 1, 2)  # [1, D, h, w]
     scale = [(n + 0.1) / o for n, o in zip(new, old, strict=True)] if mode == "dinov2" else None
     size = new if scale is None else None
@@ -216,13 +224,15 @@ class PatchDropout(nn.Module):
 
     def __init__(self, p: float, prefix_tokens: int) -> None:
         super().__init__()
-        self.p, self.prefix_tokens = p, prefix_tokens
+        self.p = p
+        self.prefix_tokens = prefix_tokens
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T + N, D] → [B, T + kept, D]."""
         if not self.training or self.p == 0.0:
             return x
-        prefix, patches = x[:, : self.prefix_tokens], x[:, self.prefix_tokens :]
+        prefix = x[:, : self.prefix_tokens]
+        patches = x[:, self.prefix_tokens :]
         B, N, D = patches.shape
         kept = torch.randn(B, N, device=x.device).argsort(1)[:, : max(1, int(N * (1 - self.p)))]
         return torch.cat((prefix, patches.gather(1, kept[..., None].expand(-1, -1, D))), 1)

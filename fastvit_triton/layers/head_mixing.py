@@ -22,7 +22,8 @@ class MixedAttention(Fusable):
         self, dim: int, num_heads: int, qkv_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0
     ) -> None:
         super().__init__()
-        self.num_heads, self.scale = num_heads, (dim // num_heads) ** -0.5
+        self.num_heads = num_heads
+        self.scale = (dim // num_heads) ** -0.5
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(dim, dim)

@@ -26,9 +26,11 @@ def _untracked(norms: list[Any]) -> Iterator[None]:
     """The norms use the statistics of the batch, as in training; the running ones keep their values."""
     before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
-        norm.momentum, norm.num_batches_tracked = 0.0, None
+        norm.momentum = 0.0
+        norm.num_batches_tracked = None
     try:
         yield
     finally:
         for norm, momentum, batches in before:
-            norm.momentum, norm.num_batches_tracked = momentum, batches
+            norm.momentum = momentum
+            norm.num_batches_tracked = batches

@@ -33,7 +33,9 @@ class ReducedAttention(Fusable):
         attn_drop: float = 0.0,
     ) -> None:
         super().__init__()
-        self.num_heads, self.ratio, self.scale = num_heads, ratio, (dim // num_heads) ** -0.5
+        self.num_heads = num_heads
+        self.ratio = ratio
+        self.scale = (dim // num_heads) ** -0.5
         self.q = nn.Linear(dim, dim, bias=qkv_bias)
         self.kv = nn.Linear(dim, 2 * dim, bias=qkv_bias)
         self.attn_drop = nn.Dropout(attn_drop)
@@ -55,7 +57,8 @@ class ReducedAttention(Fusable):
 
     def attend(self, q: Tensor, kv: Tensor) -> Tensor:
         """Attention of q [B, H, W, D] to kv [B, H', W', 2·D]."""
-        grid, dropout = q.shape[1:3], self.attn_drop.p if self.attn_drop.training else 0.0
+        grid = q.shape[1:3]
+        dropout = self.attn_drop.p if self.attn_drop.training else 0.0
         q, k, v = (
             t.flatten(1, 2).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, *kv.chunk(2, -1))
         )  # [B, heads, N or M, d]

@@ -44,7 +44,8 @@ class Root(nn.Module):
 
     def __init__(self, in_chans: int) -> None:
         super().__init__()
-        self.conv, self.norm = StdConv2d(in_chans, 64, 7, 2), GroupNorm(64)
+        self.conv = StdConv2d(in_chans, 64, 7, 2)
+        self.norm = GroupNorm(64)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.max_pool2d(pad_same(self.norm(self.conv(x)), 3, 2, value=float("-inf")), 3, 2)
@@ -61,9 +62,12 @@ class Bottleneck(nn.Module):
             self.downsample = nn.Sequential()
             self.downsample.add_module("conv", StdConv2d(inputs, outputs, 1, stride))
             self.downsample.add_module("norm", GroupNorm(outputs, relu=False))
-        self.conv1, self.norm1 = StdConv2d(inputs, middle, 1), GroupNorm(middle)
-        self.conv2, self.norm2 = StdConv2d(middle, middle, 3, stride), GroupNorm(middle)
-        self.conv3, self.norm3 = StdConv2d(middle, outputs, 1), GroupNorm(outputs, relu=False)
+        self.conv1 = StdConv2d(inputs, middle, 1)
+        self.norm1 = GroupNorm(middle)
+        self.conv2 = StdConv2d(middle, middle, 3, stride)
+        self.norm2 = GroupNorm(middle)
+        self.conv3 = StdConv2d(middle, outputs, 1)
+        self.norm3 = GroupNorm(outputs, relu=False)
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x if self.downsample is None else self.downsample(x)
@@ -76,7 +80,8 @@ class ResNet(nn.Module):
 
     def __init__(self, in_chans: int, layers: tuple[int, ...]) -> None:
         super().__init__()
-        self.stem, self.stages = Root(in_chans), nn.Sequential()
+        self.stem = Root(in_chans)
+        self.stages = nn.Sequential()
         inputs = 64
         for i, depth in enumerate(layers):
             outputs = 256 * 2**i

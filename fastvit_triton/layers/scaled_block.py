@@ -37,7 +37,8 @@ class ScaledBlock(Block):
         factor: float = 1.0,
     ) -> None:
         super().__init__(dim, attn, mlp, eps, drop_path=drop_path)
-        self.factor, self.init_values = factor, init_values
+        self.factor = factor
+        self.init_values = init_values
         for name in ("gamma_1", "gamma_2"):
             self.register_parameter(name, None if init_values is None else nn.Parameter(torch.empty(dim)))
         self.reset_parameters()

@@ -33,7 +33,8 @@ class WindowAttention(Fusable):
         attn_drop: float = 0.0,
     ) -> None:
         super().__init__()
-        self.num_heads, self.window = num_heads, window
+        self.num_heads = num_heads
+        self.window = window
         self.scale = (dim // num_heads) ** -0.5
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.attn_drop = nn.Dropout(attn_drop)
@@ -78,7 +79,8 @@ class WindowAttention(Fusable):
         """`attend`, with dropout on the probabilities; rolls, then pads, as timm."""
         (B, H, W, _), (h, w), (sy, sx) = qkv.shape, self.window.size, shift
         x = window_file._padded(qkv.roll((-sy, -sx), (1, 2)), -H % h, -W % w, pad)
-        rows, columns = x.shape[1] // h, x.shape[2] // w
+        rows = x.shape[1] // h
+        columns = x.shape[2] // w
         split = x.unflatten(2, (columns, w)).unflatten(1, (rows, h)).unflatten(-1, (3, self.num_heads, -1))
         split = split.permute(5, 0, 1, 3, 6, 2, 4, 7).flatten(5, 6).flatten(1, 3)
         q, k, v = split.unbind()  # [B·windows, heads, h·w, d]
@@ -173,7 +175,9 @@ def _weights(old: int, new: int) -> Tensor:
 
 def _ratio(terms: int, total: int) -> float:
     """The ratio in (1.01, 1.5) of a geometric series of that many terms with this total, by bisection as in timm."""
-    low, high, ratio = 1.01, 1.5, 1.5
+    low = 1.01
+    high = 1.5
+    ratio = 1.5
     while high - low > 1e-6:
         ratio = (low + high) / 2
         if (1 - ratio**terms) / (1 - ratio) > total:

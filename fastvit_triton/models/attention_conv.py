@@ -59,7 +59,9 @@ class QuadraticAttention(Fusable):
         proj_drop: float = 0.0,
     ) -> None:
         super().__init__()
-        self.num_heads, self.grid, self.isotropic = num_heads, grid, isotropic
+        self.num_heads = num_heads
+        self.grid = grid
+        self.isotropic = isotropic
         self.attention_centers = nn.Parameter(torch.empty(num_heads, 2))
         self.attention_spreads = nn.Parameter(torch.empty(num_heads, *(() if isotropic else (2, 2))))
         self.value = nn.Linear(num_heads * dim, dim, bias=bias)
@@ -96,7 +98,8 @@ class QuadraticAttention(Fusable):
 
     def maps(self) -> Tensor:
         """A [H, N, N]."""
-        centers, spreads = self.attention_centers, self.attention_spreads
+        centers = self.attention_centers
+        spreads = self.attention_spreads
         dtype = torch.promote_types(centers.dtype, torch.float32)
         rows, columns = (torch.arange(n, device=centers.device, dtype=dtype) for n in self.grid)
         y, x = ((at - at[:, None])[None] for at in (rows, columns))  # from query to key

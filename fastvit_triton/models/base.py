@@ -110,7 +110,8 @@ class ImageModel(HubMethods, Fusable):
         check_format(output_fmt, self.feature_formats)
         found, features, i = self.collect(x, take, norm, stop_early)
         pairs = [self.to_map(y, x, output_fmt) for y in found]
-        maps, prefixes = [y for y, _ in pairs], [prefix for _, prefix in pairs if prefix is not None]
+        maps = [y for y, _ in pairs]
+        prefixes = [prefix for _, prefix in pairs if prefix is not None]
         paired = return_prefix_tokens and bool(prefixes)
         if output_dict:
             parts = {"image_intermediates": maps} | ({"image_intermediates_prefix": prefixes} if paired else {})

@@ -48,7 +48,8 @@ class Rel2d(nn.Module):
         """Queries [B, H, N, d] → their products with the embeddings of every row's, and every column's, distance."""
         q = q.unflatten(2, self.grid)
         rows, columns = (pairs(t, n) for t, n in zip((self.height_rel, self.width_rel), self.grid, strict=True))
-        row, column = torch.einsum("bnhwc,hkc->bnhwk", q, rows), torch.einsum("bnhwc,wkc->bnhwk", q, columns)
+        row = torch.einsum("bnhwc,hkc->bnhwk", q, rows)
+        column = torch.einsum("bnhwc,wkc->bnhwk", q, columns)
         return row.flatten(2, 3), column.flatten(2, 3)
 
 
@@ -64,7 +65,9 @@ class BottleneckAttention(Fusable):
 
     def __init__(self, dim: int, num_heads: int, grid: Grid, stride: int = 1) -> None:
         super().__init__()
-        self.num_heads, self.grid, self.scale = num_heads, grid, (dim // num_heads) ** -0.5
+        self.num_heads = num_heads
+        self.grid = grid
+        self.scale = (dim // num_heads) ** -0.5
         self.qkv = nn.Conv2d(dim, 3 * dim, 1, bias=False)
         self.pos_embed = Rel2d(grid, dim // num_heads)
         self.pool = nn.AvgPool2d(2, 2) if stride == 2 else nn.Identity()

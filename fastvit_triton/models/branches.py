@@ -101,9 +101,13 @@ class BranchModel(ImageModel):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.config, self.num_classes, self.num_features = config, config.num_classes, sum(config.embed_dim)
-        self.grad_checkpointing, self.num_blocks = config.grad_checkpointing, len(config.depth)
-        self.patch_embed, self.blocks = nn.ModuleList(), nn.ModuleList()
+        self.config = config
+        self.num_classes = config.num_classes
+        self.num_features = sum(config.embed_dim)
+        self.grad_checkpointing = config.grad_checkpointing
+        self.num_blocks = len(config.depth)
+        self.patch_embed = nn.ModuleList()
+        self.blocks = nn.ModuleList()
         self.pos_drop = nn.Dropout(config.pos_drop_rate)
 
     @property
@@ -145,7 +149,9 @@ class BranchModel(ImageModel):
         self, image: Tensor, take: list[int], norm: bool, stop_early: bool, stages: Iterator[Any] | None = None
     ) -> tuple[list[Any], Any, int]:
         """See `ImageModel.collect`; an output is (tokens, branch)."""
-        found, xs, i = {}, None, 0
+        found = {}
+        xs = None
+        i = 0
         for i, xs in enumerate(self.stages(image) if stages is None else stages):
             for branch, x in enumerate(self.stage_features(xs, i) if norm else xs):
                 found[branch * self.num_blocks + i] = x, branch
@@ -156,7 +162,8 @@ class BranchModel(ImageModel):
     def to_map(self, x: Any, image: Tensor, output_fmt: str) -> tuple[Tensor, Tensor | None]:
         """(tokens, branch) → patch tokens, as [B, D, h, w] or [B, N, D], and the class token [B, 1, D]."""
         tokens, branch = x
-        prefix, patches = tokens[:, :1], tokens[:, 1:]
+        prefix = tokens[:, :1]
+        patches = tokens[:, 1:]
         if output_fmt == "NLC":
             return patches, prefix
         embed: Any = self.patch_embed[branch]
@@ -180,7 +187,8 @@ class BranchModel(ImageModel):
             self.norm = nn.ModuleList(nn.Identity() for _ in self.config.embed_dim)
         if head:
             self.reset_classifier(0)
-        depth, final_norm = self.config.depth, isinstance(self.norm[0], nn.LayerNorm)
+        depth = self.config.depth
+        final_norm = isinstance(self.norm[0], nn.LayerNorm)
         rate = self.config.drop_path_rate * max(num_rates(depth[:stages]) - 1, 0) / max(num_rates(depth) - 1, 1)
         self.config = self.config.replace(depth=depth[:stages], drop_path_rate=rate, final_norm=final_norm)
 

@@ -57,7 +57,8 @@ class ClassAttention(Fusable):
         self, dim: int, num_heads: int, qkv_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0
     ) -> None:
         super().__init__()
-        self.num_heads, self.scale = num_heads, (dim // num_heads) ** -0.5
+        self.num_heads = num_heads
+        self.scale = (dim // num_heads) ** -0.5
         self.q, self.k, self.v = (nn.Linear(dim, dim, bias=qkv_bias) for _ in range(3))
         self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(dim, dim)
@@ -91,8 +92,10 @@ class ClassBlock(Fusable):
 
     def __init__(self, dim: int, attn: ClassAttention, mlp: nn.Module, eps: float, init_values: float | None) -> None:
         super().__init__()
-        self.norm1, self.attn = nn.LayerNorm(dim, eps=eps), attn
-        self.norm2, self.mlp = nn.LayerNorm(dim, eps=eps), mlp
+        self.norm1 = nn.LayerNorm(dim, eps=eps)
+        self.attn = attn
+        self.norm2 = nn.LayerNorm(dim, eps=eps)
+        self.mlp = mlp
         self.init_values = init_values
         for name in ("gamma_1", "gamma_2"):
             self.register_parameter(name, None if init_values is None else nn.Parameter(torch.empty(dim)))
@@ -153,7 +156,9 @@ class Cait(VisionTransformer):
 
     def __init__(self, config: CaitConfig) -> None:
         super().__init__(config)
-        D, eps, scale = config.embed_dim, config.eps, config.init_values
+        D = config.embed_dim
+        eps = config.eps
+        scale = config.init_values
         blocks = ClassBlocks()
         for _ in range(config.depth_token_only if config.class_token else 0):
             mlp = Mlp(D, int(D * config.mlp_ratio_token_only), config.act)

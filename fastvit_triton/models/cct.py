@@ -46,8 +46,10 @@ class CompactBlock(Fusable):
         self.pre_norm = nn.LayerNorm(dim, eps=eps)
         self.self_attn = self_attn
         self.norm1 = nn.LayerNorm(dim, eps=eps)
-        self.linear1, self.dropout1 = nn.Linear(dim, hidden), nn.Dropout(drop)
-        self.linear2, self.dropout2 = nn.Linear(hidden, dim), nn.Dropout(drop)
+        self.linear1 = nn.Linear(dim, hidden)
+        self.dropout1 = nn.Dropout(drop)
+        self.linear2 = nn.Linear(hidden, dim)
+        self.dropout2 = nn.Dropout(drop)
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -136,7 +138,9 @@ class CompactClassifier(nn.Module):
         learned = pos_embed == "learned"
         table = torch.empty(1, rows, dim) if learned else sincos1d(rows, dim) if pos_embed == "sincos1d" else None
         self.positional_emb = None if table is None else nn.Parameter(table, requires_grad=learned)
-        self.dropout, self.blocks, self.norm = nn.Dropout(pos_drop), blocks, norm
+        self.dropout = nn.Dropout(pos_drop)
+        self.blocks = blocks
+        self.norm = norm
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -71,7 +71,9 @@ class EnhancedFeedForward(Fusable):
         self.conv2: Any = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden)
         self.conv3: Any = nn.Conv2d(hidden, dim, 1)
         self.act = nn.GELU()
-        self.bn1, self.bn2, self.bn3 = nn.BatchNorm2d(hidden), nn.BatchNorm2d(hidden), nn.BatchNorm2d(dim)
+        self.bn1 = nn.BatchNorm2d(hidden)
+        self.bn2 = nn.BatchNorm2d(hidden)
+        self.bn3 = nn.BatchNorm2d(dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, 1 + N, D] → [B, 1 + N, D]."""
@@ -99,8 +101,10 @@ class EnhancedBlock(Fusable):
 
     def __init__(self, dim: int, attn: nn.Module, leff: nn.Module, eps: float = 1e-6, drop_path: float = 0.0) -> None:
         super().__init__()
-        self.norm1, self.attn = nn.LayerNorm(dim, eps=eps), attn
-        self.norm2, self.leff = nn.LayerNorm(dim, eps=eps), leff
+        self.norm1 = nn.LayerNorm(dim, eps=eps)
+        self.attn = attn
+        self.norm2 = nn.LayerNorm(dim, eps=eps)
+        self.leff = leff
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -114,8 +118,10 @@ class LayerAttention(Fusable):
 
     def __init__(self, dim: int, attn: nn.Module, feedforward: nn.Module, eps: float = 1e-6) -> None:
         super().__init__()
-        self.norm1, self.attn = nn.LayerNorm(dim, eps=eps), attn
-        self.norm2, self.feedforward = nn.LayerNorm(dim, eps=eps), feedforward
+        self.norm1 = nn.LayerNorm(dim, eps=eps)
+        self.attn = attn
+        self.norm2 = nn.LayerNorm(dim, eps=eps)
+        self.feedforward = feedforward
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, layers, D] → [B, 1, D]."""

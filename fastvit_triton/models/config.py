@@ -226,7 +226,8 @@ def check_patches(config: Any) -> None:
 
 def check_multiple(config: BaseConfig, channels: str, heads: str) -> None:
     """Raises ValueError unless the field `channels` is a multiple of the field `heads`."""
-    D, H = getattr(config, channels), getattr(config, heads)
+    D = getattr(config, channels)
+    H = getattr(config, heads)
     if D % H:
         raise ValueError(f"{channels} {D} is not a multiple of {heads} {H}; change one of them")
 
@@ -259,5 +260,6 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 def fitting(image: int, patch: int) -> str:
     """Text that suggests valid image sides for an error message."""
-    below, above = image // patch * patch, -(-image // patch) * patch
+    below = image // patch * patch
+    above = -(-image // patch) * patch
     return f"use {above}" if below < patch else f"use {below} or {above}"

@@ -64,7 +64,8 @@ class CrossAttention(Fusable):
         self, dim: int, num_heads: int, qkv_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0
     ) -> None:
         super().__init__()
-        self.num_heads, self.scale = num_heads, (dim // num_heads) ** -0.5
+        self.num_heads = num_heads
+        self.scale = (dim // num_heads) ** -0.5
         self.wq, self.wk, self.wv = (nn.Linear(dim, dim, bias=qkv_bias) for _ in range(3))
         self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(dim, dim)
@@ -94,7 +95,9 @@ class CrossBlock(Fusable):
 
     def __init__(self, dim: int, attn: CrossAttention, eps: float = 1e-6, drop_path: float = 0.0) -> None:
         super().__init__()
-        self.norm1, self.attn, self.drop_path = nn.LayerNorm(dim, eps=eps), attn, DropPath(drop_path)
+        self.norm1 = nn.LayerNorm(dim, eps=eps)
+        self.attn = attn
+        self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, D] → [B, 1, D]."""
@@ -143,7 +146,8 @@ def scaled_image(image: Tensor, size: tuple[int, int], crop: bool) -> Tensor:
     if (height, width) == size:
         return image
     if crop and size[0] <= height and size[1] <= width:
-        top, left = round((height - size[0]) / 2), round((width - size[1]) / 2)
+        top = round((height - size[0]) / 2)
+        left = round((width - size[1]) / 2)
         return image[:, :, top : top + size[0], left : left + size[1]]
     return F.interpolate(image, size, mode="bicubic", align_corners=False)
 
@@ -185,7 +189,8 @@ class CrossVit(BranchModel):
         """Yields after each block the tokens [B, 1 + N, D] of both branches."""
         xs = []
         for i, (embed, size) in enumerate(zip(self.patch_embed, self.sizes, strict=True)):
-            pos, token = getattr(self, f"pos_embed_{i}"), getattr(self, f"cls_token_{i}")
+            pos = getattr(self, f"pos_embed_{i}")
+            token = getattr(self, f"cls_token_{i}")
             xs.append(self.pos_drop(embed(scaled_image(image, size, self.config.crop_scale), pos, token)))
         for block in self.blocks:
             yield (xs := block(xs, self.recomputes))

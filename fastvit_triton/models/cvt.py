@@ -42,7 +42,8 @@ class ConvEmbed(nn.Module):
     def __init__(self, in_chans: int, dim: int, stride: Grid, eps: float) -> None:
         super().__init__()
         rows, columns = stride
-        kernel, padding = (2 * rows - 1, 2 * columns - 1), (rows // 2, columns // 2)
+        kernel = (2 * rows - 1, 2 * columns - 1)
+        padding = (rows // 2, columns // 2)
         self.proj = nn.Conv2d(in_chans, dim, kernel, stride, padding)
         self.norm = nn.LayerNorm(dim, eps=eps)
 
@@ -116,7 +117,8 @@ class ConvAttention(Fusable):
 
     def heads(self, x: Tensor, grid: Grid) -> list[Tensor]:
         """Queries, keys and values [B, heads, N or M, d] of tokens."""
-        found, T = [], x.shape[1] - grid[0] * grid[1]
+        found = []
+        T = x.shape[1] - grid[0] * grid[1]
         image = x[:, T:].unflatten(1, grid)
         for name in "qkv":
             tokens = self.get_submodule(f"conv_proj_{name}")(image).flatten(1, 2)
@@ -145,7 +147,8 @@ class ConvStage(nn.Module):
 
     def __init__(self, patch_embed: ConvEmbed, blocks: Blocks, class_token: bool) -> None:
         super().__init__()
-        self.patch_embed, self.blocks = patch_embed, blocks
+        self.patch_embed = patch_embed
+        self.blocks = blocks
         width = patch_embed.norm.normalized_shape[0]
         self.cls_token = nn.Parameter(torch.empty(1, 1, width)) if class_token else None
         self.reset_parameters()
@@ -157,7 +160,9 @@ class ConvStage(nn.Module):
     def forward(self, x: Tensor, recompute: bool = False) -> Tensor:
         """[B, C, H, W] → [B, H', W', D], or [B, 1, 1 + H' · W', D] with a class token."""
         x = self.patch_embed(x)
-        grid, x, token = (x.shape[1], x.shape[2]), x.flatten(1, 2), self.cls_token
+        grid = (x.shape[1], x.shape[2])
+        x = x.flatten(1, 2)
+        token = self.cls_token
         x = x if token is None else torch.cat((token.expand(x.shape[0], -1, -1), x), 1)
         for block in self.blocks:
             x = recomputed(block, x, grid) if recompute else block(x, grid)

@@ -47,7 +47,8 @@ class ReAttention(MixedAttention):
         self.var_norm = nn.BatchNorm2d(num_heads)
 
     def maps(self, scores: Tensor) -> Tensor:
-        maps, norm = self.attn_drop(scores.softmax(-1)), self.var_norm
+        maps = self.attn_drop(scores.softmax(-1))
+        norm = self.var_norm
         if is_constant(norm) and is_plain_module(self.reatten_matrix, CONVOLUTIONS):
             return mix_heads(self.folded(), maps)
         return self.factor * norm(self.reatten_matrix(maps))
@@ -62,7 +63,9 @@ class ReAttention(MixedAttention):
 
     def _fold(self) -> tuple[Tensor, Tensor]:
         norm, conv = self.var_norm, self.reatten_matrix
-        mean, variance, bias = norm.running_mean, norm.running_var, conv.bias
+        mean = norm.running_mean
+        variance = norm.running_var
+        bias = conv.bias
         assert mean is not None and variance is not None and bias is not None
         gain = norm.weight * (variance + norm.eps).rsqrt()  # [H]
         weight = gain[:, None] * conv.weight[..., 0, 0]

@@ -55,7 +55,8 @@ class DistilledVisionTransformer(VisionTransformer):
         cls, dist = x[:, 0], x[:, 1]
         if pre_logits:
             return (cls + dist) / 2
-        cls, dist = self.head(self.head_drop(cls)), self.head_dist(self.head_drop(dist))
+        cls = self.head(self.head_drop(cls))
+        dist = self.head_dist(self.head_drop(dist))
         return (cls, dist) if self.distilled_training and self.training else (cls + dist) / 2
 
 

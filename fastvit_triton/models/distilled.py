@@ -96,7 +96,8 @@ class NormedHead(NamedStages):
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replaces the heads by new ones, whose linear layers are zero; 0 removes them."""
-        like, names = next(self.parameters()), [name.partition(".")[0] for name in self.head_names]
+        like = next(self.parameters())
+        names = [name.partition(".")[0] for name in self.head_names]
         self.config = self.config.replace(num_classes=num_classes, global_pool=global_pool)
         self.num_classes = num_classes
         for name in names:
@@ -141,5 +142,6 @@ class Distilled(PyramidTransformer):
         x = self.head_drop(x if pool == "token" else self.pool(x))
         x, other = x.unbind(1) if pool == "token" else (x, x)
         if not pre_logits:
-            x, other = self.head(x), self.head_dist(other)
+            x = self.head(x)
+            other = self.head_dist(other)
         return (x, other) if self.distilled_training and self.training and not pre_logits else (x + other) / 2

@@ -97,7 +97,8 @@ class FeatureGetterNet(nn.Module):
         take, _ = feature_take_indices(len(info), out_indices, "out_indices")
         self.out_indices = sorted(set(take))  # the order of the outputs
         self.feature_info = FeatureInfo(info, self.out_indices)
-        self.return_dict, self.norm = return_dict, norm
+        self.return_dict = return_dict
+        self.norm = norm
         if prune:
             model.prune_intermediate_layers(self.out_indices, prune_norm=not norm)
         self.model = model

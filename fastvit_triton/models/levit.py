@@ -48,8 +48,11 @@ class DistanceAttention(Fusable):
 
     def __init__(self, dim: int, key_dim: int, num_heads: int, ratio: float, grid: Grid) -> None:
         super().__init__()
-        self.num_heads, self.key_dim, self.val_dim = num_heads, key_dim, int(ratio * key_dim)
-        self.scale, self.grid = key_dim**-0.5, grid
+        self.num_heads = num_heads
+        self.key_dim = key_dim
+        self.val_dim = int(ratio * key_dim)
+        self.scale = key_dim**-0.5
+        self.grid = grid
         self.qkv = LinearNorm(dim, num_heads * (2 * key_dim + self.val_dim))
         self.proj: Any = last_layer(num_heads * self.val_dim, dim, 0.0)
         self.attention_biases = nn.Parameter(torch.zeros(num_heads, grid[0] * grid[1]))
@@ -84,8 +87,11 @@ class DistanceDownsample(Fusable):
 
     def __init__(self, dim: int, out: int, key_dim: int, grid: Grid) -> None:
         super().__init__()
-        self.num_heads, self.key_dim, self.val_dim = dim // key_dim, key_dim, 4 * key_dim
-        self.scale, self.grid = key_dim**-0.5, grid
+        self.num_heads = dim // key_dim
+        self.key_dim = key_dim
+        self.val_dim = 4 * key_dim
+        self.scale = key_dim**-0.5
+        self.grid = grid
         inner = self.num_heads * key_dim
         self.kv = LinearNorm(dim, inner + self.num_heads * self.val_dim)
         self.q: Any = nn.Sequential(OrderedDict(down=Subsample(grid), ln=LinearNorm(dim, inner)))
@@ -131,7 +137,9 @@ class NormedMlp(Fusable):
 
     def __init__(self, dim: int, hidden: int, drop: float = 0.0) -> None:
         super().__init__()
-        self.ln1, self.act, self.drop = LinearNorm(dim, hidden), nn.Hardswish(), nn.Dropout(drop)
+        self.ln1 = LinearNorm(dim, hidden)
+        self.act = nn.Hardswish()
+        self.drop = nn.Dropout(drop)
         self.ln2 = LinearNorm(hidden, dim, 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -150,7 +158,10 @@ class NormedBlock(Fusable):
 
     def __init__(self, attn: nn.Module, mlp: nn.Module, drop_path: float = 0.0) -> None:
         super().__init__()
-        self.attn, self.drop_path1, self.mlp, self.drop_path2 = attn, DropPath(drop_path), mlp, DropPath(drop_path)
+        self.attn = attn
+        self.drop_path1 = DropPath(drop_path)
+        self.mlp = mlp
+        self.drop_path2 = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, D] → [B, N, D]."""
@@ -163,7 +174,9 @@ class LevitDownsample(Fusable):
 
     def __init__(self, attn: DistanceDownsample, mlp: NormedMlp, drop_path: float = 0.0) -> None:
         super().__init__()
-        self.attn_downsample, self.mlp, self.drop_path = attn, mlp, DropPath(drop_path)
+        self.attn_downsample = attn
+        self.mlp = mlp
+        self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, D] → [B, N', D']."""
@@ -175,7 +188,9 @@ class LevitStage(nn.Module):
 
     def __init__(self, downsample: nn.Module, blocks: Blocks, grid: Grid) -> None:
         super().__init__()
-        self.downsample, self.blocks, self.grid = downsample, blocks, grid
+        self.downsample = downsample
+        self.blocks = blocks
+        self.grid = grid
 
     def forward(self, x: Tensor, recompute: bool = False) -> Tensor:
         """[B, H, W, D] → [B, H', W', D']."""
@@ -295,7 +310,8 @@ class LevitDistilled(Distilled, Levit):
 
 def build_block(config: LevitConfig, stage: int, grid: tuple[int, int], drop_path: float) -> NormedBlock:
     """Builds one block of a stage."""
-    D, heads = config.widths[stage], config.num_heads[stage]
+    D = config.widths[stage]
+    heads = config.num_heads[stage]
     attn = DistanceAttention(D, config.key_dim, heads, config.attn_ratio, grid)
     return NormedBlock(attn, NormedMlp(D, int(D * config.mlp_ratio), config.proj_drop_rate), drop_path)
 

@@ -59,7 +59,8 @@ def draw_box(grid: tuple[int, int]) -> tuple[int, int, int, int]:
     side = math.sqrt(1 - torch.rand(()).item())  # 1 − λ with λ ~ Beta(1, 1)
     found: list[int] = []
     for n in grid:
-        half, centre = int(n * side) // 2, int(torch.randint(n, ()))
+        half = int(n * side) // 2
+        centre = int(torch.randint(n, ()))
         found += [max(centre - half, 0), min(centre + half, n)]
     return found[0], found[1], found[2], found[3]
 

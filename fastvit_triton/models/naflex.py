@@ -85,7 +85,8 @@ class NaFlexVisionTransformer(VisionTransformer):
         plain = VisionTransformer(self.config.replace(img_size=size)).train(self.training)
         table = self.positions(plain.patch_embed.grid_size)
         plain.load_state_dict(self.state_dict() | ({} if self.pos_embed is None else {"pos_embed": table}))
-        plain.variant, plain.pretrained_cfg = self.variant, self.pretrained_cfg
+        plain.variant = self.variant
+        plain.pretrained_cfg = self.pretrained_cfg
         return plain
 
     def pool(self, x: Tensor) -> Tensor:

@@ -45,7 +45,8 @@ class OverlapEmbed(nn.Module):
         self, img_size: tuple[int, int], patch_size: tuple[int, int], stride: int, in_chans: int, dim: int
     ) -> None:
         super().__init__()
-        self.patch_size, self.stride = patch_size, stride
+        self.patch_size = patch_size
+        self.stride = stride
         self.conv = nn.Conv2d(in_chans, dim, patch_size, stride)
         self.grid_size = self.grid_of(img_size)
 
@@ -91,7 +92,8 @@ class PooledStage(nn.Module):
 
     def __init__(self, pool: TokenPooling | None, blocks: Blocks) -> None:
         super().__init__()
-        self.pool, self.blocks = pool, blocks
+        self.pool = pool
+        self.blocks = blocks
 
     def forward(self, tokens: Tokens, recompute: bool = False) -> Tokens:
         """Tokens [B, T + N, D] → [B, T + N', D']."""

@@ -120,7 +120,8 @@ class Stage(nn.Module):
 
     def __init__(self, downsample: nn.Module, blocks: Blocks) -> None:
         super().__init__()
-        self.downsample, self.blocks = downsample, blocks
+        self.downsample = downsample
+        self.blocks = blocks
 
     def forward(self, x: Tensor, recompute: bool = False) -> Tensor:
         """[B, H, W, D] → [B, H', W', D']."""
@@ -147,8 +148,10 @@ class PyramidTransformer(ImageModel):
 
     def __init__(self, config: PyramidConfig) -> None:
         super().__init__()
-        self.config, self.num_classes = config, config.num_classes
-        self.num_stages, self.num_features = len(config.depths), config.widths[-1]
+        self.config = config
+        self.num_classes = config.num_classes
+        self.num_stages = len(config.depths)
+        self.num_features = config.widths[-1]
         self.grad_checkpointing = config.grad_checkpointing
 
     def drop_path_rates(self) -> list[list[float]]:
@@ -175,7 +178,8 @@ class PyramidTransformer(ImageModel):
 
     def check_image(self, image: Tensor) -> None:
         """Raises ValueError if the image has the wrong number of channels or the wrong size."""
-        config, size = self.config, tuple(image.shape[2:])
+        config = self.config
+        size = tuple(image.shape[2:])
         if image.dim() != 4 or image.shape[1] != config.in_chans:
             raise ValueError(f"image must have axes [B, {config.in_chans}, H, W], got shape {list(image.shape)}")
         if size != config.img_size and not config.dynamic_img_size:
@@ -208,7 +212,8 @@ class PyramidTransformer(ImageModel):
     @property
     def feature_info(self) -> list[dict[str, Any]]:
         """For each stage: `num_chs`, its channels; `reduction`, pixels a token; `module`, its name (as in timm)."""
-        widths, patch = self.config.widths[: self.num_stages], max(self.config.patch_size)
+        widths = self.config.widths[: self.num_stages]
+        patch = max(self.config.patch_size)
         name, first = self.info
         return [dict(num_chs=D, reduction=patch << i, module=name.format(first + i)) for i, D in enumerate(widths)]
 
@@ -221,9 +226,11 @@ class PyramidTransformer(ImageModel):
         prefix = None
         if x.dim() == 3:
             (height, width), (p, q) = image.shape[2:], (side << self.num_stages - 1 for side in self.config.patch_size)
-            rows, columns = height // p, width // q
+            rows = height // p
+            columns = width // q
             prefix, x = x.split((x.shape[1] - rows * columns, rows * columns), 1)
-            prefix, x = prefix if prefix.shape[1] else None, x.unflatten(1, (rows, columns))
+            prefix = prefix if prefix.shape[1] else None
+            x = x.unflatten(1, (rows, columns))
         if output_fmt == "NCHW":
             return x.permute(0, 3, 1, 2).contiguous(), prefix
         return x.flatten(1, 2) if output_fmt == "NLC" else x, prefix
@@ -238,12 +245,14 @@ class PyramidTransformer(ImageModel):
 
         If a stage is removed, norm and classifier are, too: they have the width of the last one.
         """
-        ends, config = stages < self.num_stages, self.config
+        ends = stages < self.num_stages
+        config = self.config
         changes = {f.name: getattr(config, f.name)[:stages] for f in dataclasses.fields(config) if per_stage(config, f)}
         changes["drop_path_rate"] = self.drop_path_rates()[stages - 1][-1]
         if ends:
             self.drop_stages(stages)
-        self.num_stages, self.num_features = stages, config.widths[stages - 1]
+        self.num_stages = stages
+        self.num_features = config.widths[stages - 1]
         if norm or ends:
             self.norm = nn.Identity()
         if head or ends:

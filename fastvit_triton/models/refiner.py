@@ -64,7 +64,8 @@ class RefinedAttention(MixedAttention):
         *qk, v = qkv.unflatten(-1, (parts, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
         if self.refines:
             assert previous is not None
-            maps, own = self.scale * self.adapt_bn(self.DLA(previous)), previous
+            maps = self.scale * self.adapt_bn(self.DLA(previous))
+            own = previous
         else:
             q, k = qk
             own = ((q * self.scale) @ k.mT).softmax(-1)
@@ -86,10 +87,12 @@ class LocalAttention(nn.Module):
     def __init__(self, num_heads: int, expansion: int) -> None:
         super().__init__()
         width = expansion * num_heads
-        self.conv_exp, self.bn1 = nn.Conv2d(num_heads, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv_exp = nn.Conv2d(num_heads, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
         self.depth_sep_conv = nn.Conv2d(width, width, 3, padding=1, groups=width, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
-        self.conv_pro, self.bn3 = nn.Conv2d(width, num_heads, 1, bias=False), nn.BatchNorm2d(num_heads)
+        self.conv_pro = nn.Conv2d(width, num_heads, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(num_heads)
 
     def forward(self, maps: Tensor) -> Tensor:
         """[B, H, N, N] → [B, H, N, N]."""
@@ -131,7 +134,8 @@ class RefinedBlock(ScaledBlock):
     def forward(self, x: Tensor, previous: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """[B, N, D] and the map [B, H, N, N] of the block before, or None → [B, N, D], map."""
         passed: list[Tensor] = []
-        scale, channels = self.scale(x, None), self.scale(x, self.mlp.scale_channel)
+        scale = self.scale(x, None)
+        channels = self.scale(x, self.mlp.scale_channel)
         x = add(x, self.drop_path1, lambda x: times(scale, self.attn(self.norm1(x), previous=previous, passed=passed)))
         return add(x, self.drop_path2, lambda x: times(channels, self.mlp(self.norm2(x)))), passed[-1]
 

@@ -70,7 +70,8 @@ class ResidualNetwork(NamedStages):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        inputs, stages = config.stem_dim, nn.Sequential()
+        inputs = config.stem_dim
+        stages = nn.Sequential()
         rows, columns = (-(-side // 4) for side in sides(config.img_size))
         self.stem = ResidualStem(config.in_chans, inputs)
         for i, (outputs, rates) in enumerate(zip(config.widths, self.drop_path_rates(), strict=True)):
@@ -78,7 +79,9 @@ class ResidualNetwork(NamedStages):
             for j, rate in enumerate(rates):
                 stride = 1 if j else config.strides[i]
                 blocks.append(self.build_block(i, j, inputs, outputs, stride, rate, (rows, columns)))
-                inputs, rows, columns = outputs, -(-rows // stride), -(-columns // stride)
+                inputs = outputs
+                rows = -(-rows // stride)
+                columns = -(-columns // stride)
             stages.append(blocks)
         self._modules["stages"] = stages
         self.build_head()

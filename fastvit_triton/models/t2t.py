@@ -81,7 +81,8 @@ class TokenPerformer(Fusable):
         self.kqv = nn.Linear(dim, 3 * out)
         self.dp = nn.Dropout(drop)
         self.proj = nn.Linear(out, out)
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(out)
+        self.norm1 = nn.LayerNorm(dim)
+        self.norm2 = nn.LayerNorm(out)
         self.mlp: Any = nn.Sequential(nn.Linear(out, out), nn.GELU(), nn.Linear(out, out), nn.Dropout(drop))
         m = out // 2
         self.w = nn.Parameter(torch.empty(m, out), requires_grad=False)
@@ -134,7 +135,8 @@ class TokensToToken(Fusable):
 
     def tokens(self, image: Tensor) -> Tensor:
         """[B, C, H, W] → tokens of the last split [B, N, 9 · channels]."""
-        x, size = image, (image.shape[2], image.shape[3])
+        x = image
+        size = (image.shape[2], image.shape[3])
         for attention, split in zip((self.attention1, self.attention2), SPLITS, strict=False):
             size = split_size(size, split)
             x = attention(soft_split(x, split)).transpose(1, 2).unflatten(2, size)

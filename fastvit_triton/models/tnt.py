@@ -44,7 +44,8 @@ class SplitAttention(Fusable):
         self, dim: int, num_heads: int, qkv_bias: bool = False, attn_drop: float = 0.0, proj_drop: float = 0.0
     ) -> None:
         super().__init__()
-        self.num_heads, self.scale = num_heads, (dim // num_heads) ** -0.5
+        self.num_heads = num_heads
+        self.scale = (dim // num_heads) ** -0.5
         self.qk = nn.Linear(dim, 2 * dim, bias=qkv_bias)
         self.v = nn.Linear(dim, dim, bias=qkv_bias)
         self.attn_drop = nn.Dropout(attn_drop)
@@ -77,7 +78,8 @@ class PixelEmbed(PatchEmbed):
     def __init__(
         self, stride: int, legacy: bool, sizes: tuple[tuple[int, int], tuple[int, int]], in_chans: int, dim: int
     ) -> None:
-        self.stride, self.legacy = stride, legacy
+        self.stride = stride
+        self.legacy = legacy
         super().__init__(*sizes, in_chans, dim)
         self.pixels = (-(-self.patch_size[0] // stride), -(-self.patch_size[1] // stride))
 

@@ -68,7 +68,8 @@ class TokenModel(ImageModel):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.config, self.num_classes = config, config.num_classes
+        self.config = config
+        self.num_classes = config.num_classes
         self.num_features = self.embed_dim = config.embed_dim
         self.grad_checkpointing = config.grad_checkpointing
         self.blocks: Any = nn.ModuleList()
@@ -85,7 +86,8 @@ class TokenModel(ImageModel):
         """(rows, columns) of patches of image [B, C, H, W]; raises ValueError unless it has the model's size."""
         config, (height, width) = self.config, self.config.img_size
         if tuple(image.shape[1:]) != (config.in_chans, height, width):
-            size, fits = f"[B, {config.in_chans}, {height}, {width}]", image.dim() == 4
+            size = f"[B, {config.in_chans}, {height}, {width}]"
+            fits = image.dim() == 4
             option = "in_chans" if fits and image.shape[1] != config.in_chans else "img_size"
             fix = f"; build it with {option}=" if fits else ""
             raise ValueError(f"image has shape {list(image.shape)}, the model takes {size}{fix}")
@@ -104,7 +106,8 @@ class TokenModel(ImageModel):
 
     def to_map(self, x: Tensor, image: Tensor, output_fmt: str) -> tuple[Tensor, Tensor | None]:
         """Tokens [B, T + N, D] → patch tokens, as [B, D, h, w] or [B, N, D], and prefix tokens [B, T, D]."""
-        prefix, x = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
+        prefix = x[:, : self.num_prefix_tokens]
+        x = x[:, self.num_prefix_tokens :]
         if output_fmt == "NLC":
             return x, prefix
         return x.transpose(1, 2).unflatten(2, self.grid_of(image)).contiguous(), prefix

@@ -62,7 +62,9 @@ class VisionTransformer(ImageModel):
         super().__init__()
         D = config.embed_dim
         self.config = config
-        self.num_classes, self.num_features, self.embed_dim = config.num_classes, D, D
+        self.num_classes = config.num_classes
+        self.num_features = D
+        self.embed_dim = D
         self.cls_token = nn.Parameter(torch.empty(1, 1, D)) if config.class_token else None
         self.reg_token = nn.Parameter(torch.empty(1, config.reg_tokens, D)) if config.reg_tokens else None
         self.add_tokens()
@@ -167,7 +169,8 @@ class VisionTransformer(ImageModel):
     def to_map(self, x: Tensor, image: Tensor, output_fmt: str) -> tuple[Tensor, Tensor | None]:
         """Tokens [B, T + N, D] → patch tokens, as [B, D, h, w] or [B, N, D], and prefix tokens [B, T, D] or None."""
         T = self.num_prefix_tokens
-        prefix, x = x[:, :T] if T else None, x[:, T:]
+        prefix = x[:, :T] if T else None
+        x = x[:, T:]
         if output_fmt == "NLC":
             return x, prefix
         if self.training and self.config.patch_drop_rate:

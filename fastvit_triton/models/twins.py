@@ -48,8 +48,10 @@ class Twins(PyramidTransformer):
 
     def __init__(self, config: TwinsConfig) -> None:
         super().__init__(config)
-        self.patch_embeds, self.pos_drops = nn.ModuleList(), nn.ModuleList()
-        self.blocks, self.pos_block = nn.ModuleList(), nn.ModuleList()
+        self.patch_embeds = nn.ModuleList()
+        self.pos_drops = nn.ModuleList()
+        self.blocks = nn.ModuleList()
+        self.pos_block = nn.ModuleList()
         size = sides(config.img_size)
         patch = sides(config.patch_size)
         channels = config.in_chans

@@ -108,7 +108,8 @@ def _name_resnet(tensors: State) -> State:
         if found := re.fullmatch(r"(conv|gn)_root\.(\w+)", key):
             key = f"{root}{found[1]}.{found[2]}"
         elif found := re.fullmatch(r"block(\d+)\.unit(\d+)\.(conv|gn)(\d|_proj)\.(\w+)", key):
-            stage, unit = int(found[1]) - 1, int(found[2]) - 1
+            stage = int(found[1]) - 1
+            unit = int(found[2]) - 1
             module = f"downsample.{found[3]}" if found[4] == "_proj" else found[3] + found[4]
             key = f"patch_embed.backbone.stages.{stage}.blocks.{unit}.{module}.{found[5]}"
         out[re.sub(r"\bgn", "norm", key)] = tensor

@@ -75,7 +75,8 @@ def outputs(
         yield from type(self).outputs(self, x, after, recompute)
         return
     stats: Given | None = None
-    blocks, changed = list(self), len(after)
+    blocks = list(self)
+    changed = len(after)
     chained = [_is_chained(block) for block in blocks]
     chained.append(False)  # after the last block
     for i, block in enumerate(blocks):
@@ -83,7 +84,8 @@ def outputs(
             next_norm = blocks[i + 1].norm1 if chained[i + 1] and i >= changed else None
             x, stats = run_chained(block, x, stats, next_norm)
         else:
-            x, stats = block(x), None
+            x = block(x)
+            stats = None
         x = after[i](x) if i < changed else x
         yield x
 
@@ -121,7 +123,8 @@ def _run(block: nn.Module, x: Tensor, stats: Given | None, next_norm: nn.Module 
 )
 def attention_parts(self: Foreign) -> Body:
     """The body of our attention; what no kernel computes runs between fused linear layers."""
-    drops, overridden = (self.proj_drop,), type(self).attend is not Attention.attend
+    drops = (self.proj_drop,)
+    overridden = type(self).attend is not Attention.attend
     dropped = self.attn_drop.training and self.attn_drop.p > 0
     if overridden or dropped or self.position is not None:
         between = self.attend if overridden else partial(_positioned, self)

@@ -85,11 +85,17 @@ def one_head(self: Foreign, x: Tensor, tokens: Any = None) -> Tensor:
     if hasattr(self, "filters"):
         filters = self.filters
         q = _linear(self.recur, tokens) if filters is None else filters.expand(x.shape[0], -1, -1)
-        q, k, v = q.to(x.dtype), x, _linear(self.value, x)
+        q = q.to(x.dtype)
+        k = x
+        v = _linear(self.value, x)
     elif hasattr(self, "value"):
-        q, k, v = _linear(self.query, x), _linear(self.key, tokens), _linear(self.value, tokens)
+        q = _linear(self.query, x)
+        k = _linear(self.key, tokens)
+        v = _linear(self.value, tokens)
     else:
-        q, k, v = _linear(self.key, tokens), _linear(self.query, tokens), tokens
+        q = _linear(self.key, tokens)
+        k = _linear(self.query, tokens)
+        v = tokens
     return attention(q[:, None], k[:, None], v[:, None], scale=1.0)[:, 0]
 
 
@@ -132,7 +138,8 @@ class _PositionalHeads:
 
     def sizes(self, body: Body) -> Sizes:
         """See `engine.body.Body`."""
-        inner, channels = self.attn.value.in_features, self.attn.proj.out_features
+        inner = self.attn.value.in_features
+        channels = self.attn.proj.out_features
         return Sizes("mlp", 0, 0, channels, inner, inner)
 
     def __call__(self, h: Tensor, x: Tensor, way: str) -> Tensor:
@@ -246,12 +253,15 @@ class _ConvolvedHeads:
 
     def sizes(self, body: Body) -> Sizes:
         """See `engine.body.Body`."""
-        C, keys = self.attn.proj.in_features, max(self.attn.stride, 1) ** 2
+        C = self.attn.proj.in_features
+        keys = max(self.attn.stride, 1) ** 2
         return Sizes("reduced_attention", 0, 0, C, C + 2 * C // keys, C, self.attn.num_heads, keys=keys)
 
     def __call__(self, h: Tensor, x: Tensor, way: str) -> Tensor:
         """Tokens [B, T + H · W, D] → [B, T + H · W, D]."""
-        attn, found, T = self.attn, [], x.shape[1] - self.grid[0] * self.grid[1]
+        attn = self.attn
+        found = []
+        T = x.shape[1] - self.grid[0] * self.grid[1]
         image = x[:, T:].unflatten(1, self.grid)
         for convolution, layer in zip((attn.conv_proj_q, attn.conv_proj_k, attn.conv_proj_v), self.layers, strict=True):
             tokens = _convolved(convolution, image).flatten(1, 2)

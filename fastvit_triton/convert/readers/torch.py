@@ -151,7 +151,8 @@ def _allowed(self: nn.MultiheadAttention, mask: Tensor | None, padding: Tensor |
     """Combines both masks into one [1 or B, 1 or H, Nq, Nk]: boolean with True for "attend", or added to the scores."""
     if mask is not None and mask.dim() == 3:
         mask = mask.unflatten(0, (-1, self.num_heads))
-    mask, padding = scores_mask(mask), scores_mask(None if padding is None else padding[:, None, None])
+    mask = scores_mask(mask)
+    padding = scores_mask(None if padding is None else padding[:, None, None])
     mask, padding = (~m if m is not None and m.dtype == torch.bool else m for m in (mask, padding))
     if mask is None or padding is None:
         return padding if mask is None else mask

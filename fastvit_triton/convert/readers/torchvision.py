@@ -56,7 +56,8 @@ def swin_v2_parts(self: Foreign) -> Body | str:
     qkv = self.qkv
     if bias is not None:
         qkv = Packed(weight, derived(self, "qkv_bias", (bias,), lambda: _without_keys(bias)), (weight, bias))
-    scale, positions = cosine_scale(self), continuous_bias(self)
+    scale = cosine_scale(self)
+    positions = continuous_bias(self)
     return window_body((qkv,), self.proj, self.num_heads, scale, _window(self), positions)
 
 

@@ -26,7 +26,9 @@ class _Builder:
     def __init__(
         self, recorder: Recorder, given: Sequence[Tensor], marks: tuple[int, int], returned: tuple[list, list]
     ) -> None:
-        self.recorder, self.steps, self.marks = recorder, recorder.steps, marks
+        self.recorder = recorder
+        self.steps = recorder.steps
+        self.marks = marks
         self.given: dict[int, list[tuple[int, Place]]] = {}
         for slot, t in enumerate(given):
             self.given.setdefault(storage_of(t), []).append((slot, place_of(t)))
@@ -55,9 +57,11 @@ class _Builder:
         kept: list[tuple] = []
         own: tuple[list, list] = [], []
         for i, (storage, (t, born)) in enumerate(self.recorder.reserved.items()):
-            phase, last = int(i >= reservations), self.last.get(storage, -1)
+            phase = int(i >= reservations)
+            last = self.last.get(storage, -1)
             if storage in leaving[0] | leaving[1]:
-                slot, place = self._slot(), place_of(t)
+                slot = self._slot()
+                place = place_of(t)
                 self.bases[storage] = slot, place
                 self.outputs[phase].append((slot, place.shape, place.stride, place.dtype))
             elif phase == 0 and last >= steps:

@@ -60,7 +60,8 @@ class Recorded:
 
     def __init__(self, made: Record) -> None:
         self.program, self.guard, self.held = program, *_ = made.program, made.guard, made.held
-        self.layouts, self.alignments = _layouts(made.held), [t.data_ptr() % 16 for t in made.held]
+        self.layouts = _layouts(made.held)
+        self.alignments = [t.data_ptr() % 16 for t in made.held]
         self.folds = made.folds
         sources = {id(t): t for *_, kept in made.folds for ref in kept.sources if (t := ref()) is not None}
         self.sources = [(t, not t.is_inference()) for t in sources.values()]

@@ -34,7 +34,9 @@ class Guard:
     """
 
     def __init__(self, root: nn.Module, inside: list[nn.Module]) -> None:
-        self.root, self.inside, modules = weakref.ref(root), inside, [root, *inside]
+        self.root = weakref.ref(root)
+        self.inside = inside
+        modules = [root, *inside]
         self.facts = [(type(module), _copied(module.__dict__)) for module in modules]
         self.code = facts_of({cls for cls, _ in self.facts})
         objects: dict[int, object] = {}

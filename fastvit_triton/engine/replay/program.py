@@ -42,7 +42,8 @@ class Ref:
 
     def output(self, table: Table) -> Tensor:
         """The tensor to return; not a view for autograd if it covers its storage, so the caller may write to it."""
-        base, part = table[self.slot], self.tensor(table)
+        base = table[self.slot]
+        part = self.tensor(table)
         if part is base or self.nbytes or part.numel() != base.numel():
             return part
         return torch.ops.aten._unsafe_view(base, self.shape) if part.is_contiguous() and base.is_contiguous() else part
@@ -201,7 +202,9 @@ class Program(NamedTuple):
     def run(self, segment: Segment, table: Table, addresses: list[int]) -> Table:
         """Runs a segment on the filled first slots; returns the full table. Autocast is off, as casts were recorded."""
         rest = self.slots - len(table)
-        table, addresses, kind = table + [None] * rest, addresses + [0] * rest, self.device.type
+        table = table + [None] * rest
+        addresses = addresses + [0] * rest
+        kind = self.device.type
         if not torch.is_autocast_enabled(kind):
             segment.run(table, addresses, self.device)
             return table
@@ -227,7 +230,8 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, program, addresses, *given):
-        ctx.program, table = program, program.run(program.forward, list(given), addresses)
+        ctx.program = program
+        table = program.run(program.forward, list(given), addresses)
         ctx.save_for_backward(*[table[slot] for slot in program.saved])
         ctx.set_materialize_grads(False)
         outputs = tuple([ref.output(table) for ref in program.outputs])

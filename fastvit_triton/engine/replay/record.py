@@ -79,7 +79,8 @@ def record(
 
 def _refuse_tensors(guard: Guard, inputs: list[Tensor]) -> None:
     """Raises Refusal for tensors that a program cannot take."""
-    held, single = guard.tensors, {id(t) for *_, t in guard.single}
+    held = guard.tensors
+    single = {id(t) for *_, t in guard.single}
     if _share_memory([*inputs, *held]):
         raise Refusal("two tensors share memory")  # they would have one slot, also after they are separated
     if any(t.device != inputs[0].device or t._backward_hooks for t in (*inputs, *held)):
@@ -123,7 +124,8 @@ def _record_backward(recorder: Recorder, given: list[Tensor], result: object) ->
         return None, None, {}
     if len(ends) > 1 or not ends[0].is_contiguous() or storage_of(ends[0]) in map(storage_of, given):
         raise Refusal("the outputs with gradients are not a single contiguous tensor")
-    marks, incoming = (len(recorder.steps), len(recorder.reserved)), torch.zeros_like(ends[0].detach())
+    marks = (len(recorder.steps), len(recorder.reserved))
+    incoming = torch.zeros_like(ends[0].detach())
     wanted = [t for t in given if t.requires_grad]
     with torch.autocast(incoming.device.type, enabled=False), recorder:
         gradients = torch.autograd.grad(ends, wanted, incoming, allow_unused=True)

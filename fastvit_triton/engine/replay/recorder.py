@@ -68,7 +68,8 @@ class Recorder(launch.Recorder):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.device, self.draws = device, False
+        self.device = device
+        self.draws = False
         self.steps: list[Step] = []
         self.reserved: dict[int, tuple[Tensor, int]] = {}
         self._made: set[int] = set()  # storages allocated by this call
@@ -76,7 +77,8 @@ class Recorder(launch.Recorder):
 
     def __torch_dispatch__(self, function: OpOverload, kinds: object, arguments: tuple = (), named: dict | None = None):
         """Runs an operator and records it; of our own operators, the launches inside are recorded."""
-        named, name = named or {}, function.name().split("::")[1].split(".")[0]
+        named = named or {}
+        name = function.name().split("::")[1].split(".")[0]
         if function.namespace == "fastvit_triton":
             if named:
                 raise Refusal(f"{name} is called with keyword arguments")

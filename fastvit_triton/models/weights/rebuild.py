@@ -39,7 +39,8 @@ def build_model(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> V
     Raises:
         ValueError, TypeError, RuntimeError, ArithmeticError: there is no such model, or it is not that of the tensors.
     """
-    name, text = metadata["variant"], metadata["config"]
+    name = metadata["variant"]
+    text = metadata["config"]
     if len(name) + len(text) > MAX_CONFIG:
         raise ValueError(f"its name and config have {len(name) + len(text):,} characters, over {MAX_CONFIG:,}")
     config = json.loads(text)

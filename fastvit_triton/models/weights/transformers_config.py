@@ -216,7 +216,8 @@ def _images(held: dict[str, Any], processor: dict[str, Any]) -> dict[str, Any]:
     size = processor.get("size", {})
     crop = processor.get("crop_size")
     kind = str(processor.get("image_processor_type") or processor.get("feature_extractor_type"))
-    convnext, levit = kind.startswith("ConvNext"), kind.startswith("Levit")
+    convnext = kind.startswith("ConvNext")
+    levit = kind.startswith("Levit")
     size = size if isinstance(size, dict) else {"shortest_edge" if crop or convnext or levit else "height": size}
     cfg: dict[str, Any] = {"input_size": (held["num_channels"], height, width), **IMAGENET}
     cfg |= {

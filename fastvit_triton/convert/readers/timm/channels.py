@@ -28,7 +28,8 @@ def _width(self: Foreign) -> int:
 )
 def cross_covariance_parts(self: Foreign) -> Body | str:
     """Parts of cross-covariance attention."""
-    between, drops = partial(_cross_covariance, self), (self.proj_drop,)
+    between = partial(_cross_covariance, self)
+    drops = (self.proj_drop,)
     return dropped(self) or Body(
         "channel attention", (self.qkv,), between, self.proj, self.num_heads, _width(self), drops=drops
     )
@@ -71,7 +72,8 @@ def _davit_v2(self: Foreign, qkv: Tensor) -> Tensor:
 @fused_body("timm.models.coat.FactorAttnConvRelPosEnc", needs="qkv num_heads scale crpe proj proj_drop", takes="size")
 def coat_parts(self: Foreign, size: tuple[int, int] | None = None) -> Body:
     """Parts of CoaT's factorised attention, which has no dropout on its maps."""
-    between, drops = partial(_coat, self, size=size), (self.proj_drop,)
+    between = partial(_coat, self, size=size)
+    drops = (self.proj_drop,)
     return Body("channel attention", (self.qkv,), between, self.proj, self.num_heads, _width(self), drops=drops)
 
 
@@ -86,7 +88,8 @@ def _coat(self: Foreign, qkv: Tensor, size: tuple[int, int] | None) -> Tensor:
 )
 def talking_parts(self: Foreign) -> Body:
     """Parts of CaiT's attention, whose heads mix their scores and their probabilities."""
-    between, drops = partial(_talking, self), (self.proj_drop,)
+    between = partial(_talking, self)
+    drops = (self.proj_drop,)
     return Body("projections of talking heads", (self.qkv,), between, self.proj, self.num_heads, drops=drops)
 
 

@@ -11,7 +11,8 @@ from ...forwards import fused_forward, original
 from ...third_party import is_fusable
 from .attention import dropped, scale_of
 
-TIMM, OURS = "timm.models.crossvit.CrossAttention", f"{PACKAGE}.models.crossvit.CrossAttention"
+TIMM = "timm.models.crossvit.CrossAttention"
+OURS = f"{PACKAGE}.models.crossvit.CrossAttention"
 
 
 def _dropped(module: Foreign) -> str | None:
@@ -31,7 +32,8 @@ def cross_attention(self: Foreign, x: Tensor) -> Tensor:
     """The class token attends to all tokens; [B, N, D] → [B, 1, D]."""
     if not is_fusable(self, x) or _dropped(self) is not None:
         return original(self, x)
-    q, kv = project(x[:, :1], (self.wq,)), project(x, (self.wk, self.wv))
+    q = project(x[:, :1], (self.wq,))
+    kv = project(x, (self.wk, self.wv))
     return finish(_one_query(self, q, *kv.chunk(2, -1)), self.proj, drop=self.proj_drop)
 
 
@@ -67,7 +69,9 @@ def cross_block(self: Foreign, x: Tensor) -> Tensor:
     attn = self.attn
     if not is_fusable(self, x) or not is_our_forward(attn.__dict__.get("forward")) or _cross_reason(self) is not None:
         return original(self, x)
-    cls, layers, drop = x[:, :1], (attn.wq, attn.wk, attn.wv), attn.proj_drop
+    cls = x[:, :1]
+    layers = (attn.wq, attn.wk, attn.wv)
+    drop = attn.proj_drop
     if not all(is_readable(layer) for layer in layers):
         return cls + self.drop_path(attn(normalize(x, self.norm1)))
     x, norm = fold_or_normalize(x, self.norm1, layers)

@@ -133,7 +133,8 @@ def levit_parts(self: Foreign, tokens: bool = False) -> Body | str:
     """Parts of LeViT's attention, with an activation before the last layer; maps only as `tokens`, by the block."""
     if _has_maps(self) and not tokens:
         return "a map"
-    between, layers = partial(_activated, self), (normed(self.qkv), normed(self.proj.ln))
+    between = partial(_activated, self)
+    layers = (normed(self.qkv), normed(self.proj.ln))
     return _levit_reason(self) or Body("attention", layers[:1], between, layers[1], self.num_heads)
 
 
@@ -152,7 +153,8 @@ def levit_downsample(self: Foreign, x: Tensor) -> Tensor:
         return original(self, x)
     few = self.q.down(x)
     grid = few.shape[2:] if _has_maps(self) else None
-    q, kv = project(_tokens(few), (normed(self.q.ln),)), project(_tokens(x), (normed(self.kv),))
+    q = project(_tokens(few), (normed(self.q.ln),))
+    kv = project(_tokens(x), (normed(self.kv),))
     o = attend_fewer(self, q, kv, self.num_heads, self.val_dim)
     return _map(finish(self.proj.act(o), normed(self.proj.ln)), grid)
 
@@ -211,7 +213,8 @@ def _block_reason(self: Foreign) -> str | None:
 )
 def levit_block(self: Foreign, x: Tensor) -> Tensor:
     """LeViT's block, whose norms are BatchNorms inside its branches; shape as x: tokens [B, N, D] or a map."""
-    attn, mlp = (self.attn, levit_parts, self.drop_path1), (self.mlp, levit_mlp_parts, self.drop_path2)
+    attn = (self.attn, levit_parts, self.drop_path1)
+    mlp = (self.mlp, levit_mlp_parts, self.drop_path2)
     branches = _branches(attn, mlp, maps=x.dim() == 4) if is_fusable(self, x) else None
     if branches is None:
         return original(self, x)

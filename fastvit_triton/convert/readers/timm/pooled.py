@@ -97,7 +97,9 @@ def mvit_attention(self: Foreign, x: Tensor, feat_size: Grid) -> tuple[Tensor, l
         _mvit_pooled(self, t, feat_size, getattr(self, f"pool_{name}"), getattr(self, f"norm_{name}"))
         for t, name in zip(heads_of(project(x, (self.qkv,)), self.num_heads), "qkv", strict=True)
     )
-    axes, bias, first = None, None, int(self.has_cls_token)
+    axes = None
+    bias = None
+    first = int(self.has_cls_token)
     if self.rel_pos_type == "spatial":
         tables = (_mvit_distances(self, f"rel_pos_{axis}", n, m) for axis, n, m in zip("hw", size, small, strict=True))
         row, column = axis_bias(q[:, :, first:], tables, size)
@@ -170,7 +172,8 @@ def outlook_attention(self: Foreign, x: Tensor) -> Tensor:
     """VOLO's outlook attention, whose weights are a projection of the central token; [B, h, w, D] → [B, h, w, D]."""
     if not is_fusable(self, x) or dropped(self) is not None:
         return original(self, x)
-    K, grid = self.kernel_size**2, x.shape[1:3]
+    K = self.kernel_size**2
+    grid = x.shape[1:3]
     windows = self.unfold(project(x, (self.v,)).permute(0, 3, 1, 2))  # [B, D · K, centres]
     v = windows.unflatten(1, (self.num_heads, -1, K)).permute(0, 1, 4, 3, 2)  # [B, H, centres, K, D]
     centres = self.pool(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1, 2)

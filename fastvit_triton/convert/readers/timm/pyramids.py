@@ -54,7 +54,8 @@ def _swin_runs(block: Foreign, x: Tensor) -> bool:
 
 def _swin_parts(block: Foreign, grid: Grid | None, bias: Tensor, scale: float | Tensor | None) -> Body:
     """Parts of the attention of a Swin block, for tokens of this grid."""
-    attn, window = block.attn, Window(tuple(block.window_size), tuple(block.shift_size), pad_first=False)
+    attn = block.attn
+    window = Window(tuple(block.window_size), tuple(block.shift_size), pad_first=False)
     return window_body((packed_projection(attn),), attn.proj, attn.num_heads, scale, window, bias, grid=grid)
 
 
@@ -111,7 +112,9 @@ def swin_v2_parts(self: Foreign, mask: Tensor | None = None) -> Body | str:
     qkv = packed_projection(self) if why is None else why
     if isinstance(qkv, str):
         return qkv
-    size, bias, scale = tuple(self.window_size), continuous_bias(self), cosine_scale(self)
+    size = tuple(self.window_size)
+    bias = continuous_bias(self)
+    scale = cosine_scale(self)
     return window_body((qkv,), self.proj, self.num_heads, scale, Window(size), bias, drops=(self.proj_drop,), grid=size)
 
 
@@ -171,9 +174,12 @@ def global_parts(self: Foreign, size: Grid | None = None) -> Body | str:
 )
 def pvt_parts(self: Foreign, feat_size: Grid | None = None) -> Body | str:
     """Parts of PVT v2's attention to a smaller map, by a convolution or by pooling (linear attention)."""
-    reduce, norm, ratio = self.sr, self.norm, 1 if self.sr is None else self.sr.stride[0]
+    reduce = self.sr
+    norm = self.norm
+    ratio = 1 if self.sr is None else self.sr.stride[0]
     if self.pool is not None:
-        reduce, norm = partial(_pooled, self), None
+        reduce = partial(_pooled, self)
+        norm = None
     more: dict[str, Any] = dict(ratio=ratio, drops=(self.proj_drop,), grid=feat_size)
     return dropped(self) or reduced_body(
         self.q, (self.kv,), self.proj, self.num_heads, scale_of(self), reduce, norm, **more
@@ -189,7 +195,8 @@ def _pooled(attn: Foreign, x: Tensor) -> Tensor:
 @fused_body("timm.models.pvt_v2.MlpWithDepthwiseConv", needs="fc1 relu dwconv act fc2 drop", takes="feat_size")
 def pvt_mlp_parts(self: Foreign, feat_size: Grid | None = None) -> Body | str:
     """Parts of PVT v2's MLP with a depthwise convolution."""
-    act, relu = activation_of(self.act), activation_of(self.relu) == "relu"
+    act = activation_of(self.act)
+    relu = activation_of(self.relu) == "relu"
     if not relu and not is_identity(self.relu):
         return "relu was replaced or has a hook"
     return depthwise_mlp_body(self.fc1, self.dwconv, act, self.fc2, (self.drop, self.drop), relu, feat_size)

@@ -148,7 +148,8 @@ def _swin_cr_heads(self: Foreign, qkv: Tensor, mask: Tensor | None) -> Tensor:
     """Packed projections of windows [B · windows, N, 3 · H · D] → [B · windows, N, H · D]."""
     q, k, v = heads_of(qkv, self.num_heads)
     scale = self.logit_scale.clamp(max=math.log(1 / 0.01)).exp()[:, None, None]
-    q, k = (F.normalize(q, dim=-1) * scale).to(v.dtype), F.normalize(k, dim=-1).to(v.dtype)
+    q = (F.normalize(q, dim=-1) * scale).to(v.dtype)
+    k = F.normalize(k, dim=-1).to(v.dtype)
     bias = self._relative_positional_encodings()  # [1, H, N, N]
     bias = bias if mask is None else bias + mask[:, None]
     return merged_heads(attention(q, k, v, bias, 1.0), qkv.shape[1:-1])
@@ -169,7 +170,8 @@ def _sam_heads(self: Foreign, qkv: Tensor) -> Tensor:
     """Packed projections of a map [B, h, w, 3 · H · D] → [B, h, w, H · D]."""
     grid = qkv.shape[1:3]
     q, k, v = heads_of(qkv, self.num_heads)
-    q, k = normalize(q, self.q_norm), normalize(k, self.k_norm)
+    q = normalize(q, self.q_norm)
+    k = normalize(k, self.k_norm)
     axes = None
     if self.use_rel_pos:
         tables = (_distances(self, f"rel_pos_{axis}", n) for axis, n in zip("hw", grid, strict=True))

@@ -44,7 +44,8 @@ def split_parts(self: Foreign) -> Body | str:
     """Parts of our attention, whose projections are fused also while probabilities are dropped."""
     if not (self.attn_drop.training and self.attn_drop.p > 0):
         return tnt_parts(self)
-    between, drops = partial(_dropping, self), (self.proj_drop,)
+    between = partial(_dropping, self)
+    drops = (self.proj_drop,)
     return Body("attention", (self.qk, self.v), between, self.proj, self.num_heads, drops=drops)
 
 

@@ -75,7 +75,8 @@ def attention_forward(
     odd = grouped or dropout > 0 or any(more.get(name) is not None for name in UNSUPPORTED)
     starts = more.get("cu_seq_lens_q")
     if isinstance(starts, Tensor):
-        ends, causal = more.get("cu_seq_lens_k", starts), is_causal is True
+        ends = more.get("cu_seq_lens_k", starts)
+        causal = is_causal is True
         if odd or causal or attention_mask is not None or query.shape[0] != 1 or not _same(starts, ends):
             raise ValueError(f"{NAME} supports packed images only without masks, dropout, grouped heads and caches")
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))

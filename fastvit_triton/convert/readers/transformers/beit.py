@@ -30,7 +30,8 @@ def _bias(module: Foreign, resolution: tuple[int, int], patch: int, interpolate:
     grid = resolution[0] // patch, resolution[1] // patch
     if has_hooks(module):
         return module(grid, interpolate, dim_size=tokens)
-    name, table = f"bias {grid} {tokens if interpolate else ''}", module.relative_position_bias_table
+    name = f"bias {grid} {tokens if interpolate else ''}"
+    table = module.relative_position_bias_table
     return derived(module, name, (table,), lambda: module(grid, interpolate, dim_size=tokens))
 
 
@@ -46,7 +47,9 @@ def _bias(module: Foreign, resolution: tuple[int, int], patch: int, interpolate:
 def nested_parts(self: Foreign, *given: Any, **named: Any) -> Body | str:
     """Parts of an attention with nested submodules; biases of the block and of the model are added."""
     call = dict(zip(arguments(type(self)), given, strict=False)) | named
-    inner, outer, family = self.attention, self.output, type_name(self).removesuffix("Attention")
+    inner = self.attention
+    outer = self.output
+    family = type_name(self).removesuffix("Attention")
     types = f"{family}SelfAttention", f"{family}SdpaSelfAttention"
     if not (is_plain_module(inner, types) and is_plain_module(outer, (f"{family}SelfOutput",))):
         return "attention or output was replaced or has a hook"
@@ -57,14 +60,17 @@ def nested_parts(self: Foreign, *given: Any, **named: Any) -> Body | str:
         return f"attention dropout {inner.dropout.p}" if known else "attention dropout was replaced"
     if call.get("output_attentions") or call.get("head_mask") is not None:
         return "its weights are requested, or heads are masked"
-    bias, resolution = call.get("relative_position_bias"), call.get("resolution")
+    bias = call.get("relative_position_bias")
+    resolution = call.get("resolution")
     if inner.has_relative_position_bias and resolution is not None:  # no resolution while `optimize` reads the parts
         if call.get("interpolate_pos_encoding"):
             return "its positions are interpolated"
         own = _bias(inner.relative_position_bias, resolution, inner.config.patch_size, False, 0)
         bias = own if bias is None else own + bias
-    projections, scale = (inner.query, inner.key, inner.value), inner.attention_head_size**-0.5
-    heads, drops = inner.num_attention_heads, (outer.dropout,)
+    projections = (inner.query, inner.key, inner.value)
+    scale = inner.attention_head_size**-0.5
+    heads = inner.num_attention_heads
+    drops = (outer.dropout,)
     return attention_body(projections, outer.dense, heads, scale, four_axes(bias), drops=drops)
 
 
@@ -95,7 +101,8 @@ def _layer(
     bias = None
     if self.relative_position_bias is not None:
         bias = _bias(self.relative_position_bias, resolution, self.patch_size, interpolate_pos_encoding, x.shape[1])
-    attention, call = self.attention, dict(more)
+    attention = self.attention
+    call = dict(more)
     forward = getattr(attention.__dict__.get("forward"), "func", None)
     ours = attention_mask is None and not has_hooks(attention) and getattr(forward, "reader", None) is attention_parts
     parts = attention_parts(attention, **more) if ours else ""
@@ -103,7 +110,8 @@ def _layer(
         both = bias if attention_mask is None else attention_mask if bias is None else bias + attention_mask
         call |= {} if both is None else {"attention_mask": both}
     else:  # a bias holds no mask, whose values would be replaced
-        attention, call = parts.having(bias=bias), {}
+        attention = parts.having(bias=bias)
+        call = {}
     lambdas = (t if isinstance(t, Tensor) else None for t in (self.lambda_1, self.lambda_2))
     drop, outer = self.drop_path, self.dropout
     attn = Branch(attention, self.layernorm_before, None, drop, next(lambdas), outer, call)
@@ -138,7 +146,9 @@ def nested_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: An
 
 
 def _nested_layer(self: Foreign, x: Tensor, **call: Any) -> Tensor:
-    inner, outer, drop = self.intermediate, self.output, self.drop_path
+    inner = self.intermediate
+    outer = self.output
+    drop = self.drop_path
     mlp = MlpBody((inner.dense,), activation_of(inner.intermediate_act_fn), outer.dense, (None, outer.dropout))
     attn = Branch(self.attention, self.layernorm_before, None, drop, self.lambda_1, call=call)
     return add_branches(x, attn, Branch(mlp, self.layernorm_after, None, drop, self.lambda_2), block=self)

@@ -97,7 +97,8 @@ def _tower_layer(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tensor
     branches = []
     for i, (norm, body) in enumerate(((names.norm1, names.attn), (names.norm2, names.mlp))):
         scale = getattr(self, gates[i]).tanh().expand(x.shape[-1]) if gates[i] else _part(self, names.scales[i])
-        drop, drop_path = _part(self, names.drops[i]), _part(self, names.drop_paths[i])
+        drop = _part(self, names.drops[i])
+        drop_path = _part(self, names.drop_paths[i])
         given = None if i else call
         branches.append(Branch(_part(self, body), _part(self, norm), None, drop_path, scale, drop, given))
     return add_branches(x, *branches, block=self)
@@ -177,11 +178,15 @@ def _attention_parts(self: Foreign, *given: Any, **named: Any) -> Body | str:
         why = f"attention dropout {inner.dropout.p}" if known else "dropout was replaced or has a hook"
     if why is not None:
         return why
-    heads, scale = inner.num_attention_heads, getattr(inner, "scaling", inner.attention_head_size**-0.5)
+    heads = inner.num_attention_heads
+    scale = getattr(inner, "scaling", inner.attention_head_size**-0.5)
     mask = scores_mask(call.get("attention_mask"))
-    q, k, v = inner.query, inner.key, inner.value
+    q = inner.query
+    k = inner.key
+    v = inner.value
     if getattr(inner, "q_bias", None) is not None:  # VideoMAE in older releases; keys have none
-        q, v = Biased(q, inner.q_bias), Biased(v, inner.v_bias)
+        q = Biased(q, inner.q_bias)
+        v = Biased(v, inner.v_bias)
     return attention_body((q, k, v), outer.dense, heads, scale, mask, drops=(outer.dropout,))
 
 

@@ -69,7 +69,8 @@ def _attended(self: Foreign, x: Tensor, grid: tuple[int, int]) -> Tensor:
 
 def _convolved(self: Foreign, image: Tensor) -> Tensor:
     """Depthwise convolution and BatchNorm of a map [B, H, W, D] → tokens [B, M, D]."""
-    inner, last = self.convolution_projection, self.linear_projection
+    inner = self.convolution_projection
+    last = self.linear_projection
     plain = all(
         is_plain_module(module, (f"{CVT}SelfAttention{kind}Projection",))
         for module, kind in ((self, ""), (inner, "Conv"), (last, "Linear"))
@@ -105,7 +106,9 @@ def layer(self: Foreign, hidden_state: Tensor, height: int, width: int) -> Tenso
     """CvT's block, whose stochastic depth also drops the residual of the second branch; [B, N, D] → [B, N, D]."""
     if not is_fusable(self, hidden_state) or _layer_reason(self) is not None:
         return original(self, hidden_state, height, width)
-    inner, outer, drop_path = self.intermediate, self.output, self.drop_path
+    inner = self.intermediate
+    outer = self.output
+    drop_path = self.drop_path
     mlp = MlpBody((inner.dense,), activation_of(inner.activation), outer.dense, (None, outer.dropout))
     attn = Branch(self.attention, self.layernorm_before, None, drop_path, call=dict(height=height, width=width))
     x = add_branches(hidden_state, attn, Branch(mlp, self.layernorm_after), block=self)

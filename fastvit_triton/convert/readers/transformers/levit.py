@@ -30,7 +30,8 @@ def _value_dim(self: Foreign) -> int:
 @fused_body(f"{LEVIT}Attention", needs=f"queries_keys_values {SETTINGS}", takes="", by_name=True)
 def attention_parts(self: Foreign) -> Body:
     """Parts of LeViT's attention, with an activation before the last layer."""
-    heads, layers = self.num_attention_heads, (normed(self.queries_keys_values),)
+    heads = self.num_attention_heads
+    layers = (normed(self.queries_keys_values),)
     return Body("attention", layers, partial(_activated, self), normed(self.projection), heads)
 
 

@@ -86,13 +86,19 @@ def timesformer_layer(self: Foreign, hidden_states: Tensor, output_attentions: b
 
 
 def _timesformer_layer(self: Foreign, x: Tensor) -> Tensor:
-    inner, outer, drop = self.intermediate, self.output, self.drop_path
-    act, drops = activation_of(inner.intermediate_act_fn), (inner.dropout, outer.dropout)
+    inner = self.intermediate
+    outer = self.output
+    drop = self.drop_path
+    act = activation_of(inner.intermediate_act_fn)
+    drops = (inner.dropout, outer.dropout)
     mlp = Branch(MlpBody((inner.dense,), act, outer.dense, drops), self.layernorm_after, None, drop)
     if self.attention_type != "divided_space_time":
         return add_branches(x, Branch(self.attention, self.layernorm_before, None, drop), mlp, block=self)
-    B, frames, D = len(x), self.config.num_frames, x.shape[-1]
-    first, tokens = x[:, :1], x[:, 1:]
+    B = len(x)
+    frames = self.config.num_frames
+    D = x.shape[-1]
+    first = x[:, :1]
+    tokens = x[:, 1:]
     pieces = tokens.reshape(-1, frames, D)  # [B·h·w, T, D]
     change = drop(self.temporal_attention(self.temporal_layernorm(pieces))[0])
     tokens = tokens + self.temporal_dense(change.reshape(B, -1, D))
@@ -186,7 +192,8 @@ def phi4_parts(self: Foreign, attention_mask: Tensor | None = None, **more: obje
         why = "causal mask"
     if why is not None:
         return why
-    projections, heads = (self.q_proj, self.k_proj, self.v_proj), self.num_heads
+    projections = (self.q_proj, self.k_proj, self.v_proj)
+    heads = self.num_heads
     if attention_mask is not None or kind == "eager":
         return attention_body(projections, self.out_proj, heads, self.scaling, scores_mask(attention_mask))
 

@@ -57,7 +57,9 @@ def attention_parts(
     if (why := attention_reason(self, self.attention_dropout, None, None, more)) is not None:
         return why
     reduce, norm = (small.sequence_reduction, small.layer_norm) if ratio > 1 else (None, None)
-    keys, heads, grid = (self.k_proj, self.v_proj), self.num_attention_heads, _grid(height, width)
+    keys = (self.k_proj, self.v_proj)
+    heads = self.num_attention_heads
+    grid = _grid(height, width)
     return reduced_body(self.q_proj, keys, self.o_proj, heads, self.scaling, reduce, norm, ratio, grid=grid)
 
 
@@ -76,7 +78,9 @@ def nested_parts(
     self: Foreign, height: int | None = None, width: int | None = None, output_attentions: bool = False
 ) -> Body | str:
     """Parts of an attention with nested submodules."""
-    family, inner, outer = type_name(self).removesuffix("Attention"), self.self, self.output
+    family = type_name(self).removesuffix("Attention")
+    inner = self.self
+    outer = self.output
     types = (f"{family}EfficientSelfAttention",), (f"{family}SelfOutput",)
     if not (is_plain_module(inner, types[0]) and is_plain_module(outer, types[1])):
         return "self or output was replaced or has a hook"
@@ -126,7 +130,8 @@ def _reason(self: Foreign, dropout: Foreign, output_attentions: bool) -> str | N
 def _parts(
     inner: Foreign, proj: nn.Module, drop: nn.Module, reduce: Any, norm: nn.Module | None, ratio: int, grid: Grid
 ) -> Body:
-    heads, scale = inner.num_attention_heads, inner.attention_head_size**-0.5
+    heads = inner.num_attention_heads
+    scale = inner.attention_head_size**-0.5
     keys = inner.key, inner.value
     return reduced_body(inner.query, keys, proj, heads, scale, reduce, norm, ratio, (drop,), grid)
 
@@ -152,7 +157,8 @@ class _Pooled:
 )
 def mix_parts(self: Foreign, height: int | None = None, width: int | None = None) -> Body | str:
     """Parts of an MLP with a depthwise convolution; one dropout is used twice."""
-    conv, relu = self.dwconv, getattr(self, "relu", None)
+    conv = self.dwconv
+    relu = getattr(self, "relu", None)
     if not is_plain_module(conv, CONVOLUTIONS):
         return "dwconv was replaced or has a hook"
     if relu is not None and not is_identity(relu) and activation_of(relu) != "relu":
@@ -160,7 +166,8 @@ def mix_parts(self: Foreign, height: int | None = None, width: int | None = None
     new = hasattr(self, "fc1")
     first, last = (self.fc1, self.fc2) if new else (self.dense1, self.dense2)
     act = activation_of(self.activation_fn if new else self.intermediate_act_fn)
-    drops, rectified = (self.dropout, self.dropout), relu is not None and not is_identity(relu)
+    drops = (self.dropout, self.dropout)
+    rectified = relu is not None and not is_identity(relu)
     return depthwise_mlp_body(first, conv.dwconv, act, last, drops, rectified, _grid(height, width))
 
 
@@ -202,7 +209,8 @@ def layer(self: Foreign, hidden_states: Tensor, height: int, width: int, *inputs
 
 def _layer(self: Foreign, x: Tensor, grid: dict[str, int], call: dict[str, Any]) -> Tensor:
     first, second = _norms(self)
-    drop, outer = self.drop_path, getattr(self, "hidden_dropout", None)
+    drop = self.drop_path
+    outer = getattr(self, "hidden_dropout", None)
     attn = Branch(self.attention, first, None, drop, drop=outer, call=grid | call)
     mlp = Branch(self.mlp, second, None, drop, call={} if type_name(self) == f"{PVT}Layer" else grid)
     return add_branches(x, attn, mlp, block=self)

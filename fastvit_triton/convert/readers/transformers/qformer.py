@@ -56,7 +56,8 @@ def qformer_attention(
     inner, outer = self.attention, self.output
     heads, scale = inner.num_attention_heads, inner.scaling
     if images is None:
-        layers, bias = (inner.query, inner.key, inner.value), scores_mask(attention_mask)
+        layers = (inner.query, inner.key, inner.value)
+        bias = scores_mask(attention_mask)
         parts = attention_body(layers, outer.dense, heads, scale, bias, drops=(outer.dropout,))
         return normalize(parts(hidden_states, residual=hidden_states), outer.LayerNorm)
     k, v = project(images, (inner.key, inner.value)).chunk(2, -1)
@@ -106,7 +107,8 @@ def _qformer_layer(
     x = self.attention(hidden_states=x, attention_mask=attention_mask, **more)
     if not query_length:
         return _mlp(x, self.intermediate, self.output)
-    queries, text = x[:, :query_length], x[:, query_length:]
+    queries = x[:, :query_length]
+    text = x[:, query_length:]
     if self.has_cross_attention:
         if encoder_hidden_states is None:
             raise ValueError("encoder_hidden_states must be given for cross-attention layers")

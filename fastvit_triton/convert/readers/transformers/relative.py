@@ -34,7 +34,8 @@ def _parts(self: Foreign, heads: int, positions: bool) -> Body:
 
     def attend(qkv: Tensor) -> Tensor:
         q, k, v = heads_of(qkv, heads)
-        grid, axes = qkv.shape[1:3], None
+        grid = qkv.shape[1:3]
+        axes = None
         if positions:
             tables = (_table(self, f"rel_pos_{axis}", n) for axis, n in zip("hw", grid, strict=True))
             axes = axis_bias(q, tables, grid)

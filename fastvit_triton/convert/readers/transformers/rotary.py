@@ -81,7 +81,8 @@ def sam3_parts(self: Foreign, position_embeddings: Tables = None, **more: object
     why = attention_reason(self, self.attention_dropout, None, None, more)
     if why is not None:
         return why
-    heads, rope = self.num_attention_heads, None if position_embeddings is None else (*position_embeddings, True)
+    heads = self.num_attention_heads
+    rope = None if position_embeddings is None else (*position_embeddings, True)
 
     def attend(qkv: Tensor) -> Tensor:
         return attention_qkv(qkv.flatten(1, -2), heads, self.scaling, rope=rope).unflatten(1, qkv.shape[1:-1])
@@ -165,12 +166,15 @@ def deepseek_parts(
     if why is not None:
         return why
     rope = None if position_embeddings is None else (position_embeddings[0][:, None], position_embeddings[1][:, None])
-    bias, groups, width = scores_mask(attention_mask), self.num_key_value_groups, self.head_dim
+    bias = scores_mask(attention_mask)
+    groups = self.num_key_value_groups
+    width = self.head_dim
 
     def attend(qkv: Tensor) -> Tensor:
         return grouped(qkv, width, groups, self.scaling, rope, bias)
 
-    projections, heads = (self.q_proj, self.k_proj, self.v_proj), self.config.num_attention_heads
+    projections = (self.q_proj, self.k_proj, self.v_proj)
+    heads = self.config.num_attention_heads
     return Body("attention", projections, attend, self.o_proj, heads)
 
 
@@ -200,7 +204,8 @@ def gemma4_parts(
         why = "grouped-query attention"
     if why is not None:
         return why
-    bias, norms = scores_mask(attention_mask), (self.q_norm, self.k_norm, self.v_norm)
+    bias = scores_mask(attention_mask)
+    norms = (self.q_norm, self.k_norm, self.v_norm)
 
     def attend(qkv: Tensor) -> Tensor:
         heads = qkv.unflatten(-1, (3, -1, self.head_dim)).unbind(2)
@@ -210,7 +215,8 @@ def gemma4_parts(
         return merged_heads(attention(q, k, v, bias, self.scaling), qkv.shape[1:-1])
 
     projections = tuple(_unclipped(layer) for layer in (self.q_proj, self.k_proj, self.v_proj))
-    last, heads = _unclipped(self.o_proj), self.config.num_attention_heads
+    last = _unclipped(self.o_proj)
+    heads = self.config.num_attention_heads
     return Body("attention", projections, attend, last, heads)
 
 

@@ -74,7 +74,9 @@ def _attention_reason(self: Foreign) -> str | None:
         plain = is_plain_module(self.relative_position_bias, (f"{SWIN}RelativePositionBias",))
         replaced = None if plain else "its position bias was replaced or has a hook"
         return attention_reason(self, self.attention_dropout, None, None, {}) or replaced
-    family, inner, outer = type_name(self).removesuffix("Attention"), self.self, self.output
+    family = type_name(self).removesuffix("Attention")
+    inner = self.self
+    outer = self.output
     if not (is_plain_module(inner, (f"{family}SelfAttention",)) and is_plain_module(outer, (f"{family}SelfOutput",))):
         return "self or output was replaced or has a hook"
     if any(map(has_hooks, getattr(inner, "continuous_position_bias_mlp", nn.Identity()).modules())):
@@ -92,12 +94,19 @@ def _attention(self: Foreign) -> Body:
     """The parts of an attention in one window, given as tokens."""
     scale: float | Tensor
     if hasattr(self, "q_proj"):
-        layers, heads, drop = (self.q_proj, self.k_proj, self.v_proj), self.num_attention_heads, None
-        last, scale, bias = self.o_proj, self.scaling, table_bias(self.relative_position_bias)
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        heads = self.num_attention_heads
+        drop = None
+        last = self.o_proj
+        scale = self.scaling
+        bias = table_bias(self.relative_position_bias)
     else:
         inner = self.self
-        layers, heads, drop = (inner.query, inner.key, inner.value), inner.num_attention_heads, self.output.dropout
-        cosine, last = hasattr(inner, "logit_scale"), self.output.dense
+        layers = (inner.query, inner.key, inner.value)
+        heads = inner.num_attention_heads
+        drop = self.output.dropout
+        cosine = hasattr(inner, "logit_scale")
+        last = self.output.dense
         scale = cosine_scale(inner) if cosine else inner.attention_head_size**-0.5
         bias = continuous_bias(inner) if cosine else table_bias(inner)
     size = (math.isqrt(math.isqrt(bias[0].numel())),) * 2
@@ -106,7 +115,8 @@ def _attention(self: Foreign) -> Body:
 
 def _layer_reason(self: Foreign) -> str | None:
     """Why a layer must run its own forward now, or None."""
-    attention, family = self.attention, type_name(self).removesuffix("Layer")
+    attention = self.attention
+    family = type_name(self).removesuffix("Layer")
     if not is_plain_module(attention, (f"{family}Attention",)):
         return "its attention was replaced or has a hook"
     if (why := _attention_reason(attention)) is not None:
@@ -182,16 +192,20 @@ def _fits(self: Foreign) -> bool:
 def _layer(self: Foreign, x: Tensor, grid: tuple[int, int]) -> Tensor:
     window = Window((self.window_size,) * 2, (self.shift_size,) * 2)
     attention: Any = _attention(self.attention).having(window=window, grid=grid)
-    before, after, drop = self.layernorm_before, self.layernorm_after, self.drop_path
+    before = self.layernorm_before
+    after = self.layernorm_after
+    drop = self.drop_path
     if hasattr(self, "mlp"):
-        attn, mlp = Branch(attention, before, None, drop), Branch(self.mlp, after, drop=self.dropout)
+        attn = Branch(attention, before, None, drop)
+        mlp = Branch(self.mlp, after, drop=self.dropout)
         return add_branches(x, attn, mlp, block=self)
     inner, outer = self.intermediate, self.output
     parts = MlpBody((inner.dense,), activation_of(inner.intermediate_act_fn), outer.dense, (None, outer.dropout))
     if isinstance(attention.between.scale, Tensor):
         attn, mlp = (Branch(b, None, None, drop, post_norm=n) for b, n in ((attention, before), (parts, after)))
     else:
-        attn, mlp = Branch(attention, before, None, drop), Branch(parts, after)
+        attn = Branch(attention, before, None, drop)
+        mlp = Branch(parts, after)
     return add_branches(x, attn, mlp, block=self)
 
 

@@ -84,7 +84,8 @@ def wide_norm_parts(self: Foreign, attention_mask: Tensor | None = None, **more:
         layer if is_identity(norm) else NormedLinear(layer, norm)
         for layer, norm in zip((self.q_proj, self.k_proj), norms, strict=True)
     )
-    projections, mask = (q, k, self.v_proj), scores_mask(attention_mask)
+    projections = (q, k, self.v_proj)
+    mask = scores_mask(attention_mask)
     drops = (self.projection_dropout,)
     return attention_body(projections, self.projection_layer, self.num_heads, self.scale, mask, drops=drops)
 
@@ -113,7 +114,8 @@ def _head_dim_parts(
     drop = next((getattr(self, n) for n in ("attention_dropout", "dropout") if hasattr(self, n)), 0.0)
     if getattr(self, "num_key_value_groups", 1) != 1:
         return "grouped-query attention"
-    varlen, keys = None, more.pop("cu_seq_lens_k", cu_seq_lens_q)
+    varlen = None
+    keys = more.pop("cu_seq_lens_k", cu_seq_lens_q)
     if cu_seq_lens_q is not None and keys is cu_seq_lens_q:  # then a mask says the same
         varlen = Varlen(cu_seq_lens_q, max_length_q)
         more = {name: value for name, value in more.items() if name != "max_length_k"}

@@ -70,7 +70,8 @@ def attention_parts(
 
 def heads_reason(self: Foreign) -> str | None:
     """Why an attention whose heads have another width than its projection gives them must run its own forward."""
-    facts, layers = self.__dict__, self.__dict__["_modules"]
+    facts = self.__dict__
+    layers = self.__dict__["_modules"]
     heads = facts.get("num_attention_heads", facts.get("num_heads"))
     size = facts.get("head_dim", facts.get("attention_head_size"))
     width = next((getattr(layers[n], "out_features", None) for n in ("q_proj", "query", "q") if n in layers), None)

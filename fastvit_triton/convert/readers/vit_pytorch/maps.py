@@ -64,7 +64,8 @@ def _levit_attention(self: Foreign, grid: Grid) -> Parts:
         return "pos_bias was replaced or has a hook"
     if table.max_norm is not None or table.padding_idx is not None or table.scale_grad_by_freq or table.sparse:
         return "pos_bias has an option that changes its weights or gradients"
-    end, between = layers_of(self.to_out, 4), partial(_levit_attended, self, grid=grid)
+    end = layers_of(self.to_out, 4)
+    between = partial(_levit_attended, self, grid=grid)
     last = None if end is None else folded_linear(self, end[1], end[2])
     act = None if end is None else activation_of(end[0])
     if end is None or last is None or not isinstance(act, str) or dropped(end[3]) is not None:
@@ -156,10 +157,13 @@ def _separable(self: Foreign, image: Tensor) -> Tensor:
 
 def _local_attention(self: Foreign, grid: Grid) -> Parts:
     """Parts of Twins' attention in windows."""
-    last, q, kv = _last(self.to_out), packed(self.to_q), packed(self.to_kv)
+    last = _last(self.to_out)
+    q = packed(self.to_q)
+    kv = packed(self.to_kv)
     if isinstance(last, str) or q is None or kv is None or not is_norm(self.norm):
         return last if isinstance(last, str) else REPLACED
-    side, layers = self.patch_size, (q, kv)
+    side = self.patch_size
+    layers = (q, kv)
 
     def between(x: Tensor) -> Tensor:
         qkv = project(normalized(self.norm, x), layers).unflatten(1, grid)
@@ -172,7 +176,8 @@ def _local_attention(self: Foreign, grid: Grid) -> Parts:
 
 def _global_attention(self: Foreign, grid: Grid) -> Parts:
     """Parts of Twins' attention to a smaller map."""
-    last, q = _last(self.to_out), packed(self.to_q)
+    last = _last(self.to_out)
+    q = packed(self.to_q)
     if isinstance(last, str) or q is None or not is_norm(self.norm) or not is_patch_conv(self.to_kv):
         return last if isinstance(last, str) else REPLACED
 
@@ -237,7 +242,8 @@ def _branches(bodies: list[Foreign], grid: Grid) -> list[Branch] | None:
 
 def _added(self: Foreign, x: Tensor, pairs: list[tuple[Foreign, tuple[Foreign, ...]]]) -> Tensor | None:
     """The map x with the branches of all bodies of (module, bodies) added; None if one of them must be called."""
-    grid, y = (x.shape[2], x.shape[3]), tokens_of(x)
+    grid = (x.shape[2], x.shape[3])
+    y = tokens_of(x)
     branches = _branches([body for _, bodies in pairs for body in bodies], grid) if is_fusable(self, x) else None
     if branches is None:
         return None

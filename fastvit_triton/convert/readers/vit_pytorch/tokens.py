@@ -78,7 +78,8 @@ def deepvit_parts(self: Foreign) -> Body | str:
     """Parts of DeepViT's attention, whose heads mix their probabilities (re-attention)."""
     if isinstance(end := _projection(self), str):
         return end
-    between, name = partial(_mixed, self), "projections of re-attention"
+    between = partial(_mixed, self)
+    name = "projections of re-attention"
     return Body(name, (self.to_qkv,), between, end[0], self.heads, first=self.norm, drops=end[1:])
 
 
@@ -95,7 +96,8 @@ def cait_parts(self: Foreign, context: Tensor | None = None) -> Body | str:
     if isinstance(end := _projection(self), str):
         return end
     layers = (self.to_q, self.to_kv) if context is None else ()
-    between, name = partial(_talking, self, context=context), "projections of talking heads"
+    between = partial(_talking, self, context=context)
+    name = "projections of talking heads"
     return Body(name, layers, between, end[0], self.heads, first=self.norm, drops=end[1:])
 
 
@@ -108,7 +110,8 @@ def _talking(self: Foreign, x: Tensor, context: Tensor | None) -> Tensor:
 
 def _cross_heads(self: Foreign, x: Tensor, context: Tensor, both: bool) -> tuple[Tensor, ...]:
     """Queries of x, keys and values of the context, or of x and the context; [B, H, N, d]."""
-    q, kv = project(x, (self.to_q,)), project(torch.cat((x, context), 1) if both else context, (self.to_kv,))
+    q = project(x, (self.to_q,))
+    kv = project(torch.cat((x, context), 1) if both else context, (self.to_kv,))
     return *heads_of(q, self.heads, 1), *heads_of(kv, self.heads, 2)
 
 
@@ -150,7 +153,8 @@ def navit_parts(
         return end
     bias = None if mask is None else mask[:, None, None]
     bias = attn_mask if bias is None else bias if attn_mask is None else bias & attn_mask
-    bias, norms = four_axes(bias), (self.q_norm, self.k_norm)
+    bias = four_axes(bias)
+    norms = (self.q_norm, self.k_norm)
     if context is None:
         layers = self.to_q, self.to_kv
         return attention_body(layers, end[0], self.heads, 1.0, bias, norms=norms, first=self.norm, drops=end[1:])
