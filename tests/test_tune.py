@@ -17,6 +17,7 @@ from torch import nn
 import fastvit_triton
 from fastvit_triton import create_model, optimize
 from fastvit_triton.cli import main
+from fastvit_triton.convert.readers.timm import blocks
 from fastvit_triton.kernels import measured, plan
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
@@ -143,10 +144,10 @@ def test_an_incorrect_candidate_has_no_time(invented, monkeypatch):
 def test_launch_parameters_that_make_a_block_incorrect_are_not_kept(invented, monkeypatch, fails):
     """Oracle: blocks that are wrong or fail with the new rows, although each candidate is correct by itself."""
     monkeypatch.setattr(Invented, "us", staticmethod(quick_is_fast))
-    forward = fastvit_triton.layers.Block.forward
+    add_branches = blocks.add_branches
 
-    def wrong(self, *inputs, **named):
-        result = forward(self, *inputs, **named)
+    def wrong(*inputs, **named):
+        result = add_branches(*inputs, **named)
         rows = measured.of(torch.device("cpu")).rows
         fused = any(way == "fused" for way in measured.of(torch.device("cpu")).ways.values())
         if fused and QUICK in rows.values():
@@ -155,7 +156,7 @@ def test_launch_parameters_that_make_a_block_incorrect_are_not_kept(invented, mo
             return result + 1
         return result
 
-    monkeypatch.setattr(fastvit_triton.layers.Block, "forward", wrong)
+    monkeypatch.setattr(blocks, "add_branches", wrong)
     found = tune(*model_and_images(), seconds=500)
     assert all(row["best"] is None and "Block is incorrect" in row["rejected"] for row in found.launches)
     assert found.rows() == {}

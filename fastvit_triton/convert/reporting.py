@@ -87,17 +87,21 @@ class Report:
         if all(row.why == OURS for row in self.rows):
             return "The model calls the kernels itself; nothing needs to be converted."
         blocks = [row for row in self.rows if _is_block(row)]
-        outer = [row for row in self.rows if row.within is None and "Norm" not in row.type]
+        outer = [row for row in self.rows if row.within is None and "Norm" not in row.type and row.why != OURS]
+        own = sum(row.why == OURS for row in self.rows)
+        more = f" {_several(own, 'module')} of this package fuse{'s' * (own == 1)} without conversion." if own else ""
+        if own and not outer:
+            return more.strip()
         counted = blocks if any(row.became for row in blocks) else outer
         noun = "call" if self.subject is None else "block" if counted is blocks else "module"
         numbers = Counter(_way(row) for row in counted if row.became is not None)
         if not numbers:
-            return f"0 of {_several(len(counted), noun)} are converted."
+            return f"0 of {_several(len(counted), noun)} are converted.{more}"
         parts: list[str] = []
         for way in (way for way in VERBS if way in numbers):
             of = "" if parts else f" of {_several(len(counted), noun)}"
             parts.append(f"{numbers[way]}{of} {VERBS[way]}{self._share(way, counted)}")
-        return f"{'; '.join(parts)}."
+        return f"{'; '.join(parts)}.{more}"
 
     def __str__(self) -> str:
         """The headline and the table; modules whose paths differ only in numbers share a line, with a count.
