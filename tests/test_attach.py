@@ -93,8 +93,11 @@ def test_hand_written_models_fuse_after_optimize():
 def test_the_report_says_what_fuses_without_conversion():
     """Oracle: the sentences, for layers of ours alone and beside a module that is converted."""
     block = Block(32, Attention(32, 2), Mlp(32, 64))
-    assert optimize(nn.Sequential(block)).headline() == "1 module of this package fuses without conversion."
-    model = nn.Sequential(block, nn.TransformerEncoderLayer(32, 2, 64, norm_first=True, batch_first=True))
+    assert (
+        optimize(nn.Sequential(block, nn.LayerNorm(32))).headline()
+        == "1 module of this package fuses without conversion."
+    )
+    model = nn.Sequential(block, nn.TransformerEncoderLayer(32, 2, 64, 0.0, norm_first=True, batch_first=True))
     found = optimize(model).headline()
     assert found.startswith("1 of 1 block ") and found.endswith(" 1 module of this package fuses without conversion.")
 

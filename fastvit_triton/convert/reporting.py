@@ -86,7 +86,7 @@ class Report:
             return f"The model {NOTHING}." if self.subject else "The graph has no call that the kernels replace."
         if all(row.why == OURS for row in self.rows):
             return "The model calls the kernels itself; nothing needs to be converted."
-        blocks = [row for row in self.rows if _is_block(row)]
+        blocks = [row for row in self.rows if _is_block(row) and row.why != OURS]
         outer = [row for row in self.rows if row.within is None and "Norm" not in row.type and row.why != OURS]
         own = sum(row.why == OURS for row in self.rows)
         more = f" {_several(own, 'module')} of this package fuse{'s' * (own == 1)} without conversion." if own else ""
