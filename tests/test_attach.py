@@ -102,6 +102,18 @@ def test_the_report_says_what_fuses_without_conversion():
     assert found.startswith("1 of 1 block ") and found.endswith(" 1 module of this package fuses without conversion.")
 
 
+def test_an_activation_may_be_replaced_by_a_module():
+    """Oracle: the MLP written out; the module is called on every path."""
+    mlp = Mlp(8, 16)
+    mlp.act = nn.Softsign()
+    x = torch.randn(2, 3, 8)
+    want = mlp.fc2(nn.functional.softsign(mlp.fc1(x)))
+    assert torch.equal(mlp(x), want)
+    optimize(mlp)
+    with interpreting():
+        assert (mlp(x) - want).norm() <= 256 * torch.finfo(torch.float32).eps * want.norm()
+
+
 def test_revert_leaves_models_of_ours_attached():
     """Oracle: the names before; modules of other packages are reverted."""
     model = create_model("vit_tiny_patch16_224", **SMALL)

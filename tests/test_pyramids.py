@@ -60,14 +60,20 @@ def assert_equal(found: object, wanted: object) -> None:
     assert form == timms and all(distance(a, b) <= ROUNDINGS * EPS64 for a, b in zip(ours, theirs, strict=True))
 
 
+def amplifies(module: nn.Module) -> bool:
+    """True for a BatchNorm, here of few images or before a softmax, and for a LayerNorm of at most eight channels."""
+    few = isinstance(module, nn.LayerNorm) and module.normalized_shape[0] <= 8
+    return few or isinstance(module, nn.modules.batchnorm._BatchNorm)
+
+
 def assert_same(case, ours: nn.Module, theirs: nn.Module, images: Tensor, seed: int = 0) -> None:
     """Asserts that logits and every gradient agree; both models draw the same random numbers.
 
-    A BatchNorm of few images, or before a softmax, amplifies roundings; how much is seen from the oracle, with images
-    that differ by a rounding.
+    A norm of few values amplifies roundings (see `amplifies`); how much is seen from the oracle, with images that
+    differ by a rounding.
     """
     runs = [(ours, type(ours).__call__, images), (theirs, case.logits, images)]
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in theirs.modules()):
+    if any(map(amplifies, theirs.modules())):
         runs.append((copy.deepcopy(theirs), case.logits, images * (1 + 2 * EPS64)))
     found, grads = [], []
     for model, logits, given in runs:

@@ -29,7 +29,9 @@ class Mlp(Fusable):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, ..., D] → [B, ..., D]."""
-        return self.drop2(self.fc2(self.drop1(apply_activation(self.fc1(x), self.act))))
+        h = self.fc1(x)
+        h = apply_activation(h, self.act) if isinstance(self.act, str) else self.act(h)  # a module that replaced it
+        return self.drop2(self.fc2(self.drop1(h)))
 
     def extra_repr(self) -> str:
         return f"act={self.act}"
