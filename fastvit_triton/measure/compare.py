@@ -87,7 +87,20 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
 
 
-def verdict(got: Named, truth: Named, baseline: Named, dtype: torch.dtype, deep: bool = False) -> Verdict:
+def relative_errors(found: Named, truth: Named) -> dict[str, float]:
+    """The largest difference of each tensor from the truth, divided by its largest magnitude."""
+    scales = {name: largest(want) for name, want in truth.items()}
+    return {name: _distance(found[name], want) / scales[name] for name, want in truth.items() if scales[name]}
+
+
+def verdict(
+    got: Named,
+    truth: Named,
+    baseline: Named,
+    dtype: torch.dtype,
+    deep: bool = False,
+    usual: Mapping[str, float] | None = None,
+) -> Verdict:
     """Compares the tensors of a variant with the truth.
 
     Args:
@@ -98,10 +111,13 @@ def verdict(got: Named, truth: Named, baseline: Named, dtype: torch.dtype, deep:
         dtype: of the rounding.
         deep: a whole model, where errors of single tensors vary by chance: the budget is then at least the median
             relative error of the baseline's tensors.
+        usual: relative errors of eager PyTorch in other calls, for tensors of few values, where that of one call may be
+            small by chance: the budget is at least theirs.
     """
     scale = {name: largest(want) for name, want in truth.items()}
     own = {name: _distance(baseline[name], want) for name, want in truth.items() if name in baseline}
-    usual = statistics.median(error / scale[name] for name, error in own.items() if scale[name]) if deep else 0.0
+    median = statistics.median(error / scale[name] for name, error in own.items() if scale[name]) if deep else 0.0
+    floor = {name: max(median, (usual or {}).get(name, 0.0)) for name in truth}
     worst = Verdict(True, 0.0, "")
     for name, want in truth.items():
         if name not in got:
@@ -110,7 +126,7 @@ def verdict(got: Named, truth: Named, baseline: Named, dtype: torch.dtype, deep:
             continue
         if got[name].shape != want.shape:
             return Verdict(False, math.inf, name)
-        budget = 2 * (max(own[name], usual * scale[name]) + torch.finfo(dtype).eps * scale[name])
+        budget = 2 * (max(own[name], floor[name] * scale[name]) + torch.finfo(dtype).eps * scale[name])
         found = _distance(got[name], want)
         error = found / budget if budget else (0.0 if not found else math.inf)
         if math.isnan(error):
