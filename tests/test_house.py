@@ -23,7 +23,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 ALLOWED_IMPORTS = {
     "kernels": {"kernels"},
     "engine": {"kernels", "engine"},
-    "layers": {"kernels", "engine", "layers"},
+    "layers": {"kernels", "layers"},
     "checkpoints": {"checkpoints"},
     "models": {"kernels", "engine", "layers", "convert", "checkpoints", "files", "preparation", "models"},
     "train": {"train", "files", "preparation"},
@@ -40,7 +40,11 @@ ALLOWED_IMPORTS = {
     ),
     "__init__": set("kernels engine convert deploy layers measure models moved".split()),
 }
-LATE = {  # (file, module that one of its functions imports against the direction) → why
+EXCUSED = {  # (file, module that it imports against the direction) → why
+    ("layers/embed.py", "fastvit_triton.engine.hooks"): "PatchEmbed calls the public op, whose checks it shares",
+    ("layers/embed.py", "fastvit_triton.engine.leaves"): "the same",
+}
+LATE = {  # the same for modules that one of its functions imports
     ("convert/modules.py", "fastvit_triton.measure.tune"): "optimize(tune=…) calls the public function, which calls it",
 }
 BANNED = ("make_block_ptr", "tl.advance", "atomic_", "globals()[", "except Exception", "TODO")
@@ -134,14 +138,14 @@ def test_imports_follow_the_layers():
         name, wrong = str(path.relative_to(ROOT)), set()
         for module, late in imports(path):
             room = room_of(module)
-            if late and (name, module) in LATE:
+            if (name, module) in (LATE if late else EXCUSED):
                 excused.add((name, module))
             elif room in ours - ALLOWED_IMPORTS[package_of(path)] or (room == "triton" and path.name != "tile.py"):
                 wrong.add(module)
         return sorted(wrong)
 
     assert violations(forbidden) == {}
-    assert excused == LATE.keys()
+    assert excused == LATE.keys() | EXCUSED.keys()
 
 
 def module_imports() -> dict[str, set[str]]:

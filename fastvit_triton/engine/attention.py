@@ -20,7 +20,7 @@ from ..kernels.fold import packed
 from ..kernels.patch_embed import patch_embed, whole_patches
 from ..kernels.window import reference, window_attention
 from .body import Body, fold_or_normalize, project
-from .leaves import Foreign, Layer, is_patch_conv, is_readable, norm_of, width_of
+from .leaves import Foreign, Layer, Packed, is_patch_conv, is_readable, norm_of, width_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -346,3 +346,11 @@ def as_map(x: Tensor, grid: tuple[int, int] | None) -> Tensor:
 def as_tokens(x: Tensor, grid: tuple[int, int] | None) -> Tensor:
     """The reverse of `as_map`."""
     return x if grid is None else x.flatten(1, 2)
+
+
+def mix_heads(layer: Layer, maps: Tensor) -> Tensor:
+    """A linear layer H → H over the heads of maps [B, H, N, N]."""
+    if type(layer) is not Packed and not is_readable(layer):
+        return layer(maps.movedim(1, -1)).movedim(-1, 1)
+    weight = layer.weight.expand(maps.shape[0], -1, -1)
+    return torch.baddbmm(layer.bias[None, :, None], weight, maps.flatten(2)).view_as(maps)

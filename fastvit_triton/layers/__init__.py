@@ -1,6 +1,5 @@
 """Layers: modules that call the kernels; parameters have timm's names."""
 
-from ..engine.body import normalize
 from ..kernels.argument import Window
 from .attention import Attention, AttentionPool, RelativePosition
 from .block import Block, Blocks, PostNormBlock
@@ -47,7 +46,6 @@ __all__ = [
     "Window",
     "WindowAttention",
     "drop_path_rates",
-    "normalize",
     "resize_pos_embed",
     "resize_table",
     "sincos1d",

@@ -1,9 +1,7 @@
 """Attention whose maps are mixed across heads (CaiT, DeepViT, Refiner). Parameter names are timm's."""
 
-import torch
 from torch import Tensor, nn
 
-from ..engine.leaves import Layer, Packed, is_readable
 from .fusable import Fusable
 
 
@@ -44,11 +42,3 @@ class MixedAttention(Fusable):
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}"
-
-
-def mix_heads(layer: Layer, maps: Tensor) -> Tensor:
-    """A linear layer H → H over the heads of maps [B, H, N, N]."""
-    if type(layer) is not Packed and not is_readable(layer):
-        return layer(maps.movedim(1, -1)).movedim(-1, 1)
-    weight = layer.weight.expand(maps.shape[0], -1, -1)
-    return torch.baddbmm(layer.bias[None, :, None], weight, maps.flatten(2)).view_as(maps)

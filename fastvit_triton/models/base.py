@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers import normalize
+from ..engine.body import normalize
 from ..layers.fusable import Fusable
 from .config import BaseConfig
 from .hub import HubMethods

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..layers import normalize
+from ..engine.body import normalize
 from ..layers.embed import sides
 from .base import ImageModel, feature_take_indices
 from .config import ALIASES, BaseConfig, check_positive, check_types

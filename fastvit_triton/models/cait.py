@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from ..checkpoints.layout import Layout, Spelling
 from ..checkpoints.tensors import State, split
-from ..layers import Attention, Block, Mlp, normalize
+from ..engine.attention import mix_heads
+from ..engine.body import normalize
+from ..layers import Attention, Block, Mlp
 from ..layers.fusable import Fusable
-from ..layers.head_mixing import MixedAttention, mix_heads
+from ..layers.head_mixing import MixedAttention
 from ..layers.scaled_block import ScaledBlock
 from . import fit
 from .config import Options, ViTConfig, check_only, check_positive

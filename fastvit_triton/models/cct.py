@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from ..checkpoints.layout import Layout, Spelling
 from ..checkpoints.tensors import State, WeightsError
+from ..engine.body import normalize
 from ..kernels.patch_embed import assemble
-from ..layers import Attention, Blocks, DropPath, drop_path_rates, normalize, resize_pos_embed, sincos1d
+from ..layers import Attention, Blocks, DropPath, drop_path_rates, resize_pos_embed, sincos1d
 from ..layers.drop_path import add
 from ..layers.embed import sides
 from ..layers.fusable import Fusable

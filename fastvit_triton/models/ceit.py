@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ..checkpoints.layout import Layout, Spelling
 from ..checkpoints.tensors import State
-from ..layers import Attention, DropPath, Mlp, drop_path_rates, normalize
+from ..engine.body import normalize
+from ..layers import Attention, DropPath, Mlp, drop_path_rates
 from ..layers.drop_path import add
 from ..layers.embed import sides
 from ..layers.fusable import Fusable

@@ -13,12 +13,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..checkpoints.layout import Layout, Spelling
+from ..engine.attention import mix_heads
 from ..engine.batch_norm import is_constant, sources_of
 from ..engine.freeze import derived
 from ..engine.leaves import CONVOLUTIONS, Packed, is_plain_module
 from ..layers import Attention, Block, Mlp
 from ..layers.embed import sides
-from ..layers.head_mixing import MixedAttention, mix_heads
+from ..layers.head_mixing import MixedAttention
 from ..layers.scaled_block import ScaledBlock
 from ..layers.stems import ConvStem
 from .config import Options, ViTConfig, check_only

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.layout import Layout, Spelling
+from ..engine.body import normalize
 from ..kernels.patch_embed import assemble
-from ..layers import Attention, Block, Mlp, normalize
+from ..layers import Attention, Block, Mlp
 from ..layers.scaled_block import ScaledBlock
 from .config import Options, ViTConfig, check_only
 from .deepvit import build_stem, check_parts

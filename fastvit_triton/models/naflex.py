@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.tensors import State
+from ..engine.body import normalize
 from ..kernels.attention import attention
 from ..kernels.linear import linear
-from ..layers import Attention, normalize
+from ..layers import Attention
 from .config import Options, ViTConfig
 from .transformer import VisionTransformer
 from .vit import BASE, TIMM

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..layers import Blocks, drop_path_rates, normalize
+from ..engine.body import normalize
+from ..layers import Blocks, drop_path_rates
 from ..layers.embed import sides
 from .base import ImageModel
 from .config import ALIASES, BaseConfig, check_only, check_positive, check_types

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..engine.body import normalize
 from ..layers import (
     Attention,
     AttentionPool,
@@ -24,7 +25,6 @@ from ..layers import (
     PostNormBlock,
     RelativePosition,
     drop_path_rates,
-    normalize,
     resize_pos_embed,
     sincos1d,
     sincos2d,
