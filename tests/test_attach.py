@@ -62,6 +62,34 @@ def test_shallow_copies_run_on_themselves(copied):
     assert block.forward.args == (block,)
 
 
+def test_slices_of_blocks_stay_attached():
+    """Oracle: the launches of a model with as many blocks; statistics are passed on in a slice, too."""
+    found = []
+    for depth in (2, 3):
+        model = create_model("vit_tiny_patch16_224", **SMALL | dict(depth=depth)).eval().bfloat16()
+        model.blocks = model.blocks[:2] if depth == 3 else model.blocks
+        with recording("sm_90") as launches, torch.no_grad():
+            model(torch.randn(64, 3, 16, 16).bfloat16())
+        found.append([launch.name for launch in launches])
+    assert found[0] == found[1] and len(found[0]) > 4
+
+
+def test_a_compiled_block_is_called(monkeypatch):
+    """Oracle: the function that `block.compile()` stores, and a patched `__call__`, run once for each call."""
+    model, image, seen = create_model("vit_tiny_patch16_224", **SMALL).eval(), torch.randn(2, 3, 16, 16), []
+    block = model.blocks[1]
+    block._compiled_call_impl = lambda x: seen.append("compiled") or block.forward(x)
+    with interpreting(), torch.no_grad():
+        model(image)
+    assert seen == ["compiled"]
+    block._compiled_call_impl = None
+    call = nn.Module.__call__
+    monkeypatch.setattr(nn.Module, "__call__", lambda m, *x, **n: seen.append(type(m).__name__) or call(m, *x, **n))
+    with interpreting(), torch.no_grad():
+        model(image)
+    assert seen.count("Block") == 2
+
+
 def test_hand_written_models_fuse_after_optimize():
     """Oracle: the plain model's outputs and gradients; the launches of a block, which are none before `optimize`."""
     torch.manual_seed(0)

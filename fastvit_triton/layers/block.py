@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from .drop_path import DropPath, add
-from .fusable import Fusable
+from .fusable import Fusable, bound_as
 from .layer_scale import LayerScale
 from .recompute import recomputed
 
@@ -64,7 +64,10 @@ class Blocks(Fusable, nn.Sequential):
 
         def __iter__(self) -> Iterator[Block]: ...
 
-        def __getitem__(self, at: int | slice) -> Any: ...  # a Block, or Blocks
+    def __getitem__(self, at: int | slice) -> Any:
+        """A block or, for a slice, a sequence of blocks that passes statistics on if this one does."""
+        found = super().__getitem__(at)
+        return bound_as(found, self) if isinstance(at, slice) else found
 
     def forward(self, x: Tensor, after: Sequence[Callable[[Tensor], Tensor]] = (), recompute: bool = False) -> Tensor:
         """[B, N, D] → [B, N, D]; for the other arguments see `outputs`."""

@@ -16,15 +16,15 @@ class Fusable(nn.Module):
     def __copy__(self) -> Any:
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
-        return _bound(other, self)
+        return bound_as(other, self)
 
     def _replicate_for_data_parallel(self) -> Any:
-        return _bound(super()._replicate_for_data_parallel(), self)
+        return bound_as(super()._replicate_for_data_parallel(), self)
 
 
-def _bound(other: nn.Module, module: nn.Module) -> nn.Module:
-    """The copy, with attributes that are bound to the module bound to the copy instead."""
-    for name, value in list(other.__dict__.items()):
+def bound_as(other: nn.Module, module: nn.Module) -> nn.Module:
+    """The other module, with the functions that are bound to the module as attributes bound to it instead."""
+    for name, value in module.__dict__.items():
         if type(value) is partial and value.args == (module,):
             other.__dict__[name] = partial(value.func, other)
     return other

@@ -13,7 +13,7 @@ from ...engine import replay
 from ...engine.attention import attend, attention_body
 from ...engine.body import Body, Given, Output, normalize, project
 from ...engine.branch import Branch, add_branches
-from ...engine.hooks import can_fuse, has_global_hooks, has_hooks
+from ...engine.hooks import can_fuse, has_hooks
 from ...engine.leaves import Foreign
 from ...engine.ways import known_way, plainly
 from ...kernels.attention import attention
@@ -34,6 +34,7 @@ def scaled_branches(block: Foreign, x: Tensor) -> tuple[Branch, Branch]:
     )
 
 
+CALL = nn.Module.__call__  # as PyTorch defines it; tracers and profilers patch it
 BRANCHES: dict[type[nn.Module], Callable[[Foreign, Tensor], tuple[Branch, Branch]]] = {  # of blocks in a sequence
     Block: lambda block, x: block_branches(block),
     ScaledBlock: scaled_branches,
@@ -71,7 +72,7 @@ def outputs(
     self: Foreign, x: Tensor, after: Sequence[Callable[[Tensor], Tensor]] = (), recompute: bool = False
 ) -> Iterator[Tensor]:
     """Yields the output of each block; each passes the row statistics of its output to the next block's norm."""
-    if recompute or has_global_hooks():
+    if recompute or not can_fuse(x) or nn.Module.__call__ is not CALL:
         yield from type(self).outputs(self, x, after, recompute)
         return
     stats: Given | None = None
@@ -91,8 +92,13 @@ def outputs(
 
 
 def _is_chained(block: nn.Module) -> bool:
-    """True if the block takes row statistics of x and returns those of its output; a hook expects one tensor."""
-    return type(block) in BRANCHES and "forward" in block.__dict__ and not has_hooks(block)
+    """True if the block takes row statistics of x and returns those of its output.
+
+    A hook expects one tensor, and a block that was compiled by itself, `block.compile()`, is called.
+    """
+    facts = block.__dict__
+    attached = "forward" in facts and facts.get("_compiled_call_impl") is None
+    return type(block) in BRANCHES and attached and not has_hooks(block)
 
 
 def run_chained(block: nn.Module, x: Tensor, stats: Given | None, next_norm: nn.Module | None) -> tuple[Tensor, Any]:
@@ -108,7 +114,7 @@ def run_chained(block: nn.Module, x: Tensor, stats: Given | None, next_norm: nn.
 
 
 def _run(block: nn.Module, x: Tensor, stats: Given | None, next_norm: nn.Module | None) -> Output:
-    if not (can_fuse(x) and is_fusable(block, x)):
+    if not is_fusable(block, x):
         x = plainly(type(block).forward, block, x)
         return x if next_norm is None else (x, None)
     branches = BRANCHES[type(block)](block, x)
