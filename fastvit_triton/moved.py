@@ -31,7 +31,7 @@ MOVED = {  # old name → new name, both without "fastvit_triton."; a package's 
     "layers.module_parts": "engine.leaves",
     "layers.one_query": "models.cait",
     "layers.packing": "engine.packing",
-    "layers.parted": "engine.parted",
+    "layers.parted": "engine.body",
     "layers.pooling": "models.pit",
     "layers.quadratic": "models.attention_conv",
     "layers.rel2d": "models.botnet",

@@ -140,9 +140,8 @@ def _scales(branch: Branch) -> int:
     return (not known or factors is not None) + (branch.layer_scale is not None) + bool(drops)
 
 
-def _fc2_bias(body: object) -> Tensor | None:
+def _fc2_bias(parts: object) -> Tensor | None:
     """Bias of fc2 if a mixed MLP may accumulate fc2 into the residual in place; None otherwise."""
-    parts = body if isinstance(body, MlpBody) else getattr(body, "parts", lambda: None)()
     if not isinstance(parts, MlpBody) or not isinstance(parts.act, str):
         return None
     bare = parts.last is None or is_identity(parts.last)

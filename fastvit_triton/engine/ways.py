@@ -17,7 +17,7 @@ from ..kernels import launch, plan, settings
 from ..kernels.backend import kernels_available
 from ..kernels.cost import Branch
 from ..kernels.layer_norm import MAX_D
-from .hooks import are_plain_tensors, can_fuse, is_repeatable
+from .hooks import are_plain_tensors, is_repeatable
 
 SIZES = "_fastvit_triton_sizes"  # key in a module's __dict__: its `Sizes`
 REPLAYS = os.environ.get("FASTVIT_TRITON_REPLAY", "1") not in ("", "0")
@@ -92,14 +92,6 @@ def choose_way(module: nn.Module | None, x: Tensor, branches: tuple[Branch, ...]
     if known is None or known.branches != branches or known.training is not module.training:
         known = module.__dict__[SIZES] = Sizes(branches, replays and is_repeatable(module), module.training)
     return _way(x, *known[:2])
-
-
-def way_alone(body: Any, x: Tensor) -> str:
-    """Selects the way for a `engine.body.Body` called outside a block; "plain" if the kernels are not available."""
-    if state.inside_plain or not can_fuse(x):
-        return "plain"
-    way, _ = known_way(body, x)
-    return choose_way(body, x, (body.sizes(),)) if way is None else way
 
 
 def _way(x: Tensor, branches: tuple[Branch, ...], replayed: bool) -> str:

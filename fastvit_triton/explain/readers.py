@@ -62,8 +62,6 @@ def _spatial(module: Any, x: Tensor, **branch: object) -> tuple[Tensor, Parts, N
     drop = getattr(module, "attn_drop", None)
     if module.training and drop is not None and drop.p > 0:
         return f"attention dropout {drop.p}"
-    if hasattr(module, "parts"):
-        return x, module.parts(), None
     forward = forward_for(module)
     assert isinstance(forward, Forward) and forward.read is not None  # as it is registered
     parts = forward.read(module)

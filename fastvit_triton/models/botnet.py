@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..checkpoints.layout import Layout, Spelling
 from ..checkpoints.tensors import State
+from ..engine.attention import axis_bias
 from ..kernels.attention import sum_of_axes
 from ..layers.embed import sides
 from ..layers.fusable import Fusable
@@ -46,11 +47,8 @@ class Rel2d(nn.Module):
 
     def axes(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [B, H, N, d] → their products with the embeddings of every row's, and every column's, distance."""
-        q = q.unflatten(2, self.grid)
-        rows, columns = (pairs(t, n) for t, n in zip((self.height_rel, self.width_rel), self.grid, strict=True))
-        row = torch.einsum("bnhwc,hkc->bnhwk", q, rows)
-        column = torch.einsum("bnhwc,wkc->bnhwk", q, columns)
-        return row.flatten(2, 3), column.flatten(2, 3)
+        tables = (pairs(t, n) for t, n in zip((self.height_rel, self.width_rel), self.grid, strict=True))
+        return axis_bias(q, tables, self.grid)
 
 
 class BottleneckAttention(Fusable):

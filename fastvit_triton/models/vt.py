@@ -231,7 +231,7 @@ VARIANTS: dict[str, Options] = {"vt_resnet18": {}}
 ORACLE: dict[str, str] = {}  # see the equations in the tests
 PARAMS = {"vt_resnet18": 11_807_272}  # by the equations in the tests; the paper says 11.7 M
 
-# Names in checkpoints of ours; nobody else has published any.
+# Key layout of our own checkpoints; the authors published no weights.
 
 VT = Layout(name="VT-ResNet", mark="stem.conv1.conv.weight", resize="linear")
 
