@@ -100,7 +100,7 @@ def test_a_compiled_block_is_called(monkeypatch):
 
 
 def test_hand_written_models_fuse_after_optimize():
-    """Oracle: float64 within twice the plain model's error, output and gradients; the launches of a block, which are none before `optimize`."""
+    """Oracle: float64 within twice the plain model's error; a block's launches, none before `optimize`."""
     torch.manual_seed(0)
     model, image = HandWritten().eval(), torch.randn(2, 3, 16, 16)
     plain = run(model, image)
