@@ -14,7 +14,7 @@ from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, optimize, revert
 from fastvit_triton.convert.forwards import FORWARDS, METHODS
 from fastvit_triton.engine.hooks import is_our_forward
-from fastvit_triton.layers import Attention, Block, Mlp, PatchEmbed
+from fastvit_triton.layers import Attention, Block, Blocks, Mlp, PatchEmbed
 from fastvit_triton.layers.fusable import Fusable
 from fastvit_triton.measure.compare import verdict
 
@@ -97,6 +97,17 @@ def test_a_compiled_block_is_called(monkeypatch):
     with interpreting(), torch.no_grad():
         model(image)
     assert seen.count("Block") == 2
+
+
+def test_a_patched_method_of_a_class_runs(monkeypatch):
+    """Oracle: the patch of `Blocks.outputs` runs once, in a model that was attached and called before."""
+    model, image, seen = create_model("vit_tiny_patch16_224", **SMALL).eval(), torch.randn(2, 3, 16, 16), []
+    outputs = Blocks.outputs
+    with interpreting(), torch.no_grad():
+        want = model(image)
+        monkeypatch.setattr(Blocks, "outputs", lambda *given: seen.append(1) or outputs(*given))
+        got = model(image)
+    assert seen == [1] and got.shape == want.shape
 
 
 def test_hand_written_models_fuse_after_optimize():

@@ -20,6 +20,7 @@ from ..engine.body import Body
 from ..engine.hooks import PACKAGE, has_hooks, has_watched_child, type_name
 from ..engine.leaves import Foreign
 from ..engine.mlp import MlpBody
+from ..engine.source import is_written
 from ..kernels.backend import constant, kernels_available, transparent
 from .recognition import recognised
 from .third_party import FUSED, inherited, is_fusable, runs_original
@@ -95,13 +96,33 @@ METHODS: dict[str, tuple[str, Callable]] = {}  # type → a method that is not `
 
 
 def fused_method(method: str, *names: str) -> Callable[[Callable], Callable]:
-    """Decorator: registers the fused form of a method of these types; only types of this package have any."""
+    """Decorator: registers the fused form of a method of these types; only types of this package have any.
+
+    A method that the user patched on the class runs instead.
+    """
 
     def decorate(run: Callable) -> Callable:
-        METHODS.update(dict.fromkeys(names, (method, run)))
-        return run
+        @functools.wraps(run)
+        def unless_patched(module: nn.Module, *inputs: Any, **named: Any) -> Any:
+            own = getattr(type(module), method)
+            return (run if own is _written_method(type(module), method) else own)(module, *inputs, **named)
+
+        METHODS.update(dict.fromkeys(names, (method, unless_patched)))
+        return unless_patched
 
     return decorate
+
+
+_written: dict[tuple[type, str], Callable | None] = {}
+
+
+@constant
+def _written_method(cls: type[nn.Module], method: str) -> Callable | None:
+    """The method that the class's source file defines, as first seen; None if it was patched before."""
+    if (cls, method) not in _written:
+        own = getattr(cls, method)
+        _written[cls, method] = own if is_written(own) else None
+    return _written[cls, method]
 
 
 def bind(module: nn.Module, method: str, run: Callable) -> None:
