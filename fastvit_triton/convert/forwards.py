@@ -104,8 +104,8 @@ def fused_method(method: str, *names: str) -> Callable[[Callable], Callable]:
     def decorate(run: Callable) -> Callable:
         @functools.wraps(run)
         def unless_patched(module: nn.Module, *inputs: Any, **named: Any) -> Any:
-            own = getattr(type(module), method)
-            return (run if own is _written_method(type(module), method) else own)(module, *inputs, **named)
+            own = run if _is_written(type(module), method) else getattr(type(module), method)
+            return own(module, *inputs, **named)
 
         METHODS.update(dict.fromkeys(names, (method, unless_patched)))
         return unless_patched
@@ -117,12 +117,12 @@ _written: dict[tuple[type, str], Callable | None] = {}
 
 
 @constant
-def _written_method(cls: type[nn.Module], method: str) -> Callable | None:
-    """The method that the class's source file defines, as first seen; None if it was patched before."""
+def _is_written(cls: type[nn.Module], method: str) -> bool:
+    """True if a method of a class is the one that its source file defines, as first seen."""
+    own = getattr(cls, method)
     if (cls, method) not in _written:
-        own = getattr(cls, method)
         _written[cls, method] = own if is_written(own) else None
-    return _written[cls, method]
+    return own is _written[cls, method]
 
 
 def bind(module: nn.Module, method: str, run: Callable) -> None:
