@@ -14,6 +14,7 @@ from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, optimize, revert
 from fastvit_triton.convert.forwards import FORWARDS, METHODS
 from fastvit_triton.engine.hooks import is_our_forward
+from fastvit_triton.engine.source import defines
 from fastvit_triton.layers import Attention, Block, Blocks, Mlp, PatchEmbed
 from fastvit_triton.layers.fusable import Fusable
 from fastvit_triton.measure.compare import verdict
@@ -108,6 +109,15 @@ def test_a_patched_method_of_a_class_runs(monkeypatch):
         monkeypatch.setattr(Blocks, "outputs", lambda *given: seen.append(1) or outputs(*given))
         got = model(image)
     assert seen == [1] and got.shape == want.shape
+
+
+def test_methods_of_our_types_are_those_of_their_files():
+    """Oracle: the registry; without patches every fused method stands for what its class's file defines."""
+    for name, (method, _) in METHODS.items():
+        assert defines(pkgutil.resolve_name(name), method), name
+    assert not defines(
+        type("Patched", (Blocks,), dict(outputs=lambda *given: None, __module__=Blocks.__module__)), "outputs"
+    )
 
 
 def test_hand_written_models_fuse_after_optimize():

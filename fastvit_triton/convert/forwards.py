@@ -20,7 +20,7 @@ from ..engine.body import Body
 from ..engine.hooks import PACKAGE, has_hooks, has_watched_child, type_name
 from ..engine.leaves import Foreign
 from ..engine.mlp import MlpBody
-from ..engine.source import is_written
+from ..engine.source import defines
 from ..kernels.backend import constant, kernels_available, transparent
 from .recognition import recognised
 from .third_party import FUSED, inherited, is_fusable, runs_original
@@ -121,7 +121,7 @@ def _is_written(cls: type[nn.Module], method: str) -> bool:
     """True if a method of a class is the one that its source file defines, as first seen."""
     own = getattr(cls, method)
     if (cls, method) not in _written:
-        _written[cls, method] = own if is_written(own) else None
+        _written[cls, method] = own if defines(cls, method) else None
     return own is _written[cls, method]
 
 

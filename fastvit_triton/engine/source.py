@@ -83,6 +83,14 @@ def is_written(function: Callable) -> bool:
     return isinstance(function, FunctionType) and _defined_in(_home(function), function.__name__, function)
 
 
+def defines(cls: type, method: str) -> bool:
+    """True if a method of a class is one that the file of the class, or of its base, defines."""
+    owner = next(base for base in cls.__mro__ if method in base.__dict__)
+    function = owner.__dict__[method]
+    code = _file_code(owner.__module__)
+    return isinstance(function, FunctionType) and code is not None and _anywhere(code, function.__code__)
+
+
 Lookups = Iterable[tuple[Any, tuple[str, ...]]]
 Facts = list[tuple[Callable, Any, object]]  # (function, argument, its result)
 
