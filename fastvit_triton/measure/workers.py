@@ -199,7 +199,7 @@ def result_of(command: Sequence[str], seconds: float, variables: dict[str, str] 
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=os.environ | _same_package() | (variables or {}),
+                env=os.environ | dict(PYTHONUNBUFFERED="1") | _same_package() | (variables or {}),  # lines in order
                 start_new_session=True,  # only the parent handles Ctrl-C; makes it the leader of a process group
             )
         late = False
