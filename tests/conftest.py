@@ -6,10 +6,14 @@ take longest come first. Workers share Triton's cache safely: its files are name
 
 import logging
 import os
+import tempfile
 
 # must be set before torch is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small, and workers share the cores
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads do not spin, so the machine stays usable
+if "ATEN_CPU_CAPABILITY" in os.environ:  # Inductor caches code for vectors of one width under keys without the width
+    folder = os.path.join(tempfile.gettempdir(), f"inductor-{os.environ['ATEN_CPU_CAPABILITY']}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
 
 import pytest
 import torch
@@ -20,9 +24,9 @@ from fastvit_triton.engine import ways
 from fastvit_triton.kernels import backend, fold, launch, op, settings
 
 # sorted by CPU time of the whole file, longest first
-LONGEST = """backend convert parallel cli static candidates export export_files interpreter freeze replay
-odd_graphs rewriting benchmarks kernel_graphs explain plan models pyramids pressure tune launches
-convert_hooks fake_device recovery recipes train shards readme features masked""".split()
+LONGEST = """cli backend convert parallel tune replay kernel_graphs pyramids recovery models static candidates export
+export_files interpreter freeze selftest odd_graphs rewriting features pressure benchmarks masked hub_cli claims explain
+plan launches convert_hooks fake_device recipes train shards readme""".split()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -588,10 +588,7 @@ def test_cpu_graphs_are_passed_on_unchanged(monkeypatch):
 
 
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
-@pytest.mark.skipif(
-    os.environ.get("ATEN_CPU_CAPABILITY") == "default",
-    reason="Inductor's code for this CPU capability does not compile",
-)
+@pytest.mark.full
 def test_inductor_compiles_the_rest_of_the_graph():
     """Oracle: eager PyTorch with the same kernels; Inductor compiles the rest of the graph, with gradients."""
     fc, x = nn.Linear(8, 8), torch.randn(2, 3, 8)
