@@ -46,6 +46,12 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def unknown_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs as on a CPU without a row, so that results and choices do not depend on the machine."""
+    monkeypatch.setattr(settings, "cpu_row", {})
+
+
 def state() -> dict[str, object]:
     """All global state that a test may change and must restore."""
     hooks = torch.nn.modules.module

@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import math
+import os
 from functools import partial
 
 import pytest
@@ -575,7 +576,9 @@ def test_values_are_checked_unless_the_call_is_traced(monkeypatch):
 
 def test_switch_and_reasons(monkeypatch, switch):
     """Oracle: the values of FASTVIT_TRITON_BACKEND, read at import, and a reason wherever no kernel runs."""
-    assert backend() == "auto" and "GPU" in why_not(torch.device("cpu"), torch.float32)
+    assert backend() == os.environ.get("FASTVIT_TRITON_BACKEND", "auto") and "GPU" in why_not(
+        torch.device("cpu"), torch.float32
+    )
     monkeypatch.setenv("FASTVIT_TRITON_BACKEND", "torch")
     set_backend(None)
     assert "is torch" in why_not(torch.device("cuda"), torch.float32)
@@ -585,7 +588,7 @@ def test_switch_and_reasons(monkeypatch, switch):
         layer_norm(torch.zeros(2, 4), None, None, 1e-6)
     monkeypatch.setenv("FASTVIT_TRITON_BACKEND", "cuda")
     set_backend(None)
-    with pytest.raises(ValueError, match="use one of auto, triton, torch"):
+    with pytest.raises(ValueError, match="use one of auto, triton, onednn, torch"):
         backend()
 
 

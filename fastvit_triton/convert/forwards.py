@@ -21,7 +21,8 @@ from ..engine.hooks import PACKAGE, has_hooks, has_watched_child, type_name
 from ..engine.leaves import Foreign
 from ..engine.mlp import MlpBody
 from ..engine.source import defines
-from ..kernels.backend import constant, kernels_available, transparent
+from ..kernels import plan
+from ..kernels.backend import constant, transparent
 from .recognition import recognised
 from .third_party import FUSED, inherited, is_fusable, runs_original
 
@@ -279,7 +280,7 @@ class FusedBody:
             parts = self.reader(module, *inputs[1:], **named)
             if not isinstance(parts, str):
                 way = "reference"
-                if kernels_available(x):
+                if plan.has_ways(x):
                     way = ways.choose_way(module, x, (parts.sizes(),), replays=True)
                 if way == "plain":
                     return ways.plainly(type(module).forward, module, *inputs, **named)

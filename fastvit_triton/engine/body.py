@@ -20,7 +20,7 @@ from ..kernels.fold import packed
 from ..kernels.layer_norm import layer_norm, scaled
 from ..kernels.linear import linear
 from ..kernels.rms_norm import rms_norm
-from .freeze import FoldedNorm, fold_norms, operands
+from .freeze import FoldedNorm, fold_norms, operands, packed_weight
 from .hooks import can_fuse, has_hooks
 from .leaves import Layer, entry_of, is_inactive, is_readable, norm_of, width_of
 
@@ -104,7 +104,7 @@ class Body(NamedTuple):
             x: [B, ..., D].
             norm: the norm folded into the projections; for "mixed" its parameters; None for no norm.
             stats: from the previous branch: row statistics of x; for "mixed" the normalized x.
-            way: "fused" or "mixed" where the kernels run, else "reference".
+            way: "fused" or "mixed" where the kernels run, "onednn" on a CPU, else "reference".
             end: see `finish`.
         """
         if self.first is not None and norm is None:
@@ -142,10 +142,20 @@ def project(
     if not all(is_readable(layer) for layer in layers):
         outputs = [layer(x) for layer in layers]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+    if way == "onednn":
+        return _project_on_cpu(x, layers)
     weight, bias = packed(tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers))
     if way is None or (way == "mixed" and norm is None):
         return linear(x, weight, bias) if way is None else nn.functional.linear(x, weight, bias)
     return called(linear, linear_file.run, way, x, weight, bias, norm=norm, stats=stats)
+
+
+def _project_on_cpu(x: Tensor, layers: tuple[Layer, ...]) -> Tensor:
+    """`project` by oneDNN: one product if packed weights are cached, else one for each layer, without a copy."""
+    if (kept := packed_weight(layers, x)) is not None:
+        return linear_file.run(x, kept, way="onednn")
+    outputs = [linear_file.run(x, layer.weight, layer.bias, way="onednn") for layer in layers]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
 
 def finish(
@@ -173,14 +183,15 @@ def finish(
         return_stats: also return row statistics of the result, [M, tiles, 2] fp32, or for "mixed" the normalized
             result; None if that takes another pass over it.
         next_norm: for "mixed", the norm of the next branch.
-        way: "fused" or "mixed" where the kernels run, else "reference".
+        way: as in `Body`.
     """
     end: dict[str, Any] = dict(layer_scale=layer_scale, sample_scale=sample_scale, residual=residual)
     end |= dict(return_stats=return_stats, next_norm=next_norm)
     if layer is not None and is_readable(layer):
         x, folded = fold_or_normalize(x, norm, (layer,), way)
-        weight, bias, before = operands(layer.weight, layer.bias, folded)
-        if is_inactive(drop):
+        inactive = is_inactive(drop)
+        weight, bias, before = operands_of((layer,), x, folded, way, layer_scale if inactive else None)
+        if inactive:
             return called(linear, linear_file.run, way, x, weight, bias, norm=before, **end)
         y = called(linear, linear_file.run, way, x, weight, bias, norm=before)
     else:
@@ -189,6 +200,29 @@ def finish(
     y = scaled(y if drop is None else drop(y), layer_scale, sample_scale)
     y = y if residual is None else y + residual
     return (y, None) if return_stats else y
+
+
+def operands_of(
+    layers: tuple[Layer, ...], x: Tensor, norm: Before | None, way: str, layer_scale: Tensor | None = None
+) -> tuple:
+    """(weight, bias, norm) of `linear` and `mlp` for one linear layer, or for the gate and value of a SwiGLU.
+
+    Args:
+        layers: one or two linear layers that read x.
+        x: [..., K].
+        norm: the norm before them; None for no norm.
+        way: as in `Body`.
+        layer_scale: multiplied into weights that are packed for oneDNN; or None.
+    """
+    if way == "onednn":
+        kept = [packed_weight((layer,), x, layer_scale) for layer in layers]
+        if all(one is not None for one in kept):
+            return (kept[0] if len(kept) == 1 else tuple(kept)), None, norm
+    if len(layers) == 1:
+        return operands(layers[0].weight, layers[0].bias, norm)
+    biases = tuple(layer.bias for layer in layers)
+    weights = tuple(layer.weight for layer in layers)
+    return operands(weights, None if all(b is None for b in biases) else biases, norm)
 
 
 def fold_or_normalize(

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ..kernels import plan
 from ..kernels.argument import NextNorm, Normalized
-from ..kernels.backend import kernels_available
 from ..kernels.layer_norm import scaled
 from . import body as body_file
 from . import ways
@@ -123,7 +122,7 @@ def runs_plain(x: Tensor, *branches: Branch, block: nn.Module | None = None) -> 
 
 
 def _way(block: nn.Module | None, x: Tensor, branches: tuple[Branch, ...], bodies: list[Body | None]) -> str:
-    if not kernels_available(x) or not any(bodies):
+    if not plan.has_ways(x) or not any(bodies):
         return "reference"
     sizes = []
     for branch, body in zip(branches, bodies, strict=True):

@@ -6,11 +6,12 @@ cached fold can become stale without detection. Folds are cached only in a model
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..kernels import onednn
 from ..kernels.argument import Norm
 from ..kernels.backend import kernels_available
 from ..kernels.fold import Folded, Group, fold_groups, packed, pays
@@ -49,9 +50,9 @@ class Entry(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A cached fold, or a tensor of `derived`; weak references to its sources, and their state to detect changes."""
+    """A cached fold, packed weight or tensor of `derived`; weak references to its sources, and their state."""
 
-    folded: Folded | tuple[Tensor]
+    folded: Any  # a `Folded`, an `onednn.Packed` or (tensor,)
     sources: tuple[weakref.ref, ...]
     state: tuple
 
@@ -76,8 +77,9 @@ def freeze(model: nn.Module) -> None:
 
     Until `unfreeze`, the folds take about 58 % of the memory of a block's weights. A CUDA graph reads them at fixed
     addresses: run the frozen model once before the capture, and do not unfreeze it while the graph is in use. Copies
-    and pickles of a model are not frozen, and a compiled model folds in each call. If the kernels do not run, as on
-    a CPU, nothing is folded.
+    and pickles of a model are not frozen, and a compiled model folds in each call. On a CPU, linear layers that run by
+    oneDNN keep a copy of their weights in its layout, with LayerScale multiplied in, from their next inference call on;
+    this takes at most the memory of these weights once more. Nothing else is kept there.
 
     Args:
         model: one of ours, or one that `optimize` converted.
@@ -95,6 +97,11 @@ def freeze(model: nn.Module) -> None:
 def is_frozen(model: nn.Module) -> bool:
     """True if `freeze` was called for the model or a module in it."""
     return any(module in _frozen for module in model.modules())
+
+
+def is_marked(module: nn.Module | None) -> bool:
+    """True if `freeze` was called for this module or one around it."""
+    return module in _frozen
 
 
 def fold_again(model: nn.Module) -> None:
@@ -184,6 +191,34 @@ def derived(owner: nn.Module, name: str, sources: tuple[Tensor | None, ...], mak
     return kept[key].folded[0]
 
 
+def packed_weight(layers: tuple, x: Tensor, layer_scale: Tensor | None = None) -> onednn.Packed | None:
+    """The weights of these linear layers as one weight in oneDNN's layout, cached if the first layer is frozen.
+
+    None if it is not frozen or gradients are enabled.
+
+    Args:
+        layers: linear layers that read x.
+        x: [..., K], the operand of the product.
+        layer_scale: multiplied into weight and bias; or None.
+    """
+    store = None if torch.is_grad_enabled() else _frozen.get(layers[0]) if isinstance(layers[0], nn.Module) else None
+    if store is None or layers[0].training or not x.numel():
+        return None
+    sources = tuple(t for layer in layers for t in (layer.weight, layer.bias) if t is not None)
+    sources = sources if layer_scale is None else (*sources, layer_scale)
+    if any(t.dtype != x.dtype for t in sources) or onednn.refusal(x.dtype, "packed") is not None:
+        return None
+    key = ("onednn", *map(id, sources))
+    if not _is_fresh(store.get(key), sources):
+        with torch.inference_mode(False), torch.no_grad():
+            weight, bias = packed(tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers))
+            made = onednn.pack(weight, bias, layer_scale, x.numel() // x.shape[-1])
+        _forget_lost(store)
+        store[key] = Kept(made, tuple(map(weakref.ref, sources)), _state(sources))
+    found: onednn.Packed = store[key].folded
+    return found
+
+
 def keeps(owner: nn.Module, *sources: Tensor | None) -> bool:
     """True if `derived` caches a tensor computed from these: the owner is frozen, and they are not being trained."""
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in sources)
@@ -236,15 +271,21 @@ def _store(kept: dict, key: tuple, new: Folded | tuple[Tensor], sources: tuple[T
         for a, b in zip(old.folded[:3], new[:3], strict=True):
             a.copy_(b)
         new = old.folded
-    for other in [k for k, v in kept.items() if any(ref() is None for ref in v.sources)]:
-        del kept[other]
+    _forget_lost(kept)
     kept[key] = Kept(new, tuple(map(weakref.ref, sources)), _state(sources))
 
 
+def _forget_lost(kept: dict) -> None:
+    """Removes what was computed from tensors that no longer exist."""
+    for other in [k for k, v in kept.items() if any(ref() is None for ref in v.sources)]:
+        del kept[other]
+
+
 def kept_folds(modules: Iterable[nn.Module]) -> list[CachedFold]:
-    """All that is cached for these modules: folds, and the tensors of `derived`."""
+    """The folds cached for these modules, and the tensors of `derived`; not weights packed for oneDNN."""
     stores = [_frozen.get(module, {}) for module in modules]
-    return [CachedFold(store, key, kept) for store in stores for key, kept in store.items()]
+    every = [CachedFold(store, key, kept) for store in stores for key, kept in store.items()]
+    return [one for one in every if not isinstance(one.kept.folded, onednn.Packed)]
 
 
 def _is_fresh(kept: Kept | None, sources: tuple[Tensor, ...]) -> bool:

@@ -13,8 +13,8 @@ from ..kernels.depthwise import depthwise
 from ..kernels.linear import linear
 from ..kernels.mlp import mlp
 from .attention import as_map, as_tokens
-from .body import Before, Body, Given, Output, activate, called, finish, fold_or_normalize, project
-from .freeze import derived, operands
+from .body import Before, Body, Given, Output, activate, called, finish, fold_or_normalize, operands_of, project
+from .freeze import derived
 from .leaves import Foreign, Layer, activation_of, is_depthwise_conv, is_identity, is_inactive, is_readable, width_of
 
 
@@ -75,22 +75,14 @@ class MlpBody(NamedTuple):
             hs = [project(x, (fc,)) for fc in self.fc1] if norm is None else [project(x, self.fc1, norm, stats, way)]
             h = activate(hs[0], self.act, *hs[1:])
         else:
-            weight, bias, before = operands(*_pair(self.fc1), norm)
+            weight, bias, before = operands_of(self.fc1, x, norm, way)
             bare = self.last is None or is_identity(self.last)
             call = dict(norm=before, stats=stats, activation=self.act)
             if bare and is_readable(self.fc2) and is_inactive(inner) and is_inactive(outer):
-                fc2 = self.fc2.weight, self.fc2.bias
+                fc2 = operands_of((self.fc2,), x, None, way, end.get("layer_scale"))[:2]
                 return called(mlp, mlp_file.run, way, x, (weight, bias), fc2, **call, **end)
             h = called(linear, linear_file.run, way, x, weight, bias, **call)
         return finish(h if inner is None else inner(h), self.fc2, self.last, outer, way=way, **end)
-
-
-def _pair(layers: tuple[Layer, ...]) -> tuple[Any, Any]:
-    """Weights and biases of one layer, or of the gate and value of a SwiGLU."""
-    if len(layers) == 1:
-        return layers[0].weight, layers[0].bias
-    biases = tuple(layer.bias for layer in layers)
-    return tuple(layer.weight for layer in layers), None if all(b is None for b in biases) else biases
 
 
 def act_name(act: str | nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""Selects how a block runs ("fused", "mixed" or "plain"): one cached lookup per call, see `kernels.plan`.
+"""Selects how a block runs ("fused", "mixed", "onednn" or "plain"): one cached lookup per call, see `kernels.plan`.
 
 In a plain block the original modules run, and modules inside it do not select again. A block's sizes are read on its
 first call and cached. Modules that are replaced, hooked or patched later change what can be fused: every fused or mixed
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import launch, plan, settings
-from ..kernels.backend import kernels_available
 from ..kernels.cost import Branch
 from ..kernels.layer_norm import MAX_D
+from .freeze import is_marked
 from .hooks import are_plain_tensors, is_repeatable
 
 SIZES = "_fastvit_triton_sizes"  # key in a module's __dict__: its `Sizes`
@@ -54,7 +54,7 @@ _ways: dict[tuple, str] = {}
 
 
 def known_way(module: nn.Module, x: Tensor) -> tuple[str | None, Any]:
-    """(way, key) for a module that has run before; (None, None) on its first call or if no kernel is available.
+    """(way, key) for a module that has run before; (None, None) on its first call, or if its calls are not replayed.
 
     The key is that of the cache: sizes of the module, shape, dtype and device of x, and global settings.
     """
@@ -63,16 +63,17 @@ def known_way(module: nn.Module, x: Tensor) -> tuple[str | None, Any]:
     facts = module.__dict__
     if facts[SIZES].training is not facts["training"]:
         return None, None
-    key = facts[SIZES], x.shape, x.dtype, x.device, settings.choices(x.device.type)
+    if not plan.has_ways(x):
+        return None, None
+    key = facts[SIZES], x.shape, x.dtype, x.device, settings.choices(x.device.type), is_marked(module)
     if key in _ways:
         way = _ways[key]
     else:
-        if not kernels_available(x):
-            return None, None
         if len(_ways) >= MAX_WAYS:
             _ways.clear()
-        way = _ways[key] = _way(x, *key[0][:2])
-    return way, key
+        sizes = facts[SIZES]
+        way = _ways[key] = _way(x, sizes.branches, sizes.replayed, key[-1])
+    return (None, None) if way == "onednn" else (way, key)
 
 
 def choose_way(module: nn.Module | None, x: Tensor, branches: tuple[Branch, ...], replays: bool = False) -> str:
@@ -84,24 +85,22 @@ def choose_way(module: nn.Module | None, x: Tensor, branches: tuple[Branch, ...]
         branches: their sizes; the numbers of images and tokens come from x.
         replays: True if calls of the module go through `replay`.
     """
-    if torch.compiler.is_compiling():
-        return _way(x, branches, False)
-    if module is None:
-        return _way(x, branches, False)
+    if torch.compiler.is_compiling() or module is None:
+        return _way(x, branches, False, False)
     known = module.__dict__.get(SIZES)
     if known is None or known.branches != branches or known.training is not module.training:
         known = module.__dict__[SIZES] = Sizes(branches, replays and is_repeatable(module), module.training)
-    return _way(x, *known[:2])
+    return _way(x, known.branches, known.replayed, is_marked(module))
 
 
-def _way(x: Tensor, branches: tuple[Branch, ...], replayed: bool) -> str:
+def _way(x: Tensor, branches: tuple[Branch, ...], replayed: bool, frozen: bool) -> str:
     if any(max(b.channels, b.width, b.inner) > MAX_D for b in branches):
         return "plain"
     if not torch.compiler.is_compiling():
         tokens = x.numel() // max(x.shape[0] * x.shape[-1], 1)
         size = launch.product_dtype(x).itemsize
         branches = tuple(b._replace(images=x.shape[0], tokens=tokens, itemsize=size) for b in branches)
-    way = plan.way_of(x, branches, torch.is_grad_enabled(), replayed and REPLAYS)
+    way = plan.way_of(x, branches, torch.is_grad_enabled(), replayed and REPLAYS, frozen)
     return "plain" if way == "mixed" and not are_plain_tensors(x) else way  # traced tensors need registered ops
 
 

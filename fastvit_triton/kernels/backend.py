@@ -12,7 +12,7 @@ from . import launch, tile
 
 F = TypeVar("F", bound=Callable)
 
-BACKENDS = ("auto", "triton", "torch")
+BACKENDS = ("auto", "triton", "onednn", "torch")
 
 
 def _environment() -> str:
@@ -25,9 +25,10 @@ _switch: str = _environment()  # an invalid value raises on first use
 def backend() -> str:
     """Value of the switch: from `set_backend`, else from FASTVIT_TRITON_BACKEND at import, else "auto".
 
-    With "auto", `plan` selects fused, mixed or plain if the kernels can run. "torch" always takes the PyTorch path.
-    "triton" always runs fused, also for CPU tensors, which needs Triton's interpreter (TRITON_INTERPRET=1): slow, for
-    tests.
+    With "auto", `plan` selects fused, mixed or plain if the kernels can run, and on a CPU oneDNN's products where a
+    measured row of this CPU says that they are faster. "onednn" takes these for every product on a CPU, and is "auto"
+    on a GPU. "torch" always takes the PyTorch path. "triton" always runs fused, also for CPU tensors, which needs
+    Triton's interpreter (TRITON_INTERPRET=1): slow, for tests.
 
     Raises:
         ValueError: the environment variable has another value.
@@ -39,7 +40,7 @@ def set_backend(name: str | None) -> None:
     """Sets the switch of `backend` for this process; None reads the environment variable again.
 
     Raises:
-        ValueError: the name is not "auto", "triton" or "torch".
+        ValueError: the name is not "auto", "triton", "onednn" or "torch".
     """
     global _switch
     _switch = _environment() if name is None else _checked(name, "name")
@@ -50,7 +51,7 @@ def using_backend(name: str | None) -> Iterator[None]:
     """Context manager: `set_backend(name)` inside, the previous switch afterwards.
 
     Raises:
-        ValueError: the name is not "auto", "triton" or "torch".
+        ValueError: the name is not "auto", "triton", "onednn" or "torch".
     """
     global _switch
     before = _switch
@@ -132,6 +133,6 @@ def kernels_available(x: torch.Tensor, head_dim: int = 0) -> bool:
 
     It depends only on device, dtype, head_dim and the switch, so Dynamo treats it as a constant.
     """
-    if x.device.type == "cpu" and _switch in ("auto", "torch") and launch.target is None:  # fast path
+    if x.device.type == "cpu" and _switch != "triton" and launch.target is None:  # fast path
         return False
     return why_not(x.device, x.dtype, head_dim) is None

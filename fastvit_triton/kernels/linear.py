@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import check, fold, layer_norm, mixed, plan, rms_norm
+from . import check, cpu, fold, layer_norm, mixed, onednn, plan, rms_norm
 from .activation import GATED, activate, apply_activation, gate_of
 from .argument import NextNorm, Norm, Normalized, NormLike, Pair, expect_bool, kind_of
 from .backend import kernels_available
@@ -102,6 +102,9 @@ def linear(
         return run(
             x, weight, bias, norm, stats, activation, layer_scale, sample_scale, residual, return_stats=return_stats
         )
+    if cpu.takes(x, weight):
+        y = cpu.linear(x, weight, bias, norm, activation, layer_scale, sample_scale, residual)
+        return (y, layer_norm.row_stats(y)) if return_stats else y
     return reference(
         x,
         weight,
@@ -118,7 +121,7 @@ def linear(
 
 def run(
     x: Tensor,
-    weight: Tensor | Pair | Folded,
+    weight: Tensor | Pair | Folded | onednn.Packed,
     bias: Tensor | Pair | None = None,
     norm: NormLike | None = None,
     stats: Any = None,
@@ -136,8 +139,12 @@ def run(
         x, weight, bias, norm, activation, layer_scale, sample_scale, residual: as in `linear`.
         stats: row statistics of x for "fused", or LN(x) for "mixed", from the call that produced x.
         return_stats: also return the next call's `stats`; for "mixed", the `NextNorm` to apply, or False.
-        way: "fused" or "mixed", see `plan`.
+        way: "fused", "mixed" or "onednn", see `plan`; for "onednn" the weight may be packed, and there are no stats.
     """
+    if way == "onednn":
+        y = cpu.linear(x, weight, bias, norm, activation, layer_scale, sample_scale, residual)
+        return (y, None) if return_stats else y
+    assert not isinstance(weight, onednn.Packed)
     grad = torch.is_grad_enabled()
     if way == "mixed":
         call = mixed.Call(stats, return_stats if isinstance(return_stats, NextNorm) else None, product_dtype(x))

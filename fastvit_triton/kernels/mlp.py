@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from . import check, layer_norm, linear, mixed, plan
+from . import check, cpu, layer_norm, linear, mixed, plan
 from .activation import GATED, activate
 from .argument import NextNorm, Norm, NormLike, Pair, expect_bool, expect_floating, expect_nonempty, is_like, kind_of
 from .attention_inner import dot_transposed, load_tiles, zero_tiles
@@ -99,6 +99,9 @@ def mlp(
     ):
         ends = layer_scale, sample_scale, residual
         return run(x, fc1, fc2, norm, stats, activation, *ends, recompute, return_stats=return_stats)
+    if cpu.takes(x, fc1[0]):
+        y = cpu.mlp(x, fc1, fc2, norm, activation, layer_scale, sample_scale, residual, recompute)
+        return (y, layer_norm.row_stats(y)) if return_stats else y
     return reference(
         x,
         fc1,
@@ -130,6 +133,9 @@ def run(
     way: str = "fused",
 ) -> Tensor | Any:
     """`mlp` in a given way, without argument checks or plan; see `linear.run`."""
+    if way == "onednn":
+        y = cpu.mlp(x, fc1, fc2, norm, activation, layer_scale, sample_scale, residual, recompute)
+        return (y, None) if return_stats else y
     if way == "mixed":
         call = mixed.Call(stats, return_stats if isinstance(return_stats, NextNorm) else None, product_dtype(x))
         operand = x

@@ -1,5 +1,8 @@
 """Chooses how a branch or an op runs, before any of its ops is called: "fused", "mixed" or "plain", see `cost`.
 
+On a CPU the choice is between "onednn" and "plain", see `onednn`: by measurements on this machine, else by the row of
+this CPU in tuned/cpu.json, else plain.
+
 The first of these decides: a context (`forcing`) or the backend switch; measurements on this GPU (see `measured`); a
 measured row "ways" in tuned/<architecture>.json; the least max(expected GPU time, host time), with the pessimistic
 rates of our kernels. IEEE float32 matmuls always run in PyTorch; under autocast matmuls and attention have autocast's
@@ -19,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import backend, launch, measured, settings
+from . import backend, launch, measured, onednn, settings
 from .cost import WAYS, Branch, Gpu, Launch, gpu_of, launch_us, launches, table
 from .op_cost import OPS
 
@@ -28,12 +31,17 @@ MAX_CHOICES = 4096  # cached choices
 KEEP_DTYPE = ("layer_norm", "depthwise")  # ops whose operands autocast does not cast
 
 
+def has_ways(x: Tensor) -> bool:
+    """True if a block with input x can run otherwise than plain: the kernels are available, or oneDNN on a CPU."""
+    return backend.kernels_available(x) or onednn.usable(x)
+
+
 class Choice(NamedTuple):
     """How the branches of a block, or an op, run, and why.
 
     Attributes:
         name: kinds of the branches, "attention + mlp", or name of the op.
-        way: "fused", "mixed" or "plain".
+        way: "fused", "mixed", "onednn" or "plain".
         why: "asked for", "measured", "empty" (there are no tokens) or "expected" (the least time).
         shapes: names in tables of measurements, most exact first.
         branches: of the block; empty for an op.
@@ -58,18 +66,19 @@ class Choice(NamedTuple):
 _choices: dict[tuple, str] = {}
 
 
-def way_of(x: Tensor, branches: tuple[Branch, ...], training: bool, replayed: bool) -> str:
-    """Chooses the way of a block's residual branches: "fused", "mixed" or "plain".
+def way_of(x: Tensor, branches: tuple[Branch, ...], training: bool, replayed: bool, frozen: bool = False) -> str:
+    """Chooses the way of a block's residual branches: "fused", "mixed", "onednn" or "plain".
 
     Args:
         x: [B, ..., C], the residual, for which the kernels are available; only its device and dtype are used.
         branches: of the block; while tracing, numbers of images and tokens are those of `TRACED`.
         training: True if gradients are enabled.
         replayed: True if calls of the block are replayed, see `engine.replay`.
+        frozen: True if its weights are final, see `engine.freeze`.
     """
     traced = torch.compiler.is_compiling()
     dtypes = x.dtype, launch.product_dtype(x)
-    return _way(x.device, dtypes, tuple(tuple(b) for b in branches), training, traced, replayed)
+    return _way(x.device, dtypes, tuple(tuple(b) for b in branches), training, traced, replayed, frozen)
 
 
 @backend.constant
@@ -80,9 +89,10 @@ def _way(
     training: bool,
     traced: bool,
     replayed: bool,
+    frozen: bool,
 ) -> str:
     """`way_of`, for the dtypes of the residual and of the matmuls."""
-    key = (device, dtypes, sizes, training, traced, replayed, *settings.choices(device.type))
+    key = (device, dtypes, sizes, training, traced, replayed, frozen, *settings.choices(device.type))
     way = _choices.get(key)
     if way is None or settings.observer is not None:
         branches = tuple(Branch(*one) for one in sizes)
@@ -93,7 +103,11 @@ def _way(
         asked = settings.forced
         switch = backend.backend()
         exact = launch.is_ieee(dtypes[1])
-        choice = choose(device, branches, training, traced, replayed, asked, switch, exact)
+        if device.type == "cpu" and launch.target is None and switch != "triton":
+            phase = "training" if training else "frozen" if frozen else "inference"
+            choice = _choose_on_cpu(dtypes[1], branches, phase, traced, asked, switch)
+        else:
+            choice = choose(device, branches, training, traced, replayed, asked, switch, exact)
         way = "plain" if traced and choice.way != "fused" else choice.way
         _remember(key, choice._replace(way=way))
     return way
@@ -132,7 +146,7 @@ def choose(
     name = " + ".join(branch.kind for branch in branches)
     shapes = block_names(branches, training)
     if asked is not None or switch == "triton":
-        return Choice(name, asked or "fused", "asked for", shapes, branches, {}, {})
+        return Choice(name, "plain" if asked == "onednn" else asked or "fused", "asked for", shapes, branches, {}, {})
     if not all(branch.images * branch.tokens for branch in branches):
         return Choice(name, "plain", "empty", shapes, branches, {}, {})
     way = None if exact else measured_way(device, shapes)
@@ -149,6 +163,34 @@ def choose(
     }
     refusals = {way: refusal(found, every["plain"], training, exact) for way, found in every.items()}
     return _least(name, shapes, us, refusals)._replace(branches=branches, replayed=replayed)
+
+
+def _choose_on_cpu(
+    dtype: torch.dtype, branches: tuple[Branch, ...], phase: str, traced: bool, asked: str | None, switch: str
+) -> Choice:
+    """`choose` on a CPU, where only oneDNN can replace PyTorch's products: by the block's mean product.
+
+    Args:
+        dtype: of the products.
+        branches: of the block.
+        phase: one of `onednn.PHASES`.
+        traced: True while a graph is traced, which oneDNN's operator does not enter.
+        asked: the way set by `forcing`, or None.
+        switch: `backend.backend()`.
+    """
+    name = " + ".join(branch.kind for branch in branches)
+    shapes = block_names(branches, phase == "training")
+    if traced or not all(branch.images * branch.tokens for branch in branches):
+        return Choice(name, "plain", "asked for" if traced else "empty", shapes, branches, {}, {})
+    if asked is not None or switch == "onednn":
+        way = "onednn" if asked in (None, "onednn") else "plain"
+        return Choice(name, way, "asked for", shapes, branches, {}, {})
+    found = measured_way(torch.device("cpu"), shapes)
+    if found is not None:
+        return Choice(name, found, "measured", shapes, branches, {}, {})
+    macs = [b.images * b.tokens * b.channels * size for b in branches for size in (b.width, b.inner)]
+    way = "onednn" if onednn.pays(dtype, sum(macs) / len(macs), phase) else "plain"
+    return Choice(name, way, "measured", shapes, branches, {}, {})
 
 
 def _least(
@@ -231,7 +273,7 @@ def prefers_kernel(x: Tensor, op: str, *sizes: int) -> bool:
 @backend.constant
 def _prefers(device: torch.device, dtype: torch.dtype, size: int, training: bool, op: str, sizes: tuple) -> bool:
     if settings.forced is not None or backend.backend() == "triton":
-        return settings.forced != "plain"
+        return settings.forced not in ("plain", "onednn")
     key = (device, dtype, training, op, sizes, *settings.choices(device.type))
     way = _choices.get(key)
     if way is None or settings.observer is not None:
@@ -268,10 +310,10 @@ def forcing(way: str) -> Iterator[None]:
     """Context in which every branch runs in this way if possible, and ops run our kernels unless it is "plain".
 
     Raises:
-        ValueError: the way is not "fused", "mixed" or "plain".
+        ValueError: the way is not "fused", "mixed", "onednn" or "plain".
     """
-    if way not in WAYS:
-        raise ValueError(f"way is {way!r}; use one of {', '.join(WAYS)}")
+    if way not in (*WAYS, "onednn"):
+        raise ValueError(f"way is {way!r}; use one of {', '.join(WAYS)} or onednn")
     before = settings.forced
     settings.forced = way
     try:

@@ -17,8 +17,8 @@ from ....engine.hooks import are_plain_tensors
 from ....engine.leaves import RMS_FORWARDS, VOLUME_CONVOLUTIONS, Foreign, activation_of, is_patch_conv
 from ....engine.mlp import MlpBody
 from ....engine.packing import longest, one_call
+from ....kernels import plan
 from ....kernels.argument import Varlen
-from ....kernels.backend import kernels_available
 from ....kernels.linear import linear
 from ....kernels.rms_norm import rms_norm
 from ...forwards import arguments, fused_body, fused_forward, known_type, original
@@ -174,7 +174,7 @@ register_blocks({name: names._replace(takes=TAKES) for name, names in BLOCKS.ite
 
 def _merged(self: Foreign, x: Tensor, mlp: MlpBody, y: Tensor) -> Tensor:
     """mlp(y) of a merger's input x, or the merger's own forward if that is chosen."""
-    way = ways.choose_way(None, y, (mlp.sizes(),)) if kernels_available(y) else "reference"
+    way = ways.choose_way(None, y, (mlp.sizes(),)) if plan.has_ways(y) else "reference"
     return ways.plainly(type(self).forward, self, x) if way == "plain" else mlp(y, way=way)
 
 

@@ -1,0 +1,127 @@
+"""Measures from which size on oneDNN's products are faster than PyTorch's on this CPU, for kernels/tuned/cpu.json.
+
+    python -m benchmarks.cpu_rows [--seconds 300] [--threads 1,2] [--dtypes float32,bfloat16] [--write]
+
+Each product of the shapes of ViT-Ti, ViT-S and ViT-B is timed in three phases: inference with the weight as it is,
+inference with a packed weight (after `freeze`), and training with the backward pass. Both variants alternate in one
+process. A row holds, for each phase, the fewest multiplications from which on oneDNN is faster by the median in every
+measured product, for every number of threads; a phase without such a number is left out, and PyTorch's product runs.
+--write adds the row of this CPU to the table.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastvit_triton.files import replacing
+from fastvit_triton.kernels import onednn
+from fastvit_triton.measure.machine import provenance
+
+ROWS = (1, 16, 50, 197, 788, 1576)  # of x: images · tokens
+SHAPES = tuple((d * a, d * b) for d in (192, 384, 768) for a, b in ((1, 1), (1, 3), (1, 4), (4, 1)))  # (K, F)
+MARGIN = 1.02  # by which oneDNN must be faster
+
+
+def variants(phase: str, rows: int, K: int, F_: int, dtype: torch.dtype) -> tuple[Callable, Callable]:
+    """(PyTorch's product, oneDNN's) of random operands."""
+    x = torch.randn(rows, K, dtype=dtype)
+    weight = torch.randn(F_, K, dtype=dtype)
+    bias = torch.randn(F_, dtype=dtype)
+    if phase == "training":
+        operands = [t.requires_grad_() for t in (x, weight, bias)]
+        grad = torch.randn(rows, F_, dtype=dtype)
+
+        def trained(product: Callable[..., Tensor]) -> None:
+            torch.autograd.grad(product(*operands), operands, grad)
+
+        return lambda: trained(F.linear), lambda: trained(onednn.product)
+    held = onednn.pack(weight, bias, None, rows) if phase == "frozen" else weight
+    return lambda: F.linear(x, weight, bias), lambda: onednn.product(x, held, bias)
+
+
+def ratio(pair: tuple[Callable, Callable], calls: int, rounds: int) -> float:
+    """Median over rounds of the first call's time divided by that of the second."""
+    ratios = []
+    for turn in range(rounds + 1):
+        seconds = [0.0, 0.0]
+        for i in (0, 1) if turn % 2 else (1, 0):
+            start = time.perf_counter()
+            for _ in range(calls):
+                pair[i]()
+            seconds[i] = time.perf_counter() - start
+        if turn:
+            ratios.append(seconds[0] / seconds[1])
+    return statistics.median(ratios)
+
+
+def measured(phase: str, dtype: torch.dtype, threads: list[int], seconds: float) -> dict[str, dict[int, float]]:
+    """ "M,K,F" → number of threads → ratio, for all products of a phase."""
+    cells = list(itertools.product(ROWS, SHAPES))
+    every = sum(rows * K * F_ for rows, (K, F_) in cells)
+    found: dict[str, dict[int, float]] = {}
+    for rows, (K, F_) in cells:
+        pair = variants(phase, rows, K, F_, dtype)
+        with torch.set_grad_enabled(phase == "training"):
+            start = time.perf_counter()
+            for call in pair:
+                call()
+            both = time.perf_counter() - start
+            share = max(seconds * rows * K * F_ / every, seconds / len(cells) / 4) / len(threads)
+            calls = max(1, int(share / both / 12))
+            rounds = min(21, max(5, int(share / both / calls)))
+            for count in threads:
+                torch.set_num_threads(count)
+                found.setdefault(f"{rows},{K},{F_}", {})[count] = round(ratio(pair, calls, rounds), 3)
+    return found
+
+
+def fewest(ratios: dict[str, dict[int, float]]) -> float | None:
+    """The fewest multiplications from which on every ratio is at least `MARGIN`; None if there is no such number."""
+    sizes = {name: math.prod(map(int, name.split(","))) for name in ratios}
+    least = None
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        if min(ratios[name].values()) < MARGIN:
+            break
+        least = sizes[name]
+    return least
+
+
+def main(words: list[str] | None = None) -> dict[str, Any]:
+    """Measures, prints each phase's row, and writes the table if asked to; returns this CPU's entry."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=300.0, help="approximate time for everything")
+    parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--write", action="store_true", help=f"write {onednn.TABLE.name}")
+    arguments = parser.parse_args(words)
+    torch.manual_seed(0)
+    threads = [int(count) for count in arguments.threads.split(",")]
+    dtypes = [d for d in arguments.dtypes.split(",") if onednn.why_not(torch.device("cpu"), getattr(torch, d)) is None]
+    share = arguments.seconds / len(dtypes) / len(onednn.PHASES)
+    entry: dict[str, Any] = {}
+    for dtype in dtypes:
+        ratios = {phase: measured(phase, getattr(torch, dtype), threads, share) for phase in onednn.PHASES}
+        limits = {phase: least for phase, one in ratios.items() if (least := fewest(one)) is not None}
+        entry[dtype] = {"from": limits, "ratios": ratios, "provenance": provenance()}
+        for phase, one in ratios.items():
+            spread = [value for by_threads in one.values() for value in by_threads.values()]
+            print(f"{onednn.name()} {dtype} {phase}: from {limits.get(phase)}, ratios {min(spread)} to {max(spread)}")
+    if arguments.write:
+        table = json.loads(onednn.TABLE.read_text(encoding="utf-8"))
+        table["cpus"].setdefault(onednn.name(), {}).update(entry)
+        with replacing(onednn.TABLE) as temporary:
+            temporary.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    return entry
+
+
+if __name__ == "__main__":
+    main()

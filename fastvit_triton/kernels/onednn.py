@@ -1,0 +1,296 @@
+"""Products on a CPU by oneDNN, which PyTorch ships, with the activation or the residual in the same pass.
+
+Math      y = act(x Wᵀ + b)                       [M, F]                                   (1)
+          y = x Wᵀ + b + residual, or (x Wᵀ + b) ∘ gate                                     (2)
+Backward  dx = dy W, dW = dyᵀ x, db = Σ dy, by the same operator; activations and sums by PyTorch. It can be
+          differentiated again.
+Kernels   torch.ops.mkldnn._linear_pointwise. PyTorch's own float32 products on a CPU are MKL's, which uses no AVX-512
+          on AMD. The operator is private and has no formula for gradients (a backward pass through it leaves every
+          `.grad` None), so nothing else in the package calls it, and each pair of dtype and post-operation is tried
+          on a small product before it is used. It never reduces the precision: the math mode of PyTorch's float32
+          products does not apply to it.
+Saved     x and W, as eager PyTorch.
+Cost      2·M·K·F flops; without packing, W is copied into oneDNN's layout in each call.
+"""
+
+import contextlib
+import functools
+import json
+import math
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._device import DeviceContext
+
+from . import backend, launch, measured, settings
+from .activation import ACTIVATIONS, apply_activation
+
+POST_OPERATIONS = {  # activation → the operator's names of it and of its form
+    "gelu": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
+    "relu": ("relu", ""),
+    "silu": ("swish", ""),
+    "hardswish": ("hardswish", ""),
+}
+BINARY = ("add", "mul")  # post-operations with a second operand
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TABLE = Path(__file__).parent / "tuned" / "cpu.json"
+PHASES = ("inference", "frozen", "training")
+
+
+class Packed(NamedTuple):
+    """Weight and bias of a product in oneDNN's layout, kept by `engine.freeze`; inference only.
+
+    Attributes:
+        weight: [F, K] in the layout; it can be neither copied nor pickled.
+        bias: [F], or None.
+        scaled: True if the LayerScale is multiplied into both.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    scaled: bool = False
+
+
+def name() -> str:
+    """Vendor, family and vector instructions of this machine's CPU, as in "AuthenticAMD 25 AVX512"."""
+    return f"{_model()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+@functools.cache
+def _model() -> str:
+    """Vendor and family of the CPU; on systems without /proc/cpuinfo what Python calls it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    if "vendor_id" in facts:
+        return f"{facts['vendor_id']} {facts.get('cpu family', '?')}"
+    return f"{platform.machine()} {facts.get('CPU implementer', '?')} {facts.get('CPU part', '?')}"
+
+
+@functools.cache
+def rows() -> dict[str, Any]:
+    """The committed table: name of a CPU → dtype → phase → the fewest multiplications for which oneDNN is faster."""
+    return json.loads(TABLE.read_text(encoding="utf-8"))["cpus"]
+
+
+def row() -> dict[str, dict[str, float]]:
+    """The row of this machine's CPU, or that of `using_row`: dtype → phase → fewest multiplications; may be empty."""
+    return _row_of(name()) if settings.cpu_row is None else settings.cpu_row
+
+
+@functools.cache
+def _row_of(cpu: str) -> dict[str, dict[str, float]]:
+    return {dtype: phases["from"] for dtype, phases in rows().get(cpu, {}).items()}
+
+
+@contextlib.contextmanager
+def using_row(fewest: dict[str, dict[str, float]] | None) -> Iterator[None]:
+    """Context in which `row` returns this, such as {"float32": {"inference": 0}}; {} is that of an unknown CPU."""
+    before = settings.cpu_row
+    settings.cpu_row = fewest
+    try:
+        yield
+    finally:
+        settings.cpu_row = before
+
+
+@functools.cache
+def refusal(dtype: torch.dtype, operation: str | None = None) -> str | None:
+    """Why oneDNN's product with this post-operation is not used; None if it gives the right result on a small product.
+
+    Args:
+        dtype: of the operands.
+        operation: a name in `POST_OPERATIONS` or `BINARY`, "packed" for packed weights, or None.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return "this build of PyTorch has no oneDNN"
+    generator = torch.Generator().manual_seed(0)
+    x, weight, other = (torch.randn(16, 16, generator=generator).to(dtype) for _ in range(3))
+    bias = torch.randn(16, generator=generator).to(dtype)
+    try:
+        with torch.no_grad():
+            if operation == "packed":
+                got = _call(x, _pack(weight, 16), bias)
+            elif operation in BINARY:
+                got = _call(x, weight, bias, other=other, operation=operation)
+            else:
+                got = _call(x, weight, bias, activation=operation)
+            want = F.linear(x.double(), weight.double(), bias.double())
+            if operation in BINARY:
+                want = want + other.double() if operation == "add" else want * other.double()
+            elif operation in ACTIVATIONS:
+                want = ACTIVATIONS[operation](want)
+    except (AttributeError, RuntimeError, NotImplementedError) as error:
+        return f"oneDNN's product in {dtype} fails: {str(error).splitlines()[0]}"
+    wrong = float((got.double() - want).norm() / want.norm())
+    if got.dtype != dtype or not wrong <= 8 * torch.finfo(dtype).eps:
+        return f"oneDNN's product in {dtype} with {operation or 'bias'} is wrong by {wrong:.1e}"
+    return None
+
+
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why products in this dtype never run by oneDNN on this device; None if it depends on their size."""
+    if device.type != "cpu":
+        return f"oneDNN runs on a CPU, this is {device.type}"
+    if dtype not in DTYPES:
+        return f"{dtype} always runs on PyTorch"
+    if not torch._C._get_mkldnn_enabled():
+        return "torch.backends.mkldnn is disabled"
+    if dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        return "this CPU has no float16 products"
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "this CPU has no bfloat16 products"
+    return refusal(dtype)
+
+
+def is_observed() -> bool:
+    """True while a trace, mode or transform must see PyTorch's own operators."""
+    if torch._C._len_torch_function_stack():
+        stack = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+        if not all(isinstance(mode, DeviceContext) for mode in stack):
+            return True
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def pays(dtype: torch.dtype, macs: float, phase: str) -> bool:
+    """True if this CPU's row says that oneDNN is faster for a product with this many multiplications.
+
+    Args:
+        dtype: of the product.
+        macs: multiplications.
+        phase: one of `PHASES`.
+    """
+    return macs >= row().get(_name_of(dtype), {}).get(phase, math.inf)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def product(
+    x: Tensor,
+    weight: Tensor | Packed,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """Equation (1), or (2) with a residual or a gate.
+
+    Args:
+        x: [..., K].
+        weight: [F, K], or packed with its bias.
+        bias: [F], or None.
+        activation: as in `linear`, not gated.
+        residual: [..., F], added last.
+        gate: [..., F], multiplied last.
+    """
+    other = gate if residual is None else residual
+    operation = None if other is None else "add" if gate is None else "mul"
+    if isinstance(weight, Packed):
+        weight, bias = weight[:2]
+    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias, other))
+    if not x.numel() or weight.dtype != x.dtype:
+        y = F.linear(x, weight, bias)
+    elif learns:
+        y = _Product.apply(x, weight, bias)
+    else:
+        fits = other is None or (other.dtype == x.dtype and other.shape[:-1] == x.shape[:-1])
+        if operation is not None and fits and refusal(x.dtype, operation) is None:
+            return _call(x, weight, bias, other=other, operation=operation)
+        if activation in POST_OPERATIONS and refusal(x.dtype, activation) is None:
+            return _call(x, weight, bias, activation=activation)
+        y = _call(x, weight, bias)
+    y = y if activation is None else apply_activation(y, activation)
+    y = y if gate is None else y * gate
+    return y if residual is None else y + residual
+
+
+def forced() -> bool:
+    """True if a context or the switch says that every product runs by oneDNN."""
+    return settings.forced == "onednn" or (backend.backend() == "onednn" and settings.forced is None)
+
+
+def usable(x: Tensor) -> bool:
+    """True if products of x may run by oneDNN in this call, if they are large enough."""
+    if x.device.type != "cpu" or launch.target is not None or backend.backend() not in ("auto", "onednn"):
+        return False
+    dtype = launch.product_dtype(x)
+    listed = settings.forced is None and (_name_of(dtype) in row() or bool(measured.of(x.device).ways))
+    return (listed or forced()) and not is_observed() and why_not(x.device, dtype) is None
+
+
+def _call(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None = None,
+    other: Tensor | None = None,
+    operation: str = "",
+) -> Tensor:
+    """The operator, without autograd."""
+    if other is not None:
+        return torch.ops.mkldnn._linear_pointwise.binary(x, other.contiguous(), weight, bias, operation)
+    post, form = ("none", "") if activation is None else POST_OPERATIONS[activation]
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, post, [], form)
+
+
+class _Product(torch.autograd.Function):
+    """x Wᵀ + b with gradients, which can be differentiated again."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return _call(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        rows = dy.flatten(0, -2) if dy.dim() > 2 else dy
+        dx = dw = db = None
+        if need_x:
+            dx = _differentiable(dy, weight.t())
+        if need_weight:
+            dw = _differentiable(rows.t(), x.flatten(0, -2).t() if x.dim() > 2 else x.t())
+        if need_bias:
+            db = rows.sum(0)
+        return dx, dw, db
+
+
+def _differentiable(x: Tensor, weight: Tensor) -> Tensor:
+    """x Wᵀ, recorded if gradients of gradients are wanted."""
+    return _Product.apply(x, weight, None) if torch.is_grad_enabled() else _call(x, weight, None)
+
+
+def _pack(weight: Tensor, rows: int) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
+
+
+def pack(weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, rows: int) -> Packed:
+    """A product's weight and bias in oneDNN's layout, for about this many rows of x.
+
+    Args:
+        weight: [F, K].
+        bias: [F], or None.
+        layer_scale: [F], multiplied into both; or None.
+        rows: rows of x.
+    """
+    if layer_scale is not None:
+        weight = weight * layer_scale[:, None]
+        bias = None if bias is None else bias * layer_scale
+    return Packed(_pack(weight.contiguous(), rows), None if bias is None else bias.detach(), layer_scale is not None)

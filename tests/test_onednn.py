@@ -1,0 +1,419 @@
+"""Tests of oneDNN's products on a CPU: results, when they run, what is cached of frozen models."""
+
+import copy
+import io
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from budget import Budget, assert_within_budget, results, telling
+from foreign import MODELS, REPEATS, build, inputs, outputs
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+import fastvit_triton
+from fastvit_triton import create_model, freeze, optimize, revert, unfreeze
+from fastvit_triton.engine import freeze as freeze_file
+from fastvit_triton.kernels import linear, mlp, onednn, plan
+from fastvit_triton.kernels.backend import using_backend
+
+CPU = torch.device("cpu")
+EVERY_PRODUCT = {"float32": dict.fromkeys(onednn.PHASES, 0.0)}
+SETTINGS = dict(img_size=32, patch_size=16, embed_dim=32, depth=2, num_heads=2, num_classes=5)
+CASES = [
+    pytest.param(op, case, id=f"{op.name}-{name}")
+    for op in (linear.OP, mlp.OP)
+    for name, case in op.ragged.items()
+    if not name.startswith("empty")
+]
+DTYPES = [d for d in onednn.DTYPES if onednn.why_not(CPU, d) is None]
+SAMPLE = [name for name in MODELS if name not in REPEATS][::4]
+
+pytestmark = pytest.mark.skipif(onednn.why_not(CPU, torch.float32) is not None, reason="PyTorch has no oneDNN here")
+
+
+def _wide(value):
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The operands' shapes and post-operations of each product that runs by oneDNN."""
+    found = []
+    product = onednn._call
+
+    def call(x, weight, bias, activation=None, other=None, operation=""):
+        found.append((tuple(x.shape), weight.is_mkldnn, activation or operation))
+        return product(x, weight, bias, activation, other, operation)
+
+    for dtype in DTYPES:  # not counted
+        onednn.why_not(CPU, dtype)
+        for name in (None, "packed", *onednn.BINARY, *onednn.POST_OPERATIONS):
+            onednn.refusal(dtype, name)
+    monkeypatch.setattr(onednn, "_call", call)
+    return found
+
+
+@pytest.fixture
+def vit():
+    """A ViT with LayerScale whose weights are random, and images."""
+    torch.manual_seed(0)
+    model = create_model("vit_tiny_patch16_224", **SETTINGS, init_values=0.5).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model, torch.randn(2, 3, 32, 32)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op, case", CASES)
+def test_products_equal_float64(op, case, dtype, calls):
+    """Oracle: the reference in float64, within its `Budget`, for outputs and gradients; also without gradients."""
+    budget = Budget(op, case, dtype)
+    with using_backend("onednn"):
+        got = results(op.run, budget.arguments)
+        with torch.no_grad():
+            alone = op.run(**budget.arguments)
+    assert len(calls) >= 4  # forward twice, and two products in the backward pass
+    assert max(budget.ratios(got).values()) <= 1
+    without = {name: value for name, value in got.items() if name.startswith("gradient")} | {"output 0": alone.double()}
+    assert max(budget.ratios(without).values()) <= 1
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.full) for n in MODELS])
+def test_models_equal_the_original(name, calls):
+    """Oracle: the original in float64, and PyTorch's own error in float32; training, inference and frozen."""
+    narrow, given32 = build(name, torch.float32), inputs(name, torch.float32)
+    wide, given = copy.deepcopy(narrow).double(), tree_map(_wide, given32)
+
+    def found(model, given, train=True):
+        with torch.set_grad_enabled(train):
+            y = outputs(model, given)
+        if not train:
+            return {"output": y.double()}
+        parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        weights = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).to(y.dtype).view_as(y)
+        grads = torch.autograd.grad((y * weights).sum(), parameters.values(), allow_unused=True)
+        return {"output": y.detach().double()} | {
+            n: g.double() for n, g in zip(parameters, grads, strict=True) if g is not None
+        }
+
+    truth, own = found(wide, given), found(narrow, given32)
+    optimize(narrow)
+    with using_backend("onednn"):
+        got = found(narrow, given32)
+        trained = len(calls)
+        alone = found(narrow, given32, train=False)
+        freeze(narrow)
+        frozen = found(narrow, given32, train=False)
+    assert trained and len(calls) > trained
+    assert_within_budget(got, own, truth)
+    for result in (alone, frozen):
+        assert_within_budget(result, {"output": own["output"]}, {"output": truth["output"]})
+
+
+def test_gradients_of_gradients():
+    """Oracle: float64, by PyTorch: the gradient of a squared gradient of x, W and b.
+
+    Tolerance: eight times its change when each number is multiplied by 1 ± 2⁻²⁴, for sums of up to ten terms.
+    """
+    operands = [torch.randn(*shape).double() for shape in ((2, 5, 8), (6, 8), (6,))]
+
+    def second(product, operands):
+        operands = [t.detach().requires_grad_() for t in operands]
+        first = torch.autograd.grad(product(*operands).tanh().square().sum(), operands, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), operands)
+
+    truth = second(F.linear, operands)
+    moved = second(F.linear, [t * (1 + 2**-24 * torch.randn_like(t).sign()) for t in operands])
+    got = second(onednn.product, [t.float() for t in operands])
+    for one, change, want in zip(got, moved, truth, strict=True):
+        assert (one - telling(want)).norm() <= 8 * (change - want).norm()
+
+
+def test_leading_axes_and_strides(calls):
+    """Oracle: PyTorch in float64: vectors, four axes, transposed and sliced operands, no bias, an empty batch."""
+    weight, bias = torch.randn(6, 8), torch.randn(6)
+    for x in (torch.randn(8), torch.randn(2, 3, 4, 8), torch.randn(8, 5).t(), torch.randn(5, 16)[:, ::2]):
+        for w, b in ((weight, bias), (weight, None), (torch.randn(8, 6).t(), bias)):
+            want = F.linear(x.double(), w.double(), None if b is None else b.double())
+            got = onednn.product(x, w, b)
+            assert got.shape == want.shape and (got - telling(want)).norm() <= 8 * 2**-24 * 8 * want.norm()
+    assert onednn.product(torch.randn(0, 8), weight, bias).shape == (0, 6)
+
+
+class Watched(TorchDispatchMode):
+    """A dispatch mode, such as those that count FLOPs."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        return function(*arguments, **named or {})
+
+
+def _traced(model, x):
+    return torch.jit.trace(model, x, check_trace=False)(x)
+
+
+def _exported(model, x):
+    return torch.export.export(model, (x,)).module()(x)
+
+
+def _compiled(model, x):
+    return torch.compile(model, backend="eager")(x)
+
+
+def _watched(model, x):
+    with Watched():
+        return model(x)
+
+
+def _disabled(model, x):
+    torch._C._set_mkldnn_enabled(False)  # as torch.backends.mkldnn.flags, which warns on a CPU
+    try:
+        return model(x)
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+
+
+def _vmapped(model, x):
+    return torch.func.vmap(lambda one: model(one[None])[0])(x)
+
+
+def _differentiated(model, x):
+    with sdpa_kernel(SDPBackend.MATH):
+        return torch.func.jvp(model, (x,), (torch.ones_like(x),))[0]
+
+
+def _in_float64(model, x):
+    return copy.deepcopy(model).double()(x.double())
+
+
+def _faked(model, x):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        model(mode.from_tensor(x))
+    return model(x) * 0 + 1.0  # nothing to compare
+
+
+ELSEWHERE = [_traced, _exported, _compiled, _watched, _disabled, _vmapped, _differentiated, _in_float64, _faked]
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's, of traces and transforms
+@pytest.mark.parametrize("run", ELSEWHERE, ids=lambda run: run.__name__)
+def test_traces_modes_and_transforms_see_pytorch(run, vit, calls):
+    """Oracle: no call of oneDNN's operator, where a plain call makes eight."""
+    model, x = vit
+    with using_backend("onednn"), torch.no_grad():
+        model(x)
+        assert len(calls) == 8
+        calls.clear()
+        run(model, x)
+    inside = [] if run is not _faked else calls[:8]
+    assert calls == inside
+
+
+def test_backend_torch_is_eager_bit_for_bit(vit, calls):
+    """Oracle: the model's own forward in PyTorch; no call of oneDNN's operator."""
+    model, x = vit
+    plain = copy.deepcopy(model)
+    revert(plain)
+    for module in plain.modules():
+        module.__dict__.pop("forward", None)
+    with onednn.using_row(EVERY_PRODUCT), using_backend("torch"):
+        assert torch.equal(model(x), telling(plain(x))) and not calls
+
+
+def test_an_unknown_cpu_runs_pytorch(vit, calls):
+    """Oracle: no call without a row; with one, calls for products that are large enough, by phase."""
+    model, x = vit
+    with torch.no_grad():
+        model(x)
+        assert not calls
+        with onednn.using_row(EVERY_PRODUCT):
+            model(x)
+        assert len(calls) == 8
+        calls.clear()
+        with onednn.using_row({"float32": {"inference": 1e9}, "bfloat16": {"inference": 0.0}}):
+            model(x)
+        assert not calls
+    with onednn.using_row({"float32": {"training": 0.0}}):
+        model(x)
+        assert len(calls) == 8
+        calls.clear()
+        with torch.no_grad():
+            model(x)
+    assert not calls
+
+
+@pytest.mark.parametrize("forced, count", [("onednn", 8), ("plain", 0), ("fused", 0)])
+def test_a_context_decides(forced, count, vit, calls):
+    """Oracle: the number of calls; kernels that cannot run leave PyTorch's operators."""
+    model, x = vit
+    with plan.forcing(forced), onednn.using_row(EVERY_PRODUCT), torch.no_grad():
+        model(x)
+    assert len(calls) == count
+
+
+def test_frozen_models_pack_once_and_follow_their_weights(vit, calls):
+    """Oracle: the model in float64 after each change; the packed operands of the calls."""
+    model, x = vit
+    freeze(model)
+
+    def check(packed):
+        calls.clear()
+        with using_backend("onednn"), torch.no_grad():
+            got = model(x)
+        with using_backend("torch"), torch.no_grad():
+            own, want = model(x), copy.deepcopy(model).double()(x.double())
+        assert [call[1] for call in calls] == [packed] * 8
+        assert_within_budget({"output": got}, {"output": own}, {"output": want})
+
+    check(True)
+    before = {name: one.folded for store in freeze_file._frozen.values() for name, one in store.items()}
+    check(True)
+    after = {name: one.folded for store in freeze_file._frozen.values() for name, one in store.items()}
+    assert before.keys() == after.keys() and all(before[key] is after[key] for key in before)
+    with torch.no_grad():
+        model.blocks[0].attn.qkv.weight.mul_(2)
+        model.blocks[1].ls2.gamma.mul_(3)
+        model.blocks[1].mlp.fc1.bias.add_(1)
+    check(True)
+    model.blocks[0].mlp.fc2 = nn.Linear(128, 32).eval()
+    freeze(model)
+    check(True)
+    unfreeze(model)
+    check(False)
+    assert not any(module in freeze_file._frozen for module in model.modules())
+
+
+def test_packed_weights_are_not_copied_or_saved(vit, calls):
+    """Oracle: equal outputs of a deep copy, a pickle, a saved file and shared memory; packed again where frozen."""
+    model, x = vit
+    with using_backend("onednn"), torch.no_grad():
+        want = telling(freeze(model) or model(x))
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)]
+        for twin in (*copies, model.share_memory()):
+            calls.clear()
+            got = twin(x)
+            assert (got - want).norm() <= 2**-16 * want.norm()  # another order of sums
+            assert {call[1] for call in calls} == {twin is model}
+            calls.clear()
+            freeze(twin)
+            twin(x)
+            assert {call[1] for call in calls} == {True}
+
+
+def test_gradients_of_frozen_models(vit, calls):
+    """Oracle: the gradient of the images in float64; packed weights have none, so they do not run."""
+    model, x = vit
+    freeze(model.requires_grad_(False))
+
+    def found(model, x):
+        x = x.clone().requires_grad_()
+        y = model(x)
+        return {"output": y.detach(), "images": torch.autograd.grad(y.sin().sum(), x)[0]}
+
+    with using_backend("torch"):
+        truth, own = found(copy.deepcopy(model).double(), x.double()), found(model, x)
+    with using_backend("onednn"):
+        got = found(model, x)
+    assert_within_budget(got, own, truth)
+    assert calls and not any(call[1] for call in calls)
+
+
+def test_the_same_bits_every_call(vit):
+    """Oracle: outputs and gradients of three calls are equal."""
+    model, x = vit
+    found = []
+    with using_backend("onednn"):
+        for _ in range(3):
+            y = model(x)
+            found.append([telling(y.detach()), *torch.autograd.grad(y.square().sum(), list(model.parameters()))])
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def test_autocast_and_other_dtypes(vit, calls):
+    """Oracle: the dtype of PyTorch's output under autocast, and its error against float64."""
+    model, x = vit
+    if torch.bfloat16 not in DTYPES:
+        pytest.skip("this CPU has no bfloat16 products")
+    truth = copy.deepcopy(model).double()(x.double())
+    with torch.autocast("cpu", torch.bfloat16):
+        with using_backend("torch"):
+            own = model(x)
+        with using_backend("onednn"):
+            got = model(x)
+            got.float().square().sum().backward()
+    assert got.dtype == own.dtype and len(calls) > 8
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.blocks.parameters())
+    got, own, truth = ({"output": y.detach().double()} for y in (got, own, truth))
+    assert_within_budget(got, own, truth, torch.bfloat16)
+
+
+def test_a_wrong_or_missing_operator_is_not_used(vit, calls, monkeypatch):
+    """Oracle: results of PyTorch, and a reason, if the operator raises or gives a wrong result."""
+    model, x = vit
+    want = model(x)
+    for broken, reason in ((lambda *_, **__: torch.zeros(16, 16), "is wrong by"), (None, "fails")):
+        monkeypatch.setattr(onednn, "_call", broken or (lambda *_, **__: torch.ops.mkldnn.gone))
+        onednn.refusal.cache_clear()
+        with using_backend("onednn"):
+            assert reason in onednn.why_not(CPU, torch.float32)
+            assert torch.equal(model(x), telling(want))
+    onednn.refusal.cache_clear()
+
+
+def test_a_user_s_change_is_called(vit, calls):
+    """Oracle: the hook's count, and three products of the block fewer while its layers are hooked or replaced."""
+    model, x = vit
+    seen = []
+    with using_backend("onednn"), torch.no_grad():
+        handle = model.blocks[0].mlp.fc1.register_forward_hook(lambda *_: seen.append(1))
+        model(x)
+        assert len(seen) == 1 and len(calls) == 7
+        handle.remove()
+        calls.clear()
+        model.blocks[0].attn.proj = nn.Sequential(nn.Linear(32, 32))
+        model(x)
+        assert len(calls) == 7
+        calls.clear()
+        real = F.linear
+        F.linear = lambda *a, **k: seen.append(2) or real(*a, **k)
+        try:
+            model(x)
+        finally:
+            F.linear = real
+    assert 2 in seen
+
+
+def test_only_one_file_calls_the_operator():
+    """Oracle: the sources; a call elsewhere would lose gradients without an error."""
+    root = Path(fastvit_triton.__file__).parent
+    found = [path.name for path in root.rglob("*.py") if re.search(r"ops\.mkldnn|_linear_pointwise", path.read_text())]
+    assert found == ["onednn.py"]
+    x, weight = torch.randn(2, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    with pytest.warns(UserWarning, match="autograd kernel was not registered"):
+        torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "").sum().backward()
+    assert weight.grad is None  # why
+
+
+FILES = "kernels block attach models convert freeze train own_objects recipes"
+
+
+@pytest.mark.full
+def test_other_tests_pass_with_every_product_by_onednn():
+    """Oracle: the tests of ops, layers, models, conversion and training, with the switch of the environment."""
+    files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in FILES.split()]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "-p", "no:cacheprovider", *files]
+    run = subprocess.run(command, env=os.environ | {"FASTVIT_TRITON_BACKEND": "onednn"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-4000:]
