@@ -1,210 +1,344 @@
-"""The CPU paths against the eager models of timm, transformers and vit-pytorch, and against plain torch.compile.
+"""Whole models on this CPU: eager PyTorch and its public alternatives against ours, each as a ratio to eager.
 
-    python -m benchmarks.cpu [--out FILE] [--resume] [--only vit_tiny,bfloat16] [--seconds 1400] [--rounds 40]
+    python -m benchmarks.cpu [--out FILE] [--resume] [--only vit_small,float32] [--seconds 3600] [--rounds 15]
+                             [--columns eager,medium,ours,frozen]
 
-All models of a cell run in one process, in alternation. Cells named "compiled" compare timm's model under torch.compile
-with backend="fastvit_triton" and with the default backend.
+All columns of a cell run in one process and alternate; a ratio above 1 is faster than eager in the same round. Median
+and quartiles over the rounds are kept, and no absolute times, as processors are shared. The columns are
 
-A ratio above 1 means that fastvit_triton is faster than the fastest other library in the same round. Shared processors
-are noisy, so the table has medians and quartiles of ratios, and no absolute times. The file is written after each cell;
---resume keeps the cells that it has, and --only selects cells whose names contain all the words.
+    eager      the model of timm, float32 products by MKL
+    medium     the same after torch.set_float32_matmul_precision("medium"), which sends them to oneDNN
+    compile    torch.compile; "compile freezing" with Inductor's freezing, "compile max-autotune" in that mode
+    onnx       ONNX Runtime, exported by torch.onnx; "openvino" the same graph in OpenVINO, if it is installed
+    ours       after fastvit_triton.optimize; "frozen" after freeze, too; "bf16" and "int8" after freeze with that
+               precision; "compiled" with backend="fastvit_triton"
+
+The error of each column is relative to the model in float64. Peak memory is that of the allocations that PyTorch's
+profiler sees in one call. --resume keeps the cells and columns that FILE has.
 """
 
 import argparse
+import contextlib
 import copy
 import itertools
 import json
 import statistics
+import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
-import transformers
-import vit_pytorch
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit_triton.convert  # noqa: F401  (registers the backend if the package is not installed)
-from fastvit_triton import create_model
+from fastvit_triton import freeze, optimize
 from fastvit_triton.files import replacing
-from fastvit_triton.measure.compare import outcome, verdict
-from fastvit_triton.measure.libraries import transformers_model
+from fastvit_triton.kernels import onednn
 from fastvit_triton.measure.machine import provenance
 from fastvit_triton.measure.timing import order
 
-OURS, COMPILER = "fastvit_triton", "torch.compile"
-MODELS = {"vit_tiny_patch16_224": (192, 3), "vit_small_patch16_224": (384, 6), "vit_base_patch16_224": (768, 12)}
+MODELS: dict[str, dict[str, int]] = {
+    "vit_small_patch16_224": {},
+    "vit_base_patch16_224": {},
+    "deit_small_patch16_224": {},
+    "vit_tiny_patch16_224": {},
+    "vit_small_patch14_dinov2": {"img_size": 518},
+    "swin_tiny_patch4_window7_224": {},
+    "vit_base_patch16_siglip_224": {},
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MIN_ROUNDS = 3  # rounds per cell, even when the time is up
+PHASES = {
+    "inference": (
+        *("eager", "medium", "ours", "frozen", "bf16", "int8", "compiled"),
+        *("compile", "compile freezing", "compile max-autotune", "onnx", "openvino"),
+    ),
+    "training": ("eager", "medium", "ours", "compiled", "compile"),
+}
+PRODUCTS = ("addmm", "aten::mm", "bmm", "linear", "convolution")  # in names of operators
+OURS = ("ours", "frozen", "bf16", "int8")
+MIN_ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One row of the table."""
+    """One row of the table.
+
+    Attributes:
+        model: of timm.
+        dtype: of weights and images.
+        batch: images.
+        phase: "inference" or "training".
+        threads: of PyTorch.
+    """
 
     model: str
     dtype: str
     batch: int
-    step: str
-    compiled: bool = False
+    phase: str
+    threads: int
 
     @property
     def name(self) -> str:
         """Unique name, which --only searches."""
-        return f"{self.model} {self.dtype} batch {self.batch} {self.step}{' compiled' * self.compiled}"
+        return f"{self.model} {self.dtype} batch {self.batch} {self.phase} threads {self.threads}"
 
 
-WAYS = ("forward", "training_step")
-CELLS = tuple(itertools.starmap(Cell, itertools.product(MODELS, DTYPES, (1, 8), WAYS)))
-CELLS += tuple(Cell(model, "float32", 1, step, compiled=True) for model in MODELS for step in WAYS)
+CELLS = tuple(
+    Cell(model, dtype, batch, phase, threads)
+    for threads, dtype, phase, batch, model in itertools.product((1, 2), DTYPES, PHASES, (1, 8), MODELS)
+)
 
 
-def forward(model: Callable, parameters: list[nn.Parameter], images: torch.Tensor) -> None:
-    """Inference."""
+class Missing(Exception):
+    """A column that cannot be measured here, with the reason."""
+
+
+def inference(model: Callable, images: Tensor) -> Tensor:
+    """One call without gradients."""
     with torch.inference_mode():
-        model(images)
+        return model(images)
 
 
-def training_step(model: Callable, parameters: list[nn.Parameter], images: torch.Tensor) -> None:
-    """Forward, backward and SGD step."""
-    model(images).square().mean().backward()
-    with torch.no_grad():
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.sub_(parameter.grad, alpha=1e-6)
-                parameter.grad = None
+def training(model: Callable, images: Tensor) -> Tensor:
+    """Forward and backward pass; gradients are dropped."""
+    y = model(images)
+    y.square().mean().backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    return y.detach()
 
 
-STEPS = {"forward": forward, "training_step": training_step}
+STEPS: dict[str, Callable] = {"inference": inference, "training": training}
 
 
-def variants(cell: Cell, **options: int) -> dict[str, Callable]:
-    """Calls by package, ours first. All share weights, except vit-pytorch, whose qkv has no bias."""
-    dtype, (D, H) = DTYPES[cell.dtype], MODELS[cell.model]
-    ours, theirs = create_model(cell.model, **options), timm.create_model(cell.model, **options)
-    if cell.compiled:
-        torch._dynamo.reset()
-        rewritten, plain = copy.deepcopy(theirs).to(dtype), theirs.to(dtype)
-        return {OURS: torch.compile(rewritten, backend="fastvit_triton"), COMPILER: torch.compile(plain)}
-    ours.load_state_dict(theirs.state_dict())
-    depth, side, D = len(ours.blocks), ours.config.img_size, options.get("embed_dim", D)
-    sizes = dict(image_size=side, patch_size=16, num_classes=1000, dim=D, depth=depth, heads=H, dim_head=D // H)
-    found = {OURS: ours.to(dtype), "timm": theirs.to(dtype), "transformers": transformers_model(ours, dtype)}
-    return found | {"vit-pytorch": vit_pytorch.ViT(**sizes, mlp_dim=4 * D).to(dtype)}
+@contextlib.contextmanager
+def medium() -> Iterator[None]:
+    """Context in which PyTorch may reduce float32 products to bfloat16."""
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
-def module_of(call: Callable) -> nn.Module:
-    """The module of a variant."""
-    module = call if isinstance(call, nn.Module) else call.module
-    return getattr(module, "_orig_mod", module)
+def column(name: str, model: nn.Module, images: Tensor) -> Callable:
+    """The model as this column runs it, on a copy of its own.
+
+    Raises:
+        Missing: the column cannot run here.
+    """
+    if name in ("eager", "medium"):
+        return model
+    if name in ("onnx", "openvino"):
+        return _exported(name, model, images)
+    twin = copy.deepcopy(model)
+    if name in OURS:
+        optimize(twin)
+        if name != "ours":
+            freeze(twin, precision="float32" if name == "frozen" else name)
+        return twin
+    torch._dynamo.reset()
+    if name == "compiled":
+        return torch.compile(twin, backend="fastvit_triton")
+    if name == "compile freezing":
+        return torch.compile(twin, options={"freezing": True})
+    return torch.compile(twin, mode="max-autotune-no-cudagraphs" if name.endswith("autotune") else "default")
 
 
-def timm_model(calls: dict[str, Callable]) -> nn.Module:
-    """timm's model among the variants, uncompiled."""
-    return module_of(calls[COMPILER] if COMPILER in calls else calls["timm"])
+def _exported(name: str, model: nn.Module, images: Tensor) -> Callable:
+    """The model in ONNX Runtime or OpenVINO, with as many threads as PyTorch has."""
+    if images.dtype != torch.float32:
+        raise Missing("measured in float32 only")
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "model.onnx")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.onnx.export(model, (images,), path, dynamo=True, verbose=False)
+        if name == "openvino":
+            try:
+                import openvino
+            except ImportError as error:
+                raise Missing("openvino is not installed") from error
+            settings = {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "INFERENCE_PRECISION_HINT": "f32"}
+            compiled = openvino.Core().compile_model(path, "CPU", settings)
+            return lambda images: torch.from_numpy(compiled(images.numpy())[0])
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    key = session.get_inputs()[0].name
+    return lambda images: torch.from_numpy(session.run(None, {key: images.numpy()})[0])
 
 
-def matches(calls: dict[str, Callable], images: torch.Tensor) -> bool:
-    """True if our output differs from timm's in float64 by at most twice timm's own error plus one rounding."""
-    theirs, given = timm_model(calls), dict(images=images)
-    baseline = outcome(lambda images: theirs(images), given, None)
-    got = outcome(lambda images: calls[OURS](images), given, None)
-    wide = timm.create_model(theirs.pretrained_cfg["architecture"], **_sizes(theirs)).eval().double()
-    wide.load_state_dict(theirs.state_dict())
-    truth = outcome(lambda images: wide(images.double()), given, None)
-    return verdict(got, truth, baseline, images.dtype).match
+def peak_mib(step: Callable, call: Callable, images: Tensor) -> float:
+    """The most memory that PyTorch's allocator holds during one step, beyond what it held before, in MiB."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step(call, images)
+    held = 0
+    most = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most / 2**20
 
 
-def _sizes(model: nn.Module) -> dict[str, int]:
-    return dict(depth=len(model.blocks), img_size=model.patch_embed.img_size[0])
+def shares(step: Callable, call: Callable, images: Tensor) -> dict[str, float]:
+    """Shares of a step's operator time: products, attention and the rest."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step(call, images)
+    found = {"products": 0.0, "attention": 0.0, "rest": 0.0}
+    for event in profiler.key_averages():
+        name = event.key
+        kind = "attention" if "attention" in name else "rest"
+        kind = "products" if any(word in name for word in PRODUCTS) else kind
+        found[kind] += event.self_cpu_time_total
+    whole = sum(found.values())
+    return {kind: round(part / whole, 3) for kind, part in found.items()}
 
 
-def time_rounds(
-    step: Callable, calls: dict[str, Callable], images: torch.Tensor, seconds: float, most: int
+def product_rate(dtype: torch.dtype) -> float:
+    """Multiplications and additions per second of a product of 2048³ by oneDNN."""
+    x, weight = (torch.randn(2048, 2048, dtype=dtype) for _ in range(2))
+    seconds = []
+    with torch.no_grad(), onednn.using_row({}):
+        for _ in range(4):
+            start = time.perf_counter()
+            onednn.product(x, weight)
+            seconds.append(time.perf_counter() - start)
+    return 2 * 2048**3 / min(seconds)
+
+
+def measured(cell: Cell, names: list[str], seconds: float, most: int, **sizes: int) -> dict[str, Any]:
+    """The row of a cell: by column the ratio to eager, the error and the peak memory, or why it is missing.
+
+    Args:
+        cell: what to measure.
+        names: columns besides "eager".
+        seconds: about how long to time the rounds.
+        most: maximum number of rounds.
+        **sizes: options of the model instead of those in `MODELS`.
+    """
+    torch.manual_seed(0)
+    torch.set_num_threads(cell.threads)
+    dtype, step = DTYPES[cell.dtype], STEPS[cell.phase]
+    model = timm.create_model(cell.model, **MODELS[cell.model] | sizes).train(cell.phase == "training").to(dtype)
+    side = model.patch_embed.img_size[0]
+    images = torch.randn(cell.batch, 3, side, side).to(dtype)
+    wide = copy.deepcopy(model).double()
+    truth = inference(wide, images.double())
+    calls: dict[str, Callable] = {}
+    columns: dict[str, dict[str, Any]] = {}
+    for name in ("eager", *names):
+        try:
+            call = column(name, model, images)
+            with medium() if name == "medium" else contextlib.nullcontext():
+                step(call, images)
+                error = (inference(call, images).double() - truth).norm() / truth.norm()
+                columns[name] = {"error": float(f"{error:.2e}")}
+                if name in ("eager", *OURS):
+                    columns[name]["peak_mib"] = round(peak_mib(step, call, images), 1)
+            calls[name] = call
+        except Exception as error:  # the other columns are still measured
+            columns[name] = {"missing": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+    taken = timed(step, calls, images, seconds, most)
+    for name, times in taken.items():
+        columns[name] |= quartiles(taken["eager"], times)
+    with FlopCounterMode(display=False) as counter:
+        step(model, images)
+    rate = product_rate(dtype)
+    for name in ("eager", *OURS):
+        if name not in calls:
+            continue
+        columns[name]["of_product_rate"] = round(counter.get_total_flops() / statistics.median(taken[name]) / rate, 3)
+    last = "frozen" if "frozen" in calls else "ours"
+    row: dict[str, Any] = asdict(cell) | {"cell": cell.name, "rounds": len(taken["eager"]), "columns": columns}
+    return row | ({"shares": {last: shares(step, calls[last], images)}} if last in calls else {})
+
+
+def timed(
+    step: Callable, calls: dict[str, Callable], images: Tensor, seconds: float, most: int
 ) -> dict[str, list[float]]:
-    """Seconds of each variant in each round; the order alternates, and the first round is not timed."""
-    parameters = {name: list(module_of(call).parameters()) for name, call in calls.items()}
+    """Seconds of each column in each round; the order alternates, and the first round is not timed.
+
+    With one thread it is the process's CPU time, which other processes on the machine disturb less.
+    """
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     taken: dict[str, list[float]] = {name: [] for name in calls}
     end = time.perf_counter() + seconds
     for turn in range(most + 1):
         for name in order(list(calls), turn):
-            start = time.perf_counter()
-            step(calls[name], parameters[name], images)
-            if turn:
-                taken[name].append(time.perf_counter() - start)
+            with medium() if name == "medium" else contextlib.nullcontext():
+                start = clock()
+                step(calls[name], images)
+                if turn:
+                    taken[name].append(clock() - start)
         if turn >= MIN_ROUNDS and time.perf_counter() > end:
             break
     return taken
 
 
-def measured(cell: Cell, seconds: float, most: int, **options: int) -> dict:
-    """The row of a cell: ratios to the fastest other library and to each."""
-    calls = variants(cell, **options)
-    for call in calls.values():
-        module_of(call).eval()
-    images = torch.randn(cell.batch, 3, *timm_model(calls).patch_embed.img_size).to(DTYPES[cell.dtype])
-    match = matches(calls, images)
-    for call in calls.values():
-        module_of(call).train(cell.step == "training_step")
-    taken = time_rounds(STEPS[cell.step], calls, images, seconds, most)
-    ours = taken.pop(OURS)
-    best = min(taken, key=lambda name: statistics.median(taken[name]))
-    row = asdict(cell) | dict(cell=cell.name, best=best)
-    row |= _ratios(taken[best], ours) | dict(match=match, turns=len(ours))
-    return row | dict(peers={name: _ratios(theirs, ours) for name, theirs in taken.items()})
-
-
-def _ratios(theirs: list[float], ours: list[float]) -> dict[str, float]:
-    low, median, high = statistics.quantiles([a / b for a, b in zip(theirs, ours, strict=True)], n=4)
-    return dict(median=round(median, 4), q1=round(low, 4), q3=round(high, 4))
-
-
-def wanted(only: str) -> Iterator[Cell]:
-    """Cells whose names contain all these words."""
-    yield from (cell for cell in CELLS if all(word in cell.name for word in only.split(",")))
+def quartiles(eager: list[float], times: list[float]) -> dict[str, float]:
+    """Median and quartiles of eager's time divided by a column's, round by round."""
+    low, median, high = statistics.quantiles([a / b for a, b in zip(eager, times, strict=True)], n=4)
+    return {"ratio": round(median, 3), "q1": round(low, 3), "q3": round(high, 3)}
 
 
 def write(path: Path, rows: list[dict]) -> None:
     """Writes the rows with their provenance."""
-    libraries = dict(timm=timm.__version__, transformers=transformers.__version__)
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(provenance() | dict(libraries=libraries, rows=rows), indent=1) + "\n")
+        facts = provenance() | {"processor": onednn.name(), "rows": rows}
+        temporary.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
 def table(rows: list[dict]) -> Table:
-    """A row per cell."""
-    made = Table("cell", "fastest library", "theirs / ours, median", "quartiles", "others", "match", width=140)
+    """A line per cell and column."""
+    made = Table("cell", "column", "eager / it", "quartiles", "error", "peak MiB", width=150)
     for row in rows:
-        others = ", ".join(f"{n} {r['median']:.2f}" for n, r in row["peers"].items() if n != row["best"])
-        numbers = f"{row['median']:.3f}", f"{row['q1']:.3f} to {row['q3']:.3f}"
-        made.add_row(row["cell"], row["best"], *numbers, others, "yes" if row["match"] else "NO")
+        for name, one in row["columns"].items():
+            numbers = (f"{one['ratio']:.2f}", f"{one['q1']:.2f} to {one['q3']:.2f}") if "ratio" in one else ("", "")
+            rest = one.get("error", one.get("missing")), one.get("peak_mib", "")
+            made.add_row(row["cell"], name, *numbers, *map(str, rest))
     return made
 
 
-def main(words: list[str] | None = None, **options: int) -> list[dict]:
-    """Measures the cells, small models first, prints the table and returns its rows."""
+def main(words: list[str] | None = None, **sizes: int) -> list[dict]:
+    """Measures the cells, prints the table and returns its rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--resume", action="store_true", help="keep the cells that are already in --out")
     parser.add_argument("--only", default="", help="comma-separated words that a cell's name must contain")
-    parser.add_argument("--seconds", type=float, default=1400.0, help="approximate time for all cells")
-    parser.add_argument("--rounds", type=int, default=40, help="maximum number of rounds per cell")
+    parser.add_argument("--columns", default="", help="comma-separated columns (default: all)")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="approximate time for all cells")
+    parser.add_argument("--rounds", type=int, default=15, help="maximum number of rounds per cell")
     arguments = parser.parse_args(words)
     kept = arguments.resume and arguments.out is not None and arguments.out.exists()
     rows = json.loads(arguments.out.read_text())["rows"] if kept else []
-    held, end = {row["cell"] for row in rows}, time.perf_counter() + arguments.seconds
-    cells = [cell for cell in wanted(arguments.only) if cell.name not in held]
-    for i, cell in enumerate(track(cells, "measuring", console=Console(stderr=True), transient=True)):
-        share = (end - time.perf_counter()) / (len(cells) - i)  # time left over by small models goes to larger ones
-        rows.append(measured(cell, share, max(arguments.rounds, MIN_ROUNDS), **options))
+    done = {row["cell"] for row in rows}
+    asked = arguments.columns.split(",") if arguments.columns else None
+    cells = [cell for cell in CELLS if all(word in cell.name for word in arguments.only.split(","))]
+    cells = [cell for cell in cells if cell.name not in done]
+    end = time.perf_counter() + arguments.seconds
+    console = Console(width=160)
+    for i, cell in enumerate(cells):
+        left = end - time.perf_counter()
+        if left <= 0 and i:
+            console.print(f"{len(cells) - i} cells were not reached in time; --resume measures them")
+            break
+        names = [n for n in PHASES[cell.phase] if n != "eager" and (asked is None or n in asked)]
+        rows.append(measured(cell, names, max(left, 0) / (len(cells) - i), arguments.rounds, **sizes))
         if arguments.out is not None:
             write(arguments.out, rows)
-    Console(width=150).print(table(rows))
+        console.print(table(rows[-1:]))
     return rows
 
 

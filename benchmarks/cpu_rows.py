@@ -49,15 +49,16 @@ def variants(phase: str, rows: int, K: int, F_: int, dtype: torch.dtype) -> tupl
 
 
 def ratio(pair: tuple[Callable, Callable], calls: int, rounds: int) -> float:
-    """Median over rounds of the first call's time divided by that of the second."""
+    """Median over rounds of the first call's time divided by that of the second; CPU time with one thread."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     ratios = []
     for turn in range(rounds + 1):
         seconds = [0.0, 0.0]
         for i in (0, 1) if turn % 2 else (1, 0):
-            start = time.perf_counter()
+            start = clock()
             for _ in range(calls):
                 pair[i]()
-            seconds[i] = time.perf_counter() - start
+            seconds[i] = clock() - start
         if turn:
             ratios.append(seconds[0] / seconds[1])
     return statistics.median(ratios)

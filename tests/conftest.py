@@ -50,6 +50,7 @@ def seed() -> None:
 def unknown_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test runs as on a CPU without a row, so that results and choices do not depend on the machine."""
     monkeypatch.setattr(settings, "cpu_row", {})
+    monkeypatch.setattr(settings, "reduced", False)
 
 
 def state() -> dict[str, object]:

@@ -293,6 +293,64 @@ def test_frozen_models_pack_once_and_follow_their_weights(vit, calls):
     assert not any(module in freeze_file._frozen for module in model.modules())
 
 
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_reduced_precision_of_frozen_models(precision, vit, calls):
+    """Oracle: for bf16 the error of the model in bfloat16; for int8 the model whose linear layers round in float64.
+
+    Only frozen models in inference are reduced, also on a CPU without a row; outputs and the residual stay float32.
+    """
+    model, x = vit
+    truth = copy.deepcopy(model).double()
+
+    def rounded(layer, inputs, y):
+        """Equations (3) and (4), in float64."""
+        size, weight = inputs[0].abs().amax(-1, keepdim=True) / 127, layer.weight.abs().amax(1) / 127
+        product = F.linear((inputs[0] / size).add(0.5).floor(), (layer.weight / weight[:, None]).round())
+        return product * size * weight + layer.bias
+
+    with torch.no_grad():
+        want = truth(x.double())
+        own = copy.deepcopy(model).bfloat16()(x.bfloat16())
+        freeze(model, precision=precision)
+        got = model(x)
+        assert got.dtype == torch.float32
+        if precision == "bf16":
+            assert [packed for _, packed, _ in calls] == [True] * 8
+            assert_within_budget({"output": got.double()}, {"output": own.double()}, {"output": want}, torch.bfloat16)
+        else:
+            plain = {n: m for n, m in truth.named_modules() if isinstance(m, nn.Linear) and n != "head"}
+            for block in truth.blocks:  # the LayerScale is rounded with the weight
+                for layer, scale in ((block.attn.proj, block.ls1), (block.mlp.fc2, block.ls2)):
+                    layer.weight.mul_(scale.gamma[:, None])
+                    layer.bias.mul_(scale.gamma)
+                    scale.gamma.fill_(1)
+            for layer in plain.values():
+                layer.register_forward_hook(rounded)
+            exact = truth(x.double())
+            step = float((exact - want).norm())  # a value at a border between two numbers may be rounded to the other
+            assert float((got - telling(exact)).norm()) <= 0.1 * step
+        unfreeze(model)
+        calls.clear()
+        assert (model(x) - want).norm() < (got - want).norm() and not calls
+    freeze(model, precision=precision)
+    model(x).sum().backward()  # in float32
+    assert model.blocks[0].mlp.fc1.weight.grad is not None and not calls
+
+
+def test_a_precision_that_cannot_run_is_refused(vit, monkeypatch):
+    """Oracle: one sentence with the reason; the model is not frozen by it."""
+    model, _ = vit
+    for wrong, message in (("fp8", "use one of float32, bf16, int8"), (None, "precision is None")):
+        with pytest.raises(ValueError, match=message):
+            freeze(model, precision=wrong)
+    with pytest.raises(ValueError, match="is for models in float32 on a CPU, this one is bfloat16 on cpu"):
+        freeze(copy.deepcopy(model).bfloat16(), precision="int8")
+    monkeypatch.setattr(onednn, "refusal", lambda *_: "it is broken")
+    with pytest.raises(ValueError, match="cannot run here: it is broken"):
+        freeze(model, precision="int8")
+    assert not freeze_file.is_frozen(model)
+
+
 def test_packed_weights_are_not_copied_or_saved(vit, calls):
     """Oracle: equal outputs of a deep copy, a pickle, a saved file and shared memory; packed again where frozen."""
     model, x = vit

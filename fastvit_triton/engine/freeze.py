@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels import onednn
+from ..kernels import onednn, settings
 from ..kernels.argument import Norm
 from ..kernels.backend import kernels_available
 from ..kernels.fold import Folded, Group, fold_groups, packed, pays
@@ -19,6 +19,7 @@ from ..kernels.op import can_fold_norm
 
 PROGRAMS = "_fastvit_triton_programs"  # key in a module's __dict__: recordings of `replay`, which hold cached folds
 _frozen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # module → what is kept for it, a `Kept` by key
+_precisions: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # frozen module → "bf16" or "int8"
 
 
 class FoldedNorm(NamedTuple):
@@ -65,7 +66,7 @@ class CachedFold(NamedTuple):
     kept: Kept
 
 
-def freeze(model: nn.Module) -> None:
+def freeze(model: nn.Module, precision: str = "float32") -> None:
     """Marks a model's weights as final: its LayerNorms are folded once, in the next inference call, and stay folded.
 
     In fused blocks this saves the launch that otherwise folds both LayerNorms in each call, or the two LayerNorm
@@ -83,15 +84,41 @@ def freeze(model: nn.Module) -> None:
 
     Args:
         model: one of ours, or one that `optimize` converted.
+        precision: of the linear layers of fused blocks of a float32 model on a CPU, in inference: "float32"; "bf16",
+            operands and results rounded to bfloat16; or "int8", operands rounded to 8 bits, with one scale for each row
+            of x, found in each call, and one for each output of the weight. Sums are in float32 or int32; everything
+            else stays float32. Compare a model's accuracy before you use them.
 
     Raises:
         TypeError: model is not an nn.Module.
+        ValueError: the precision is unknown, or this CPU or the model's device or dtype does not support it.
     """
     _check(model)
+    _check_precision(model, precision)
+    settings.reduced |= precision != "float32"
     for module in model.modules():
         module.__dict__.pop(PROGRAMS, None)
         _frozen.setdefault(module, {})
+        _precisions.pop(module, None)
+        if precision != "float32":
+            _precisions[module] = precision
     fold_again(model)
+
+
+def _check_precision(model: nn.Module, precision: str) -> None:
+    """Raises ValueError if linear layers of this model cannot run in this precision."""
+    if precision not in onednn.PRECISIONS:
+        raise ValueError(f"precision is {precision!r}; use one of {', '.join(onednn.PRECISIONS)}")
+    if precision == "float32":
+        return
+    parameter = next(model.parameters(), None)
+    if parameter is not None and (parameter.device.type, parameter.dtype) != ("cpu", torch.float32):
+        found = f"{parameter.dtype} on {parameter.device}".removeprefix("torch.")
+        raise ValueError(f'precision "{precision}" is for models in float32 on a CPU, this one is {found}')
+    cpu = torch.device("cpu")
+    why = onednn.why_not(cpu, torch.bfloat16) if precision == "bf16" else onednn.refusal(torch.float32, "int8")
+    if why is not None:
+        raise ValueError(f'precision "{precision}" cannot run here: {why}')
 
 
 def is_frozen(model: nn.Module) -> bool:
@@ -99,9 +126,9 @@ def is_frozen(model: nn.Module) -> bool:
     return any(module in _frozen for module in model.modules())
 
 
-def is_marked(module: nn.Module | None) -> bool:
-    """True if `freeze` was called for this module or one around it."""
-    return module in _frozen
+def precision_of(module: nn.Module | None) -> str | None:
+    """The precision with which `freeze` was called for this module or one around it; None if it was not."""
+    return _precisions.get(module, "float32") if module in _frozen else None
 
 
 def fold_again(model: nn.Module) -> None:
@@ -126,6 +153,7 @@ def unfreeze(model: nn.Module) -> None:
     for module in model.modules():
         module.__dict__.pop(PROGRAMS, None)
         _frozen.pop(module, None)
+        _precisions.pop(module, None)
 
 
 def _check(model: nn.Module) -> None:
@@ -201,18 +229,21 @@ def packed_weight(layers: tuple, x: Tensor, layer_scale: Tensor | None = None) -
         x: [..., K], the operand of the product.
         layer_scale: multiplied into weight and bias; or None.
     """
-    store = None if torch.is_grad_enabled() else _frozen.get(layers[0]) if isinstance(layers[0], nn.Module) else None
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not isinstance(layers[0], nn.Module):
+        return None
+    store = _frozen.get(layers[0])
     if store is None or layers[0].training or not x.numel():
         return None
+    precision = _precisions.get(layers[0], "float32")
     sources = tuple(t for layer in layers for t in (layer.weight, layer.bias) if t is not None)
     sources = sources if layer_scale is None else (*sources, layer_scale)
     if any(t.dtype != x.dtype for t in sources) or onednn.refusal(x.dtype, "packed") is not None:
         return None
-    key = ("onednn", *map(id, sources))
+    key = ("onednn", precision, *map(id, sources))
     if not _is_fresh(store.get(key), sources):
         with torch.inference_mode(False), torch.no_grad():
             weight, bias = packed(tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers))
-            made = onednn.pack(weight, bias, layer_scale, x.numel() // x.shape[-1])
+            made = onednn.pack(weight, bias, layer_scale, x.numel() // x.shape[-1], precision)
         _forget_lost(store)
         store[key] = Kept(made, tuple(map(weakref.ref, sources)), _state(sources))
     found: onednn.Packed = store[key].folded

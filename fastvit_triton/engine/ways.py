@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..kernels import launch, plan, settings
 from ..kernels.cost import Branch
 from ..kernels.layer_norm import MAX_D
-from .freeze import is_marked
+from .freeze import precision_of
 from .hooks import are_plain_tensors, is_repeatable
 
 SIZES = "_fastvit_triton_sizes"  # key in a module's __dict__: its `Sizes`
@@ -65,7 +65,7 @@ def known_way(module: nn.Module, x: Tensor) -> tuple[str | None, Any]:
         return None, None
     if not plan.has_ways(x):
         return None, None
-    key = facts[SIZES], x.shape, x.dtype, x.device, settings.choices(x.device.type), is_marked(module)
+    key = facts[SIZES], x.shape, x.dtype, x.device, settings.choices(x.device.type), precision_of(module)
     if key in _ways:
         way = _ways[key]
     else:
@@ -86,14 +86,14 @@ def choose_way(module: nn.Module | None, x: Tensor, branches: tuple[Branch, ...]
         replays: True if calls of the module go through `replay`.
     """
     if torch.compiler.is_compiling() or module is None:
-        return _way(x, branches, False, False)
+        return _way(x, branches, False, None)
     known = module.__dict__.get(SIZES)
     if known is None or known.branches != branches or known.training is not module.training:
         known = module.__dict__[SIZES] = Sizes(branches, replays and is_repeatable(module), module.training)
-    return _way(x, known.branches, known.replayed, is_marked(module))
+    return _way(x, known.branches, known.replayed, precision_of(module))
 
 
-def _way(x: Tensor, branches: tuple[Branch, ...], replayed: bool, frozen: bool) -> str:
+def _way(x: Tensor, branches: tuple[Branch, ...], replayed: bool, frozen: str | None) -> str:
     if any(max(b.channels, b.width, b.inner) > MAX_D for b in branches):
         return "plain"
     if not torch.compiler.is_compiling():

@@ -39,6 +39,8 @@ def linear(
     layer_scale: Tensor | None = None,
     sample_scale: Tensor | None = None,
     residual: Tensor | None = None,
+    *,
+    reduced: bool = False,
 ) -> Tensor:
     """`kernels.linear.linear` without argument checks and statistics, or with a packed weight.
 
@@ -47,12 +49,14 @@ def linear(
         weight: as in `kernels.linear`, not folded; or packed.
         bias: as in `kernels.linear`; that of a packed weight is its own.
         norm, activation, layer_scale, sample_scale, residual: as in `kernels.linear`.
+        reduced: the result may have the dtype of a weight packed in bfloat16, instead of x's.
     """
     if norm is not None:
         x = rms_norm.reference_either(x, norm)
-    (x,) = cast(x)
+    (operand,) = cast(x)
     with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else contextlib.nullcontext():
-        return _linear(x, weight, bias, activation, layer_scale, sample_scale, residual)
+        y = _linear(operand, weight, bias, activation, layer_scale, sample_scale, residual)
+    return y.to(x.dtype) if isinstance(weight, onednn.Packed) and residual is None and not reduced else y
 
 
 def _linear(
@@ -111,7 +115,8 @@ def mlp(
     """`kernels.mlp.mlp` without argument checks and statistics, or with packed weights; for the arguments see there."""
 
     def hidden_to_out(x: Tensor) -> Tensor:
-        h = linear(x, *fc1, norm, activation)
-        return linear(h, *fc2, None, None, layer_scale, sample_scale, residual)
+        h = linear(x, *fc1, norm, activation, reduced=True)
+        y = linear(h, *fc2, None, None, layer_scale, sample_scale, residual, reduced=True)
+        return y.to(x.dtype) if isinstance(fc2[0], onednn.Packed) and residual is None else y
 
     return checkpoint(hidden_to_out, x, use_reentrant=False) if recompute else hidden_to_out(x)

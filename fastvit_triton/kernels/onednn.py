@@ -2,13 +2,15 @@
 
 Math      y = act(x Wᵀ + b)                       [M, F]                                   (1)
           y = x Wᵀ + b + residual, or (x Wᵀ + b) ∘ gate                                     (2)
+          int8: q(x) = round(x / s), s = max|x| / 127 of each row; q(W) alike, once         (3)
+                y = s · s_W · q(x) q(W)ᵀ + b, the product in int32                           (4)
 Backward  dx = dy W, dW = dyᵀ x, db = Σ dy, by the same operator; activations and sums by PyTorch. It can be
           differentiated again.
 Kernels   torch.ops.mkldnn._linear_pointwise. PyTorch's own float32 products on a CPU are MKL's, which uses no AVX-512
           on AMD. The operator is private and has no formula for gradients (a backward pass through it leaves every
           `.grad` None), so nothing else in the package calls it, and each pair of dtype and post-operation is tried
-          on a small product before it is used. It never reduces the precision: the math mode of PyTorch's float32
-          products does not apply to it.
+          on a small product before it is used. Products of float32 are in float32 unless the user lets PyTorch reduce
+          them, by torch.set_float32_matmul_precision("medium") on a CPU with bfloat16 instructions.
 Saved     x and W, as eager PyTorch.
 Cost      2·M·K·F flops; without packing, W is copied into oneDNN's layout in each call.
 """
@@ -41,20 +43,23 @@ BINARY = ("add", "mul")  # post-operations with a second operand
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TABLE = Path(__file__).parent / "tuned" / "cpu.json"
 PHASES = ("inference", "frozen", "training")
+PRECISIONS = ("float32", "bf16", "int8")  # of the products of frozen models
 
 
 class Packed(NamedTuple):
     """Weight and bias of a product in oneDNN's layout, kept by `engine.freeze`; inference only.
 
     Attributes:
-        weight: [F, K] in the layout; it can be neither copied nor pickled.
-        bias: [F], or None.
+        weight: [F, K] in the layout, also in bfloat16 or int8; it can be neither copied nor pickled.
+        bias: [F] in the weight's dtype, for int8 in float32; or None.
         scaled: True if the LayerScale is multiplied into both.
+        scales: of an int8 weight, [F]: s_W of equation (4).
     """
 
     weight: Tensor
     bias: Tensor | None
     scaled: bool = False
+    scales: Tensor | None = None
 
 
 def name() -> str:
@@ -108,7 +113,7 @@ def refusal(dtype: torch.dtype, operation: str | None = None) -> str | None:
 
     Args:
         dtype: of the operands.
-        operation: a name in `POST_OPERATIONS` or `BINARY`, "packed" for packed weights, or None.
+        operation: a name in `POST_OPERATIONS` or `BINARY`, "packed" or "int8" for packed weights, or None.
     """
     if not torch.backends.mkldnn.is_available():
         return "this build of PyTorch has no oneDNN"
@@ -119,6 +124,8 @@ def refusal(dtype: torch.dtype, operation: str | None = None) -> str | None:
         with torch.no_grad():
             if operation == "packed":
                 got = _call(x, _pack(weight, 16), bias)
+            elif operation == "int8":
+                got = _int8_product(x, pack(weight, bias, None, 16, "int8"))
             elif operation in BINARY:
                 got = _call(x, weight, bias, other=other, operation=operation)
             else:
@@ -131,7 +138,7 @@ def refusal(dtype: torch.dtype, operation: str | None = None) -> str | None:
     except (AttributeError, RuntimeError, NotImplementedError) as error:
         return f"oneDNN's product in {dtype} fails: {str(error).splitlines()[0]}"
     wrong = float((got.double() - want).norm() / want.norm())
-    if got.dtype != dtype or not wrong <= 8 * torch.finfo(dtype).eps:
+    if got.dtype != dtype or not wrong <= (1 / 32 if operation == "int8" else 8 * torch.finfo(dtype).eps):
         return f"oneDNN's product in {dtype} with {operation or 'bias'} is wrong by {wrong:.1e}"
     return None
 
@@ -202,7 +209,10 @@ def product(
     other = gate if residual is None else residual
     operation = None if other is None else "add" if gate is None else "mul"
     if isinstance(weight, Packed):
+        if weight.scales is not None:
+            return _finished(_int8_product(x, weight), activation, residual, gate)
         weight, bias = weight[:2]
+        x = x.to(weight.dtype)
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias, other))
     if not x.numel() or weight.dtype != x.dtype:
         y = F.linear(x, weight, bias)
@@ -215,9 +225,27 @@ def product(
         if activation in POST_OPERATIONS and refusal(x.dtype, activation) is None:
             return _call(x, weight, bias, activation=activation)
         y = _call(x, weight, bias)
+    return _finished(y, activation, residual, gate)
+
+
+def _finished(y: Tensor, activation: str | None, residual: Tensor | None, gate: Tensor | None) -> Tensor:
+    """Equations (1) and (2) for a product y that has its bias."""
     y = y if activation is None else apply_activation(y, activation)
     y = y if gate is None else y * gate
     return y if residual is None else y + residual
+
+
+def _int8_product(x: Tensor, packed: Packed) -> Tensor:
+    """Equations (3) and (4) in float32; x is shifted by 128, as oneDNN multiplies unsigned by signed bytes."""
+    assert packed.scales is not None
+    largest = x.abs().amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
+    shifted = torch.addcmul(x.new_tensor(128.5), x, 127 / largest).to(torch.uint8)  # rounds, as it cuts the fraction
+    zeros = torch.zeros_like(packed.scales, dtype=torch.int32)
+    y = torch.ops.onednn.qlinear_pointwise(
+        shifted, 1.0, 128, packed.weight, packed.scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+    scale = largest.div_(127)
+    return y.mul_(scale) if packed.bias is None else torch.addcmul(packed.bias, y, scale)
 
 
 def forced() -> bool:
@@ -231,7 +259,7 @@ def usable(x: Tensor) -> bool:
         return False
     dtype = launch.product_dtype(x)
     listed = settings.forced is None and (_name_of(dtype) in row() or bool(measured.of(x.device).ways))
-    return (listed or forced()) and not is_observed() and why_not(x.device, dtype) is None
+    return (listed or forced() or settings.reduced) and not is_observed() and why_not(x.device, dtype) is None
 
 
 def _call(
@@ -281,7 +309,9 @@ def _pack(weight: Tensor, rows: int) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
 
 
-def pack(weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, rows: int) -> Packed:
+def pack(
+    weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, rows: int, precision: str = "float32"
+) -> Packed:
     """A product's weight and bias in oneDNN's layout, for about this many rows of x.
 
     Args:
@@ -289,8 +319,17 @@ def pack(weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, rows: 
         bias: [F], or None.
         layer_scale: [F], multiplied into both; or None.
         rows: rows of x.
+        precision: "bf16" or "int8", see `PRECISIONS`; "float32" keeps the weight's dtype.
     """
     if layer_scale is not None:
         weight = weight * layer_scale[:, None]
         bias = None if bias is None else bias * layer_scale
-    return Packed(_pack(weight.contiguous(), rows), None if bias is None else bias.detach(), layer_scale is not None)
+    weight, bias = weight.detach(), None if bias is None else bias.detach()
+    if precision == "int8":
+        scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+        rounded = (weight / scales[:, None]).round().to(torch.int8)
+        packed = torch.ops.onednn.qlinear_prepack(rounded, [rows, weight.shape[1]])
+        return Packed(packed, bias, layer_scale is not None, scales)
+    if precision == "bf16":
+        weight, bias = weight.bfloat16(), None if bias is None else bias.bfloat16()
+    return Packed(_pack(weight.contiguous(), rows), bias, layer_scale is not None)

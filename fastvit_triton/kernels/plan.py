@@ -66,7 +66,7 @@ class Choice(NamedTuple):
 _choices: dict[tuple, str] = {}
 
 
-def way_of(x: Tensor, branches: tuple[Branch, ...], training: bool, replayed: bool, frozen: bool = False) -> str:
+def way_of(x: Tensor, branches: tuple[Branch, ...], training: bool, replayed: bool, frozen: str | None = None) -> str:
     """Chooses the way of a block's residual branches: "fused", "mixed", "onednn" or "plain".
 
     Args:
@@ -74,7 +74,7 @@ def way_of(x: Tensor, branches: tuple[Branch, ...], training: bool, replayed: bo
         branches: of the block; while tracing, numbers of images and tokens are those of `TRACED`.
         training: True if gradients are enabled.
         replayed: True if calls of the block are replayed, see `engine.replay`.
-        frozen: True if its weights are final, see `engine.freeze`.
+        frozen: the precision with which it was frozen, see `engine.freeze`; None if it was not.
     """
     traced = torch.compiler.is_compiling()
     dtypes = x.dtype, launch.product_dtype(x)
@@ -89,7 +89,7 @@ def _way(
     training: bool,
     traced: bool,
     replayed: bool,
-    frozen: bool,
+    frozen: str | None,
 ) -> str:
     """`way_of`, for the dtypes of the residual and of the matmuls."""
     key = (device, dtypes, sizes, training, traced, replayed, frozen, *settings.choices(device.type))
@@ -105,7 +105,8 @@ def _way(
         exact = launch.is_ieee(dtypes[1])
         if device.type == "cpu" and launch.target is None and switch != "triton":
             phase = "training" if training else "frozen" if frozen else "inference"
-            choice = _choose_on_cpu(dtypes[1], branches, phase, traced, asked, switch)
+            reduced = frozen not in (None, "float32") and phase == "frozen" and asked is None
+            choice = _choose_on_cpu(dtypes[1], branches, phase, traced, "onednn" if reduced else asked, switch)
         else:
             choice = choose(device, branches, training, traced, replayed, asked, switch, exact)
         way = "plain" if traced and choice.way != "fused" else choice.way
