@@ -32,7 +32,6 @@ from fastvit_triton.kernels import backend, cost, launch, plan
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.measure import variants
 from fastvit_triton.measure.variants import compiling
-from fastvit_triton.train import data
 from fastvit_triton.train.checkpoint import PREVIOUS, load_state
 from fastvit_triton.train.data import digits
 from fastvit_triton.train.outputs import CURVES, EXAMPLE, FILES, LOCK, LOG, PREDICTIONS, STATE, WEIGHTS
@@ -203,7 +202,7 @@ def test_errors_come_in_the_order_typed(command: str, tmp_path: Path, monkeypatc
 @pytest.mark.fast
 def test_models_are_refused_before_images_are_listed(digits_run: Path, tmp_path: Path, monkeypatch, capsys):
     """Oracle: a scan of the folder, which takes minutes for ImageNet, that fails the test."""
-    monkeypatch.setattr(data, "load", lambda *words, **options: pytest.fail("listed"))
+    monkeypatch.setattr("fastvit_triton.train.run.load", lambda *words, **options: pytest.fail("listed"))
     words = ("train", "--data", tmp_path, "--out", tmp_path / "out", "--img-size", 97)
     assert "img_size height 97 is not a multiple of patch_size 16" in refused(capsys, *words)
     assert "--distillation soft needs a --teacher" in refused(capsys, *words[:-2], "--distillation", "soft")

@@ -15,7 +15,7 @@ from test_cli import refused
 from fastvit_triton.cli import main
 from fastvit_triton.train import trackers
 from fastvit_triton.train.outputs import LOG
-from fastvit_triton.train.trackers import Run, check_trackers, tracking
+from fastvit_triton.train.trackers import TrackedRun, check_trackers, tracking
 
 ROWS = {4: {"epoch": 1, "test_loss": 0.5, "test_accuracy": None}, 8: {"epoch": 2, "test_loss": 0.25}}
 SETTINGS = {"lr": 0.5, "policy": "", "betas": (0.9, 0.999), "weights": None}
@@ -24,7 +24,7 @@ SETTINGS = {"lr": 0.5, "policy": "", "betas": (0.9, 0.999), "weights": None}
 def track_twice(name: str, out: Path) -> None:
     """Sends the first row in a new run, and the second in the same run resumed."""
     for start, (step, row) in zip((0, 4), ROWS.items(), strict=True):
-        with tracking(name, Run(out, "0123456789abcdef", SETTINGS, start)) as log:
+        with tracking(name, TrackedRun(out, "0123456789abcdef", SETTINGS, start)) as log:
             log(row, step)
 
 
@@ -146,7 +146,7 @@ def test_trackers_are_refused_in_one_sentence(tmp_path: Path, capsys, monkeypatc
 
 def test_nothing_is_tracked_unless_asked():
     """Oracle: the function accepts a row without any tracker."""
-    with tracking(None, Run(Path("none"), "", {})) as log:
+    with tracking(None, TrackedRun(Path("none"), "", {})) as log:
         log({"epoch": 1}, 1)
 
 

@@ -3,14 +3,14 @@
 import argparse
 import importlib.util
 import os
-import uuid
 from contextlib import nullcontext
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from . import train_models
 from .checks import at_least, channels, check_checkpoint, check_data, check_transform, data_name
 from .console import (
     add_device_option,
@@ -21,16 +21,14 @@ from .console import (
     print_line,
     print_warning,
     select_device,
-    show_warmup,
 )
 from .loading import follow_weights
 from .parser import Parser
 from .recipe_options import add_recipe_options
-from .train_models import build_model, load_teacher
 
 if TYPE_CHECKING:
     from ..train.distributed import World
-    from ..train.trainer import Trainer
+    from ..train.run import Run
 
 HELP = "train a ViT, by default on handwritten digits"
 
@@ -105,67 +103,43 @@ def _train(args: argparse.Namespace, world: "World") -> int:
 
 def _train_in(out: Path, args: argparse.Namespace, world: "World") -> int:
     """Trains in an output folder that rank 0 has locked."""
-    import torch
-
-    from ..models.weights.rebuild import skeleton
     from ..train.checkpoint import newest_state
-    from ..train.data import load
-    from ..train.rng import use_deterministic_algorithms
-    from ..train.settings import RECIPE_FIELDS, SETTINGS, check_unchanged, recipe_of, resolve_settings
-    from ..train.step import autocast_dtype
-    from ..train.trainer import build_trainer
+    from ..train.outputs import remove_run
+    from ..train.run import Run
 
     state, damage = newest_state(out) if _is_resumed(args, out) else (None, "")
+    built = Run.from_settings(
+        _settings(args, state),
+        out,
+        train_models,
+        state=state,
+        accept_changes=args.accept_changes,
+        world=world,
+        parallel=args.parallel,
+        workers=args.workers,
+        max_pixels=args.max_pixels,
+    )
+    if world.is_main:
+        if damage:
+            print_line(damage)
+        if args.overwrite:
+            remove_run(out)
+        _print_task(built, args.parallel)
+    world.barrier()
+    return _show(built, args.save_every)
+
+
+def _settings(args: argparse.Namespace, state: dict | None) -> dict:
+    """The complete settings of the run, from the options that were given and the run to resume."""
+    from ..train.settings import RECIPE_FIELDS, SETTINGS, resolve_settings
+
     names = {"recipe", *SETTINGS, *RECIPE_FIELDS} & vars(args).keys()
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     for name in {"mean", "std"} & given.keys():
         given[name] = channels(given[name]) * (3 if "," not in given[name] else 1)
     if state is None and args.weights and args.data not in (None, "digits"):
         given = follow_weights(args.weights, given)
-    settings = resolve_settings(given, state, args.accept_changes)
-    recipe = recipe_of(settings)
-    if settings["deterministic"]:
-        use_deterministic_algorithms()
-    # errors of the model come before images are listed, which may take minutes
-    student = skeleton(recipe.model, **recipe.options | dict(img_size=recipe.img_size))
-    if settings["distillation"] != "hard" and not settings["teacher"]:
-        raise ValueError(f"--distillation {settings['distillation']} needs a --teacher to learn from")
-    if settings["teacher"] and not hasattr(student, "set_distilled_training"):
-        raise ValueError("--teacher needs a --model with a distillation token, such as deit_tiny_distilled_patch16_224")
-    torch.manual_seed(settings["seed"])
-    if settings["log_to"]:
-        _check_trackers("--log-to", settings["log_to"])
-    options = {"workers": args.workers, "skip_bad_images": settings["skip_bad_images"], "max_pixels": args.max_pixels}
-    data = load(settings["data"], recipe, custom=settings["transform"], world=world, **options)
-    if state is not None:
-        check_unchanged(data, state, args.accept_changes)
-    model = build_model(settings, recipe, data, resumed=state is not None)
-    teacher = load_teacher(settings["teacher"], model, len(data.classes), world.device)
-    model = model.to(world.device)
-    amp = autocast_dtype(world.device, settings["amp"])
-    if world.device.type == "cuda" and not recipe.mask_ratio:
-        images = recipe.batch_size // world.world_size // settings["grad_accum_steps"]
-        shape = max(images, 1), len(data.transform.mean), recipe.img_size, recipe.img_size
-        with torch.autocast("cuda", amp, enabled=amp is not None):
-            show_warmup(model, torch.zeros(shape, device=world.device), train=True, quiet=not world.is_main)
-    trainer = build_trainer(
-        model,
-        data,
-        recipe,
-        grad_accum_steps=settings["grad_accum_steps"],
-        amp=amp,
-        teacher=teacher,
-        distillation=settings["distillation"],
-        parallel=args.parallel,
-        world=world,
-    )
-    if world.is_main:
-        if damage:
-            print_line(damage)
-        _prepare_output(out, args.overwrite)
-        _print_task(trainer, settings, args.parallel)
-    world.barrier()
-    return _run(trainer, out, settings, state, args.save_every)
+    return resolve_settings(given, state, args.accept_changes)
 
 
 def _check_trackers(option: str, text: str) -> None:
@@ -191,62 +165,42 @@ def _is_resumed(args: argparse.Namespace, out: Path) -> bool:
     return False
 
 
-def _prepare_output(out: Path, overwrite: bool) -> None:
-    """Creates the output folder; removes temporary files and, if `overwrite`, the previous run."""
-    from ..files import sweep
-    from ..train.outputs import FILES
-
-    out.mkdir(parents=True, exist_ok=True)
-    if overwrite:
-        for name in FILES:
-            (out / name).unlink(missing_ok=True)
-    sweep(out, FILES)
-
-
-def _print_task(trainer: "Trainer", settings: dict, parallel: str | None) -> None:
+def _print_task(run: "Run", parallel: str | None) -> None:
     """Prints the model, the device, and the size of the task."""
-    data, world = trainer.data, trainer.step.world
+    trainer = run.trainer
+    data = trainer.data
+    world = trainer.step.world
     where = f"{world.world_size} processes, {parallel}, {world.device.type}" if parallel else world.device
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     print_line(f"{trainer.recipe.model}, {parameters:,} parameters, on {where}")
     steps = f"{trainer.epochs} {'epoch' if trainer.epochs == 1 else 'epochs'} of {len(data.train)} steps"
-    print_line(f"{settings['data']}: {len(data.classes)} classes; {steps}")
+    print_line(f"{run.settings['data']}: {len(data.classes)} classes; {steps}")
 
 
-def _run(trainer: "Trainer", out: Path, settings: dict, state: dict | None, save_every: int | None) -> int:
+def _show(run: "Run", save_every: int | None) -> int:
     """Trains with a progress display; returns the exit code."""
-    from ..models.weights.load import save_weights
     from ..train.checkpoint import PREVIOUS, STATE
-    from ..train.outputs import log_row, summary
+    from ..train.outputs import summary
     from ..train.progress import show_progress
     from ..train.settings import imported
-    from ..train.trackers import Run, tracking
-    from ..train.trainer import run
 
-    world = trainer.step.world
-    finished = len(state["history"]) if state else 0
-    steps = len(trainer.data.train)
-    tracked = settings["log_to"] if world.is_main else None
-    if tracked and not settings["run_key"]:
-        settings = settings | {"run_key": uuid.uuid4().hex}
-    start = (state["progress"]["epoch"] - 1) * steps + state["progress"]["step"] if state else 0
-    options: dict[str, Any] = {"settings": settings, "save": save_weights, "state": state, "save_every": save_every}
+    trainer = run.trainer
+    out = run.out
+    is_main = trainer.step.world.is_main
+    console = Console(quiet=not is_main)
     try:
-        console = Console(quiet=not world.is_main)
         with (
-            tracking(tracked, Run(out, settings["run_key"], settings, start)) as log,
-            show_progress(console, trainer.epochs, steps, finished) as show,
+            run.training(save_every, print_warning) as steps,
+            show_progress(console, trainer.epochs, len(trainer.data.train), run.finished_epochs) as show,
         ):
-            for progress in run(trainer, out, **options, warn=print_warning):
+            for progress in steps:
                 show(progress)
-                if progress.done:
-                    log(log_row(progress), progress.epoch * steps)
     except KeyboardInterrupt:
         if not any((out / name).exists() for name in (STATE, PREVIOUS)):
             return print_error("stopped before the first state was saved", 130)
-        again = [f" --{name} {quote(value)}" for name, value in imported(settings).items()]
+        again = [f" --{name} {quote(value)}" for name, value in imported(run.settings).items()]
         command = f"fastvit-triton train --out {quote(str(out))} --resume{''.join(again)}"
         return print_error(f"stopped; {out} holds everything up to the last saved state; resume with: {command}", 130)
-    if world.is_main:
+    if is_main:
         print_line(summary(out, trainer.data))
     return 0

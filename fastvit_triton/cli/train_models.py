@@ -1,15 +1,28 @@
-"""The models of `train`: the one that is trained, and the teacher of a distillation."""
+"""Our models for `train.Run`: how they are checked, built, taught, warmed up and saved."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .console import show_warmup
 from .loading import load_trained
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from ..train.data import Data
     from ..train.recipes import Recipe
+
+
+def check_settings(settings: dict, recipe: "Recipe") -> None:
+    """Raises ValueError if there is no such model, or if it cannot learn from a teacher and has one."""
+    from ..models.weights.rebuild import skeleton
+
+    student = skeleton(recipe.model, **recipe.options | dict(img_size=recipe.img_size))
+    if settings["distillation"] != "hard" and not settings["teacher"]:
+        raise ValueError(f"--distillation {settings['distillation']} needs a --teacher to learn from")
+    if settings["teacher"] and not hasattr(student, "set_distilled_training"):
+        raise ValueError("--teacher needs a --model with a distillation token, such as deit_tiny_distilled_patch16_224")
 
 
 def build_model(settings: dict, recipe: "Recipe", data: "Data", resumed: bool) -> "nn.Module":
@@ -37,10 +50,8 @@ def build_model(settings: dict, recipe: "Recipe", data: "Data", resumed: bool) -
     return model
 
 
-def load_teacher(path: str | None, student: Any, classes: int, device: "torch.device") -> "nn.Module | None":
-    """Loads the teacher, if any, and sets the student to return class-token and distillation-token logits."""
-    if path is None:
-        return None
+def load_teacher(path: str, student: Any, classes: int, device: "torch.device") -> "nn.Module":
+    """Loads the teacher, and sets the student to return class-token and distillation-token logits."""
     teacher = load_trained(path)
     if len(teacher.classes) != classes:
         raise ValueError(
@@ -48,6 +59,18 @@ def load_teacher(path: str | None, student: Any, classes: int, device: "torch.de
         )
     student.set_distilled_training()
     return teacher.model.to(device).eval().requires_grad_(False)
+
+
+def warm_up(model: "nn.Module", images: "Tensor", quiet: bool) -> None:
+    """Compiles the kernels of training; shows a progress bar on a terminal unless `quiet`."""
+    show_warmup(model, images, train=True, quiet=quiet)
+
+
+def save_weights(model: "nn.Module", path: Path, metadata: dict[str, str]) -> None:
+    """Writes the weights as safetensors, atomically."""
+    from ..models.weights.load import save_weights
+
+    save_weights(model, path, metadata=metadata)
 
 
 def _describe(model: Any, data: "Data") -> dict[str, Any]:

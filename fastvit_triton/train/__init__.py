@@ -40,7 +40,9 @@ from .objective import distilled, masked_colours, masked_pixels, supervised
 from .optim import Lamb, adamw, parameter_groups, set_lr, warmup_cosine
 from .recipes import DIGITS, FOLDER, Recipe, override_recipe
 from .recipes.published import PUBLISHED
+from .run import Models, Run
 from .schedule import constant, deit_schedule, mae_schedule, vit_schedule
+from .settings import resolve_settings
 from .step import Step, StepResult, accumulate_gradients
 from .trainer import Trainer, build_trainer
 
@@ -53,10 +55,12 @@ __all__ = [
     "Lamb",
     "MaskedAutoencoder",
     "MaskedPatchPrediction",
+    "Models",
     "MuonAdamW",
     "Progress",
     "Recipe",
     "RepeatedAugmentation",
+    "Run",
     "Score",
     "Step",
     "StepResult",
@@ -117,6 +121,7 @@ __all__ = [
     "rand_augment",
     "random_affine",
     "random_erasing",
+    "resolve_settings",
     "restore",
     "ridge",
     "sample_per_class",

@@ -67,6 +67,12 @@ def locked(out: Path) -> Iterator[None]:
         lock.release()
 
 
+def remove_run(out: Path) -> None:
+    """Removes the files of an earlier run from the output folder."""
+    for name in FILES:
+        (out / name).unlink(missing_ok=True)
+
+
 def is_best(history: list[dict]) -> bool:
     """True if the last epoch was evaluated and has the best accuracy, or the lowest loss if there is no accuracy."""
     tested = [row for row in history if row["test_loss"] is not None]

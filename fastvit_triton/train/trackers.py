@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 PROJECT = "fastvit_triton"  # unless the tool's environment variable names another
 
 
-class Run(NamedTuple):
+class TrackedRun(NamedTuple):
     """What a tracker shows of a run.
 
     Attributes:
@@ -50,7 +50,7 @@ def check_trackers(option: str, text: str) -> None:
 
 
 @contextmanager
-def tracking(text: str | None, run: Run) -> Iterator[Log]:
+def tracking(text: str | None, run: TrackedRun) -> Iterator[Log]:
     """Yields a function that sends a row of the log, at a global step, to all trackers.
 
     A tracker that stops, for example because its server cannot be reached, raises its own error.
@@ -71,7 +71,7 @@ def tracking(text: str | None, run: Run) -> Iterator[Log]:
 
 
 @contextmanager
-def _tensorboard(run: Run) -> Iterator[Log]:
+def _tensorboard(run: TrackedRun) -> Iterator[Log]:
     from torch.utils.tensorboard import SummaryWriter
 
     # events from `purge_step` on are of a run that was replaced, or that had not saved its state
@@ -89,7 +89,7 @@ def _tensorboard(run: Run) -> Iterator[Log]:
 
 
 @contextmanager
-def _wandb(run: Run) -> Iterator[Log]:
+def _wandb(run: TrackedRun) -> Iterator[Log]:
     import wandb
 
     project = os.environ.get("WANDB_PROJECT", PROJECT)
@@ -99,7 +99,7 @@ def _wandb(run: Run) -> Iterator[Log]:
 
 
 @contextmanager
-def _trackio(run: Run) -> Iterator[Log]:
+def _trackio(run: TrackedRun) -> Iterator[Log]:
     import trackio
 
     trackio.init(
@@ -116,7 +116,7 @@ def _trackio(run: Run) -> Iterator[Log]:
 
 
 @contextmanager
-def _mlflow(run: Run) -> Iterator[Log]:
+def _mlflow(run: TrackedRun) -> Iterator[Log]:
     import mlflow
 
     if not os.environ.get("MLFLOW_TRACKING_URI"):

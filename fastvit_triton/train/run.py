@@ -1,0 +1,207 @@
+"""A training run from its settings: what the command `train` does between its options and its output."""
+
+import uuid
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .data import Data, load
+from .data.transform import MAX_PIXELS
+from .distributed import World
+from .loop import Progress
+from .outputs import log_row
+from .ranges import NonNegativeInt, PositiveInt
+from .recipes import Recipe
+from .rng import use_deterministic_algorithms
+from .settings import check_unchanged, recipe_of
+from .step import autocast_dtype
+from .trackers import Log, TrackedRun, check_trackers, tracking
+from .trainer import Trainer, build_trainer, run
+
+
+class Models(Protocol):
+    """What a run needs to know of its models; the module `fastvit_triton.cli.train_models` has it for ours."""
+
+    def check_settings(self, settings: dict, recipe: Recipe) -> None:
+        """Raises ValueError if there is no such model. Called before images are listed, which may take minutes."""
+
+    def build_model(self, settings: dict, recipe: Recipe, data: Data, resumed: bool) -> nn.Module:
+        """The model to train, on the CPU; the weights of a resumed run are loaded later.
+
+        Called for new and for resumed runs, so settings that only the library of the models knows are applied here.
+        """
+
+    def load_teacher(self, path: str, student: nn.Module, classes: int, device: torch.device) -> nn.Module:
+        """The teacher of a distillation, in evaluation mode on the device; changes the student as it needs."""
+
+    def warm_up(self, model: nn.Module, images: Tensor, quiet: bool) -> None:
+        """Compiles what training on such images will launch. Called on GPUs only; `quiet` shows no progress."""
+
+    def save_weights(self, model: nn.Module, path: Path, metadata: dict[str, str]) -> None:
+        """Writes the weights, with a header of strings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A training run in an output folder. `fastvit-triton train --epochs 2 --out runs/digits` in Python:
+
+    ```python
+    from pathlib import Path
+    from fastvit_triton.cli import train_models
+    from fastvit_triton.train import Run, resolve_settings
+    from fastvit_triton.train.outputs import locked
+
+    out = Path("runs/digits")
+    with locked(out):  # no other run writes there
+        run = Run.from_settings(resolve_settings({"epochs": 2}), out, train_models)
+        with run.training() as steps:
+            for progress in steps:
+                print(progress.epoch, progress.step, progress.loss.item())
+    ```
+
+    To resume it, pass `state, damage = newest_state(out)` to both: `resolve_settings({}, state)`, and `state=state`.
+
+    Attributes:
+        trainer: model, data and all that `fit` needs.
+        out: an existing folder.
+        settings: stored in the state, for resuming.
+        save: `save(model, path, metadata=…)` writes weights with a header of strings.
+        state: from `load_state`, to resume; None starts a new run.
+    """
+
+    trainer: Trainer
+    out: Path
+    settings: dict
+    save: Callable[..., None]
+    state: dict | None = None
+
+    @classmethod
+    def from_settings(
+        cls,
+        settings: dict,
+        out: Path,
+        models: Models,
+        *,
+        state: dict | None = None,
+        accept_changes: bool = False,
+        world: World | None = None,
+        parallel: str | None = None,
+        workers: NonNegativeInt = 0,
+        max_pixels: PositiveInt = MAX_PIXELS,
+    ) -> "Run":
+        """Builds data, model and trainer, after seeding the global random generator.
+
+        Args:
+            settings: complete, from `resolve_settings`, to which `state` was given.
+            out: an existing folder, which no other run may use, see `locked`; its files are not changed.
+            models: builds, warms up and saves the model.
+            state: from `load_state`, to resume; None starts a new run.
+            accept_changes: resume although the images differ from those of the run.
+            world: this process and its device; None trains on the CPU.
+            parallel: "ddp" or "fsdp", which need a `world` from `process_group`; None trains in one process.
+            workers: processes that decode images; 0 decodes in this process.
+            max_pixels: images with more pixels count as images that cannot be read.
+
+        Raises:
+            ValueError: a setting has no such model, data set, checkpoint or tracker, or the data differ from those of
+                the run to resume.
+        """
+        world = world or World()
+        recipe = recipe_of(settings)
+        if settings["deterministic"]:
+            use_deterministic_algorithms()
+        models.check_settings(settings, recipe)
+        torch.manual_seed(settings["seed"])
+        if settings["log_to"]:
+            check_trackers("--log-to", settings["log_to"])
+            if world.is_main and not settings["run_key"]:
+                settings = settings | {"run_key": uuid.uuid4().hex}
+        data = load(
+            settings["data"],
+            recipe,
+            workers=workers,
+            skip_bad_images=settings["skip_bad_images"],
+            max_pixels=max_pixels,
+            custom=settings["transform"],
+            world=world,
+        )
+        if state is not None:
+            check_unchanged(data, state, accept_changes)
+        model = models.build_model(settings, recipe, data, resumed=state is not None)
+        teacher = None
+        if settings["teacher"] is not None:
+            teacher = models.load_teacher(settings["teacher"], model, len(data.classes), world.device)
+        model = model.to(world.device)
+        amp = autocast_dtype(world.device, settings["amp"])
+        if world.device.type == "cuda" and not recipe.mask_ratio:
+            images = recipe.batch_size // world.world_size // settings["grad_accum_steps"]
+            shape = max(images, 1), len(data.transform.mean), recipe.img_size, recipe.img_size
+            with torch.autocast("cuda", amp, enabled=amp is not None):
+                models.warm_up(model, torch.zeros(shape, device=world.device), quiet=not world.is_main)
+        trainer = build_trainer(
+            model,
+            data,
+            recipe,
+            grad_accum_steps=settings["grad_accum_steps"],
+            amp=amp,
+            teacher=teacher,
+            distillation=settings["distillation"],
+            parallel=parallel,
+            world=world,
+        )
+        return cls(trainer=trainer, out=out, settings=settings, save=models.save_weights, state=state)
+
+    @property
+    def finished_epochs(self) -> int:
+        """Number of epochs that were finished before the run was resumed."""
+        return 0 if self.state is None else len(self.state["history"])
+
+    @contextmanager
+    def training(
+        self, save_every: int | None = None, warn: Callable[[str], None] = warnings.warn
+    ) -> Iterator[Iterator[Progress]]:
+        """Opens the trackers; yields the generator `trainer.run`, which trains and writes the files of the run.
+
+        Rows of the log are sent to the trackers after the generator has yielded them.
+
+        Args:
+            save_every: number of steps between states within an epoch; None saves after epochs only.
+            warn: called with a sentence about each plot that cannot be drawn.
+
+        Raises:
+            ValueError, Diverged, OSError: as `trainer.run`; a tracker raises its own errors.
+        """
+        per_epoch = len(self.trainer.data.train)
+        start = 0
+        if self.state is not None:
+            progress = self.state["progress"]
+            start = (progress["epoch"] - 1) * per_epoch + progress["step"]
+        steps = run(
+            self.trainer,
+            self.out,
+            settings=self.settings,
+            save=self.save,
+            state=self.state,
+            save_every=save_every,
+            warn=warn,
+        )
+        trackers = self.settings["log_to"] if self.trainer.step.world.is_main else None
+        tracked = TrackedRun(self.out, self.settings["run_key"], self.settings, start)
+        with tracking(trackers, tracked) as log, closing(_logged(steps, log, per_epoch)) as logged:
+            yield logged
+
+
+def _logged(steps: Iterator[Progress], log: Log, per_epoch: int) -> Generator[Progress, None, None]:
+    """Yields each progress, then sends its row of the log, if it ends an epoch."""
+    for progress in steps:
+        try:
+            yield progress
+        finally:  # also if the caller stops here, because the epoch is in the state
+            if progress.done:
+                log(log_row(progress), progress.epoch * per_epoch)
