@@ -37,6 +37,20 @@ COLUMNS = {
     "transformers": "transformers",
 }
 OURS = ("ours eager", "ours compiled")
+# columns of `benchmarks.cpu` → their titles
+CPU_COLUMNS = {
+    "medium": '"medium"',
+    "compile": "torch.compile",
+    "compile freezing": "… freezing",
+    "compile max-autotune": "… max-autotune",
+    "onnx": "ONNX Runtime",
+    "openvino": "OpenVINO",
+    "ours": "ours",
+    "frozen": "ours, frozen",
+    "bf16": "… bf16",
+    "int8": "… int8",
+    "compiled": "ours, compiled",
+}
 SHOWN = "ViT-B/16"  # the model whose ops are listed
 PICTURED = "vit_base_patch16_224"  # the model whose launches are plotted
 SHEETS = devices()
@@ -68,7 +82,7 @@ def load(folder: Path = RESULTS) -> Results:
         held = json.loads(path.read_text())
         if isinstance(held, list):  # lists of releases or suites are not measurements
             continue
-        if "benchmarks.cpu" in held.get("command", "") and "packages" in held:
+        if "benchmarks.cpu" in held.get("command", "") and "processor" in held:
             cpu.append(held)
         if "part" in held and held.get("dry_run") is False and held.get("gpu"):
             newest[held["part"]] = max(newest.get(held["part"], held), held, key=lambda r: r["date"])
@@ -133,26 +147,37 @@ def ops_table(results: Results) -> str:
     return "\n".join([*lines, "", origin(results.ops)])
 
 
-def cpu_table(results: Results) -> str:
-    """Table of time ratios (theirs over ours) with quartiles; cells whose results do not match show no ratio."""
-    newest = {row["cell"]: (row, held) for held in results.cpu for row in held["rows"]}
+def cpu_table(results: Results, shown: str = "") -> str:
+    """Table of eager's time over that of each column, with quartiles; one table for each processor.
+
+    Args:
+        results: with the files of `benchmarks.cpu`; the newest row of a cell on a processor counts.
+        shown: word that the names of the shown cells contain.
+    """
+    newest = {(held["processor"], row["cell"]): (row, held) for held in results.cpu for row in held["rows"]}
+    newest = {key: found for key, found in newest.items() if shown in key[1]}
     if not newest:
         return f"{NOT_YET}; `python -m benchmarks.cpu --out FILE` measures it."
-    columns = [(step, compiled) for compiled in (False, True) for step in ("forward", "training_step")]
-    found = {tuple(row[k] for k in ("model", "dtype", "batch", "step", "compiled")): row for row, _ in newest.values()}
-    head = (
-        f"{'torch.compile' if compiled else 'fastest library'}, {step.replace('_', ' ')}" for step, compiled in columns
-    )
-    lines = [f"| theirs / ours on a CPU | {' | '.join(head)} |", "|---" * 5 + "|"]
-    for model, dtype, batch in dict.fromkeys(key[:3] for key in found):
-        ratios = " | ".join(_ratio(found.get((model, dtype, batch, *column))) for column in columns)
-        lines.append(f"| {model}, {dtype}, batch {batch} | {ratios} |")
-    for held in {id(held): held for _, held in newest.values()}.values():
-        lines += [
-            "",
-            f"{held['threads']} threads, torch {held['packages']['torch']}, {held['date']}: `{held['command']}`.",
-        ]
-    return "\n".join(lines)
+    tables = []
+    for processor in dict.fromkeys(processor for processor, _ in newest):
+        rows = [found for (here, _), found in newest.items() if here == processor]
+        names = [n for n in CPU_COLUMNS if any("ratio" in row["columns"].get(n, {}) for row, _ in rows)]
+        lines = [f"| eager / it, {processor} | {' | '.join(CPU_COLUMNS[n] for n in names)} |"]
+        lines.append("|---" + "|--:" * len(names) + "|")
+        for row, _ in rows:
+            threads = f"{row['threads']} thread{'s' * (row['threads'] > 1)}"
+            title = f"{row['model']}, {row['dtype']}, batch {row['batch']}, {row['phase']}, {threads}"
+            lines.append(f"| {title} | {' | '.join(_ratio(row['columns'].get(name)) for name in names)} |")
+        for held in {id(held): held for _, held in rows}.values():
+            where = f"torch {held['packages']['torch']}, commit {held['commit']}, {held['date']}"
+            lines += ["", f"{where}: `{held['command']}`."]
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables)
+
+
+def cpu_short_table(results: Results) -> str:
+    """`cpu_table` of one image of ViT-B in float32 on one thread, with errors of the reduced precisions."""
+    return cpu_table(results, "vit_base_patch16_224 float32 batch 1 inference threads 1")
 
 
 def host_table(results: Results) -> str:
@@ -171,10 +196,12 @@ def host_table(results: Results) -> str:
     return "\n".join([*lines, "", f"torch {source['packages']['torch']}, {source['date']}: `{source['command']}`."])
 
 
-def _ratio(row: dict | None) -> str:
-    if row is None:
+def _ratio(column: dict | None) -> str:
+    """Median and quartiles of a column; for reduced precisions also the error."""
+    if column is None or "ratio" not in column:
         return ""
-    return f"{row['median']:.2f} ({row['q1']:.2f} to {row['q3']:.2f})" if row["match"] else "wrong result"
+    text = f"{column['ratio']:.2f} ({column['q1']:.2f} to {column['q3']:.2f})"
+    return f"{text}, error {column['error']:.0e}" if column["error"] > 1e-3 else text
 
 
 def _predicted(what: str, static: dict | None) -> str:
@@ -295,7 +322,14 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-TABLES = {"models": models_table, "ops": ops_table, "cpu": cpu_table, "host": host_table, "users": users_table}
+TABLES = {
+    "models": models_table,
+    "ops": ops_table,
+    "cpu": cpu_table,
+    "cpu short": cpu_short_table,
+    "host": host_table,
+    "users": users_table,
+}
 TABLES |= {"gains": gains_table, "training": training_table, "backtest": backtest_table,
            "families": families_table}  # fmt: skip
 
@@ -412,6 +446,31 @@ def backtest_points(results: Results, path: Path) -> bool:
     return _saved(figure, path)
 
 
+def cpu_bars(results: Results, path: Path) -> bool:
+    """Plots speedups over eager on a CPU by cell and column, of the newest file; False if there is none."""
+    if not results.cpu:
+        return False
+    held = results.cpu[-1]
+    rows = [row for row in held["rows"] if row["dtype"] == "float32" and row["threads"] == 1]
+    names = ("medium", "compile", "onnx", "ours", "frozen", "bf16", "int8")
+    shades = ("#8d8d8d", "#b0b0b0", "#d0d0d0", "#4c72b0", "#8da9cf", "#dd8452", "#c44e52")
+    figure, axis = _figure(8, 0.8 + 0.85 * len(rows))
+    for i, (name, color) in enumerate(zip(names, shades, strict=True)):
+        points = [(y, row["columns"][name]) for y, row in enumerate(rows) if "ratio" in row["columns"].get(name, {})]
+        at = [y + (i - 3) * 0.12 for y, _ in points]
+        values = [one["ratio"] for _, one in points]
+        axis.barh(at, values, 0.12, color=color, label=CPU_COLUMNS[name].replace("… ", "ours, frozen, "))
+        for y, value in zip(at, values, strict=True):
+            axis.text(value, y, f" {value:.2f}", va="center", fontsize=6)
+    axis.set_yticks(range(len(rows)), [f"{r['model']}\nbatch {r['batch']}, {r['phase']}" for r in rows], fontsize=7)
+    axis.invert_yaxis()
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.set_xlabel("times faster than eager PyTorch, float32 model, one thread", fontsize=8)
+    axis.set_title(f"{held['processor']}, torch {held['packages']['torch']}", fontsize=9)
+    axis.legend(fontsize=7, loc="lower right")
+    return _saved(figure, path)
+
+
 def _figure(width: float, height: float, columns: int = 1) -> tuple:
     """A figure that needs no display, and its axes."""
     from matplotlib.figure import Figure
@@ -426,7 +485,13 @@ def _saved(figure: object, path: Path) -> bool:
     return True
 
 
-PICTURES = {"speedup": bars, "roofline": roofline, "launches": launch_bars, "backtest": backtest_points}
+PICTURES = {
+    "speedup": bars,
+    "roofline": roofline,
+    "launches": launch_bars,
+    "backtest": backtest_points,
+    "cpu": cpu_bars,
+}
 
 
 def main(words: Iterable[str] | None = None) -> None:

@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 import benchmarks  # noqa: F401  (must precede timm)
 from fastvit_triton.engine import ways
-from fastvit_triton.kernels import backend, fold, launch, op, settings
+from fastvit_triton.kernels import backend, fold, launch, onednn, op, settings
 
 # sorted by CPU time of the whole file, longest first
 LONGEST = """cli backend convert parallel tune replay kernel_graphs pyramids recovery models static candidates export
@@ -49,7 +49,7 @@ def seed() -> None:
 @pytest.fixture(autouse=True)
 def unknown_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test runs as on a CPU without a row, so that results and choices do not depend on the machine."""
-    monkeypatch.setattr(settings, "cpu_row", {})
+    monkeypatch.setattr(settings, "cpu_row", onednn.Row({}))
     monkeypatch.setattr(settings, "reduced", False)
 
 

@@ -18,7 +18,7 @@ from interpreter import interpreting
 
 from benchmarks import compare_commits, cpu, gpu, model_runs, op_cases, plot, result_file
 from benchmarks.result_file import ROOT, ResultFile
-from fastvit_triton.kernels import launch
+from fastvit_triton.kernels import launch, onednn
 from fastvit_triton.kernels.cost import WAYS
 from fastvit_triton.measure import timeout, timing, tuned_tables
 from fastvit_triton.measure.compare import verdict
@@ -445,41 +445,25 @@ def test_tables_are_generated_from_files_only(tmp_path):
 
 @pytest.mark.fast
 def test_the_cpu_table_is_generated_from_files(tmp_path):
-    """Oracle: ratios written into files by hand; newer files win cell by cell, and wrong results show no number."""
-    facts = dict(command="python -m benchmarks.cpu --out x", threads=2, packages=dict(torch="2"))
-    cell = dict(model="m", dtype="float32", batch=1, median=1.5, q1=1.25, q3=1.75, match=True)
+    """Oracle: ratios written into files by hand; newer files win cell by cell; each processor has its own table."""
+    facts = dict(command="python -m benchmarks.cpu --out x", packages=dict(torch="2"), commit="c", processor="P")
+    cell = dict(model="m", dtype="float32", batch=1, phase="inference", threads=1)
 
-    def row(step, compiled=False, **changed):
-        return cell | dict(step=step, compiled=compiled, cell=f"{step} {compiled}") | changed
+    def row(name, ratio, error=1e-6, **changed):
+        column = dict(ratio=ratio, q1=1.25, q3=1.75, error=error)
+        return cell | dict(cell=name, columns={"eager": column, "ours": column, "onnx": dict(missing="x")}) | changed
 
-    old = [row("forward"), row("training_step")]
-    new = [row("forward", match=False), row("forward", True, median=2.5)]
     assert plot.NOT_YET in plot.cpu_table(plot.load(tmp_path))
-    for date, rows in (("2026-01-02", new), ("2026-01-01", old)):
-        (tmp_path / f"z{date[-1]}.json").write_text(json.dumps(facts | dict(date=date, rows=rows)))
+    assert not plot.cpu_bars(plot.load(tmp_path), tmp_path / "cpu.png")
+    files = [("2026-01-02", "P", [row("a", 1.5)]), ("2026-01-01", "P", [row("a", 1.0), row("b", 2.5, 0.02, threads=2)])]
+    for date, processor, rows in (*files, ("2026-01-03", "Q", [row("a", 3.0)])):
+        held = facts | dict(date=date, processor=processor, rows=rows)
+        (tmp_path / f"z{date[-1]}.json").write_text(json.dumps(held))
     text = plot.cpu_table(plot.load(tmp_path))
-    cells = "| m, float32, batch 1 | wrong result | 1.50 (1.25 to 1.75) | 2.50 (1.25 to 1.75) |  |"
-    assert cells in text and "2026-01-01" in text and "2026-01-02" in text
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo's warning
-def test_compiled_cells(monkeypatch):
-    """Oracle: the compiler of each variant; results match, except for a model with other weights."""
-    asked, compile_ = [], torch.compile
-
-    def compile_fast(model, backend="inductor"):
-        asked.append(backend)
-        return compile_(model, backend="aot_eager")
-
-    monkeypatch.setattr(torch, "compile", compile_fast)
-    cell, small = next(c for c in cpu.CELLS if c.compiled), dict(depth=1, img_size=32)
-    row = cpu.measured(cell, 0.0, 3, **small)
-    assert asked == ["fastvit_triton", "inductor"] and row["best"] == cpu.COMPILER
-    assert row["match"] and 0 < row["q1"] <= row["median"] <= row["q3"]
-    calls = cpu.variants(cell, **small)
-    torch.nn.init.normal_(cpu.module_of(calls[cpu.OURS]).head.weight)
-    assert not cpu.matches({name: call.eval() for name, call in calls.items()}, torch.randn(1, 3, 32, 32))
-    torch._dynamo.reset()
+    assert "| eager / it, P | ours |" in text and "| eager / it, Q | ours |" in text
+    assert "| m, float32, batch 1, inference, 1 thread | 1.50 (1.25 to 1.75) |" in text and "1.00 (" not in text
+    assert "2 threads | 2.50 (1.25 to 1.75), error 2e-02 |" in text
+    assert plot.cpu_bars(plot.load(tmp_path), tmp_path / "cpu.png") and (tmp_path / "cpu.png").exists()
 
 
 @pytest.mark.fast
@@ -521,19 +505,23 @@ def test_images_are_written_when_there_is_data(tmp_path):
 
 
 @pytest.mark.filterwarnings("default")  # warnings of other libraries
-def test_cpu_benchmark_writes_each_cell_once(tmp_path):
-    """Oracle: the file after two calls: every cell once, resumed and matching; the fastest library is one of them."""
-    words = ["--out", str(tmp_path / "cpu.json"), "--resume", "--seconds", "0", "--rounds", "3", "--only"]
-    small = dict(depth=1, img_size=32)
-    assert len(cpu.main([*words, "vit_tiny,bfloat16,batch 1 "], **small)) == 2
-    before = json.loads((tmp_path / "cpu.json").read_text())["rows"]
-    rows = cpu.main([*words, "vit_tiny,bfloat16"], **small)
-    assert rows[:2] == before and [row["cell"] for row in rows] == [c.name for c in cpu.wanted("vit_tiny,bfloat16")]
-    assert all(row["match"] and row["turns"] == 3 for row in rows) and len(cpu.CELLS) == 30
-    for row in rows:
-        assert row["peers"].keys() == {"timm", "transformers", "vit-pytorch"}
-        assert {n: row[n] for n in ("median", "q1", "q3")} == row["peers"][row["best"]]
-    assert json.loads((tmp_path / "cpu.json").read_text())["packages"]["torch"]
+def test_cpu_benchmark_writes_each_cell_once(tmp_path, monkeypatch):
+    """Oracle: the file after two calls: every cell once; errors against float64; a reason where a column is missing."""
+    monkeypatch.setattr(cpu, "product_rate", lambda dtype: 1e11)
+    words = ["--out", str(tmp_path / "cpu.json"), "--resume", "--seconds", "60", "--rounds", "3"]
+    words += ["--columns", "medium,ours,frozen,int8,onnx", "--only"]
+    small = dict(depth=1, img_size=32, embed_dim=48, num_classes=5)
+    with onednn.using_row({"float32": dict.fromkeys(onednn.PHASES, 0.0)}):
+        assert len(cpu.main([*words, "vit_tiny,float32,batch 1 ,threads 1,inference"], **small)) == 1
+        before = json.loads((tmp_path / "cpu.json").read_text())["rows"]
+        rows = cpu.main([*words, "vit_tiny,batch 1 ,threads 1"], **small)
+    assert rows[:1] == before and [row["phase"] for row in rows] == ["inference", "training"] * 2
+    single, _, half, _ = (row["columns"] for row in rows)
+    assert single["onnx"].keys() == {"error", "ratio", "q1", "q3"}
+    assert "in float32" in half["onnx"]["missing"] and "float32 on a CPU" in half["int8"]["missing"]
+    assert all(single[name]["error"] < 1e-5 for name in ("eager", "medium", "ours", "frozen"))
+    assert 1e-4 < single["int8"]["error"] < 0.1 and single["ours"]["peak_mib"] > 0
+    assert sum(rows[0]["shares"]["frozen"].values()) == pytest.approx(1, abs=0.002)
 
 
 @pytest.mark.fast

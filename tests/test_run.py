@@ -1,7 +1,7 @@
 """Tests of `train.Run`: in Python it does what the command does, with our models and with those of others."""
 
 import csv
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from test_data import write_folder
 from torch import nn
 
 from fastvit_triton.cli import main, train_models
+from fastvit_triton.kernels import measured, onednn
 from fastvit_triton.train import Run, newest_state, resolve_settings, trackers
 from fastvit_triton.train.outputs import BEST, FILES, LOCK, LOG, WEIGHTS, locked
 
@@ -92,6 +93,13 @@ class Own:
         self.calls.append("resume" if resumed else "build")
         return nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, len(data.classes)))
 
+    def ways(self, device):
+        return None
+
+    def using_ways(self, ways):
+        assert ways is None
+        return nullcontext()
+
     def save_weights(self, model, path, metadata):
         self.calls.append(path.name)
         save_file(model.state_dict(), path, metadata)
@@ -111,6 +119,25 @@ def test_models_of_others_are_trained(given: dict, tmp_path: Path):
         Run.from_settings(resolve_settings(given | {"img_size": 16, "data": "none"}), out, own)
     with pytest.raises(ValueError, match="workers is -1"):
         Run.from_settings(resolve_settings(given), out, own, workers=-1)
+
+
+@pytest.mark.skipif(onednn.why_not(torch.device("cpu"), torch.float32) is not None, reason="PyTorch has no oneDNN here")
+def test_a_resumed_run_keeps_its_ways(given: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Oracle: the weights of the run that was not stopped, bit for bit; without its ways they differ.
+
+    In between the row of the CPU is gone, and measurements say that every block runs plain.
+    """
+    row = {"float32": dict.fromkeys(onednn.PHASES, 0.0)}
+    with onednn.using_row(row):
+        whole = train(tmp_path / "whole", given)
+        train(tmp_path / "stopped", given, epochs=1)
+    shapes = dict.fromkeys(whole.settings["ways"]["ways"], "plain")
+    with measured.using(measured.Measured(ways=shapes)):
+        resumed = train(tmp_path / "stopped", {}, resume=True)
+        train(tmp_path / "plain", given)
+    assert resumed.settings["ways"]["cpu"] == row == newest_state(tmp_path / "stopped")[0]["settings"]["ways"]["cpu"]
+    weights = {name: contents(tmp_path / name / WEIGHTS)[1] for name in ("whole", "stopped", "plain")}
+    assert weights["stopped"] == weights["whole"] != weights["plain"]
 
 
 def test_trackers_receive_each_saved_epoch_once(given: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -20,7 +20,7 @@ from fastvit_triton import create_model
 from fastvit_triton.deploy.cuda_graph import key_of
 from fastvit_triton.engine import ways
 from fastvit_triton.engine.replay import calls, program
-from fastvit_triton.kernels import attention_launch, backend, cost, launch, measured, plan, settings
+from fastvit_triton.kernels import attention_launch, backend, cost, launch, measured, onednn, plan, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
 PACKAGE = Path(fastvit_triton.__file__).parent
@@ -143,6 +143,7 @@ CHOICES = {  # for each setting a context in which it has another value
     "assumed GPU": lambda: plan.assuming(cost.gpu_of("sm_80", "")),
     "switch": lambda: backend.using_backend("torch"),
     "architecture": lambda: launch.targeting("sm_80"),
+    "row of the CPU": lambda: onednn.using_row({}),
     "measurements": lambda: measured.using(measured.Measured()),
 }
 OPERATORS = {
@@ -295,6 +296,10 @@ NOT_SETTINGS = {  # reads that no cached choice depends on, with the reason
     "torch.cuda.current_device": "direct launches and replays compare it",
     "torch.cuda.current_stream": "read at each launch",
     "torch.cuda.is_current_stream_capturing": "folds are not cached then, nor calls recorded",
+    "torch._C._get_function_stack_at": "`onednn.usable` reads it in each call, before a choice is looked up",
+    "torch._C._get_mkldnn_enabled": "`onednn.usable` reads it in each call, before a choice is looked up",
+    "torch.backends.mkldnn.is_available": "a fact about the software",
+    "torch.backends.cpu.get_cpu_capability": "a fact about the process",
     "torch.backends.cudnn.version": "a fact about the software, in the names of files of measurements",
     "os.environ": "read once, at import or when a switch or a file is set; the results are in the lists",
 }

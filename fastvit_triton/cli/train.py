@@ -170,7 +170,8 @@ def _print_task(run: "Run", parallel: str | None) -> None:
     trainer = run.trainer
     data = trainer.data
     world = trainer.step.world
-    where = f"{world.world_size} processes, {parallel}, {world.device.type}" if parallel else world.device
+    device = next(trainer.model.parameters()).device
+    where = f"{world.world_size} processes, {parallel}, {device.type}" if parallel else device
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     print_line(f"{trainer.recipe.model}, {parameters:,} parameters, on {where}")
     steps = f"{trainer.epochs} {'epoch' if trainer.epochs == 1 else 'epochs'} of {len(data.train)} steps"

@@ -1,5 +1,6 @@
 """Our models for `train.Run`: how they are checked, built, taught, warmed up and saved."""
 
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +8,8 @@ from .console import show_warmup
 from .loading import load_trained
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
     from torch import Tensor, nn
 
@@ -59,6 +62,26 @@ def load_teacher(path: str, student: Any, classes: int, device: "torch.device") 
         )
     student.set_distilled_training()
     return teacher.model.to(device).eval().requires_grad_(False)
+
+
+def ways(device: "torch.device") -> dict:
+    """The measurements of this device that choose how blocks run, and the row of a CPU."""
+    from ..kernels import measured, onednn
+
+    table = measured.of(device)
+    return {"rows": table.rows, "ways": table.ways, "cpu": onednn.row() if device.type == "cpu" else {}}
+
+
+@contextmanager
+def using_ways(ways: dict | None) -> "Iterator[None]":
+    """Context in which blocks run by these measurements; None for those of this machine."""
+    from ..kernels import measured, onednn
+
+    if ways is None:
+        yield
+        return
+    with measured.using(measured.Measured(ways["rows"], ways["ways"])), onednn.using_row(ways["cpu"]):
+        yield
 
 
 def warm_up(model: "nn.Module", images: "Tensor", quiet: bool) -> None:

@@ -21,6 +21,7 @@ import json
 import math
 import platform
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,6 +63,13 @@ class Packed(NamedTuple):
     scales: Tensor | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Row:
+    """The fewest multiplications for which oneDNN is faster, by dtype and phase; a key of caches, by identity."""
+
+    fewest: dict[str, dict[str, float]]
+
+
 def name() -> str:
     """Vendor, family and vector instructions of this machine's CPU, as in "AuthenticAMD 25 AVX512"."""
     return f"{_model()} {torch.backends.cpu.get_cpu_capability()}"
@@ -88,7 +96,7 @@ def rows() -> dict[str, Any]:
 
 def row() -> dict[str, dict[str, float]]:
     """The row of this machine's CPU, or that of `using_row`: dtype → phase → fewest multiplications; may be empty."""
-    return _row_of(name()) if settings.cpu_row is None else settings.cpu_row
+    return _row_of(name()) if settings.cpu_row is None else settings.cpu_row.fewest
 
 
 @functools.cache
@@ -100,7 +108,7 @@ def _row_of(cpu: str) -> dict[str, dict[str, float]]:
 def using_row(fewest: dict[str, dict[str, float]] | None) -> Iterator[None]:
     """Context in which `row` returns this, such as {"float32": {"inference": 0}}; {} is that of an unknown CPU."""
     before = settings.cpu_row
-    settings.cpu_row = fewest
+    settings.cpu_row = None if fewest is None else Row(fewest)
     try:
         yield
     finally:

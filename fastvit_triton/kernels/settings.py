@@ -18,7 +18,7 @@ from . import backend, launch, measured
 forced: str | None = None  # way of every branch, see `plan.forcing`
 assumed: Any = None  # GPU used instead of the device's, a `cost.Gpu`; see `plan.assuming`
 observer: Callable | None = None  # called with each choice, see `plan.observing`
-cpu_row: dict[str, dict[str, float]] | None = None  # used instead of that of this CPU, see `onednn.using_row`
+cpu_row: Any = None  # an `onednn.Row` used instead of that of this CPU, see `onednn.using_row`
 reduced: bool = False  # True once a model was frozen with a reduced precision, see `engine.freeze`
 locator: Callable | None = None  # tells where an observed choice is made, see `plan.locating`
 
@@ -37,7 +37,7 @@ def choices(kind: str) -> tuple:
         backend._switch,
         launch.target,
         measured.in_use,
-        None if cpu_row is None else id(cpu_row),
+        cpu_row,
     )
 
 

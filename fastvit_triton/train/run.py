@@ -3,7 +3,7 @@
 import uuid
 import warnings
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -40,6 +40,12 @@ class Models(Protocol):
     def load_teacher(self, path: str, student: nn.Module, classes: int, device: torch.device) -> nn.Module:
         """The teacher of a distillation, in evaluation mode on the device; changes the student as it needs."""
 
+    def ways(self, device: torch.device) -> dict | None:
+        """What decides on this device how the model's blocks run, such as measurements; stored in the run's state."""
+
+    def using_ways(self, ways: dict | None) -> AbstractContextManager:
+        """Context in which the model's blocks run as `ways` says; a resumed run has those of its first process."""
+
     def warm_up(self, model: nn.Module, images: Tensor, quiet: bool) -> None:
         """Compiles what training on such images will launch. Called on GPUs only; `quiet` shows no progress."""
 
@@ -71,14 +77,14 @@ class Run:
         trainer: model, data and all that `fit` needs.
         out: an existing folder.
         settings: stored in the state, for resuming.
-        save: `save(model, path, metadata=…)` writes weights with a header of strings.
+        models: saves the model, and says how it runs.
         state: from `load_state`, to resume; None starts a new run.
     """
 
     trainer: Trainer
     out: Path
     settings: dict
-    save: Callable[..., None]
+    models: Models
     state: dict | None = None
 
     @classmethod
@@ -122,6 +128,8 @@ class Run:
             check_trackers("--log-to", settings["log_to"])
             if world.is_main and not settings["run_key"]:
                 settings = settings | {"run_key": uuid.uuid4().hex}
+        if state is None and settings["ways"] is None:
+            settings = settings | {"ways": models.ways(world.device)}
         data = load(
             settings["data"],
             recipe,
@@ -142,7 +150,7 @@ class Run:
         if world.device.type == "cuda" and not recipe.mask_ratio:
             images = recipe.batch_size // world.world_size // settings["grad_accum_steps"]
             shape = max(images, 1), len(data.transform.mean), recipe.img_size, recipe.img_size
-            with torch.autocast("cuda", amp, enabled=amp is not None):
+            with models.using_ways(settings["ways"]), torch.autocast("cuda", amp, enabled=amp is not None):
                 models.warm_up(model, torch.zeros(shape, device=world.device), quiet=not world.is_main)
         trainer = build_trainer(
             model,
@@ -155,7 +163,7 @@ class Run:
             parallel=parallel,
             world=world,
         )
-        return cls(trainer=trainer, out=out, settings=settings, save=models.save_weights, state=state)
+        return cls(trainer=trainer, out=out, settings=settings, models=models, state=state)
 
     @property
     def finished_epochs(self) -> int:
@@ -186,14 +194,19 @@ class Run:
             self.trainer,
             self.out,
             settings=self.settings,
-            save=self.save,
+            save=self.models.save_weights,
             state=self.state,
             save_every=save_every,
             warn=warn,
         )
         trackers = self.settings["log_to"] if self.trainer.step.world.is_main else None
-        tracked = TrackedRun(self.out, self.settings["run_key"], self.settings, start)
-        with tracking(trackers, tracked) as log, closing(_logged(steps, log, per_epoch)) as logged:
+        shown = {name: value for name, value in self.settings.items() if name != "ways"}
+        tracked = TrackedRun(self.out, self.settings["run_key"], shown, start)
+        with (
+            self.models.using_ways(self.settings["ways"]),
+            tracking(trackers, tracked) as log,
+            closing(_logged(steps, log, per_epoch)) as logged,
+        ):
             yield logged
 
 

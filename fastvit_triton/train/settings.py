@@ -24,6 +24,7 @@ SETTINGS = {
     "transform": None,
     "log_to": None,
     "run_key": None,
+    "ways": None,  # how the model's blocks run, from `Models.ways`; None for what this machine says now
 }
 RECIPES = {"digits": DIGITS, "folder": FOLDER, "fashion-mnist": FASHION_MNIST} | PUBLISHED
 ADDED = {"crop_mode": "box", "interpolation": "bilinear"}  # fields of a recipe that states of earlier versions lack
