@@ -28,6 +28,7 @@ from fastvit_triton.measure.machine import provenance
 
 ROWS = (1, 16, 50, 197, 788, 1576)  # of x: images · tokens
 SHAPES = tuple((d * a, d * b) for d in (192, 384, 768) for a, b in ((1, 1), (1, 3), (1, 4), (4, 1)))  # (K, F)
+CELLS = tuple(itertools.product(ROWS, SHAPES))
 MARGIN = 1.02  # by which oneDNN must be faster
 
 
@@ -66,23 +67,31 @@ def ratio(pair: tuple[Callable, Callable], calls: int, rounds: int) -> float:
 
 def measured(phase: str, dtype: torch.dtype, threads: list[int], seconds: float) -> dict[str, dict[int, float]]:
     """ "M,K,F" → number of threads → ratio, for all products of a phase."""
-    cells = list(itertools.product(ROWS, SHAPES))
-    every = sum(rows * K * F_ for rows, (K, F_) in cells)
+    every = sum(rows * K * F_ for rows, (K, F_) in CELLS)
     found: dict[str, dict[int, float]] = {}
-    for rows, (K, F_) in cells:
+    for rows, (K, F_) in CELLS:
         pair = variants(phase, rows, K, F_, dtype)
         with torch.set_grad_enabled(phase == "training"):
             start = time.perf_counter()
             for call in pair:
                 call()
             both = time.perf_counter() - start
-            share = max(seconds * rows * K * F_ / every, seconds / len(cells) / 4) / len(threads)
+            share = max(seconds * rows * K * F_ / every, seconds / len(CELLS) / 4) / len(threads)
             calls = max(1, int(share / both / 12))
             rounds = min(21, max(5, int(share / both / calls)))
             for count in threads:
                 torch.set_num_threads(count)
                 found.setdefault(f"{rows},{K},{F_}", {})[count] = round(ratio(pair, calls, rounds), 3)
     return found
+
+
+def error_ratio(rows: int, K: int, F_: int, dtype: torch.dtype) -> float:
+    """The error of oneDNN's product against float64, divided by that of PyTorch's."""
+    x = torch.randn(rows, K, dtype=dtype)
+    weight = torch.randn(F_, K, dtype=dtype)
+    want = F.linear(x.double(), weight.double())
+    own, ours = ((product(x, weight) - want).norm() for product in (F.linear, onednn.product))
+    return round(float(ours / own), 2)
 
 
 def fewest(ratios: dict[str, dict[int, float]]) -> float | None:
@@ -112,7 +121,9 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
     for dtype in dtypes:
         ratios = {phase: measured(phase, getattr(torch, dtype), threads, share) for phase in onednn.PHASES}
         limits = {phase: least for phase, one in ratios.items() if (least := fewest(one)) is not None}
-        entry[dtype] = {"from": limits, "ratios": ratios, "provenance": provenance()}
+        errors = {f"{M},{K},{F_}": error_ratio(M, K, F_, getattr(torch, dtype)) for M, (K, F_) in CELLS}
+        entry[dtype] = {"from": limits, "ratios": ratios, "errors": errors, "provenance": provenance()}
+        print(f"{onednn.name()} {dtype}: errors {min(errors.values())} to {max(errors.values())} of PyTorch's")
         for phase, one in ratios.items():
             spread = [value for by_threads in one.values() for value in by_threads.values()]
             print(f"{onednn.name()} {dtype} {phase}: from {limits.get(phase)}, ratios {min(spread)} to {max(spread)}")

@@ -148,7 +148,42 @@ def test_leading_axes_and_strides(calls):
             want = F.linear(x.double(), w.double(), None if b is None else b.double())
             got = onednn.product(x, w, b)
             assert got.shape == want.shape and (got - telling(want)).norm() <= 8 * 2**-24 * 8 * want.norm()
+            leaves = [t.detach().requires_grad_() for t in (x, w)]
+            grads = torch.autograd.grad(onednn.product(*leaves, b).sum(), leaves)
+            wide = [t.detach().double().requires_grad_() for t in (x, w)]
+            truth = torch.autograd.grad(F.linear(*wide).sum(), wide)
+            for grad, exact in zip(grads, truth, strict=True):
+                assert grad.shape == exact.shape and (grad - exact).norm() <= 8 * 2**-24 * 24 * exact.norm()
     assert onednn.product(torch.randn(0, 8), weight, bias).shape == (0, 6)
+
+
+def test_errors_of_single_products():
+    """Oracle: at most four times the error of PyTorch's product against float64, for shapes of ViT-S and ViT-B."""
+    ratios = {}
+    for rows, K, F_ in ((1, 384, 384), (197, 384, 1536), (197, 1536, 384), (50, 768, 2304), (50, 3072, 768)):
+        x, weight = torch.randn(rows, K), torch.randn(F_, K)
+        want = telling(F.linear(x.double(), weight.double()))
+        own = (F.linear(x, weight) - want).norm()
+        ratios[rows, K, F_] = float((onednn.product(x, weight) - want).norm() / own)
+    assert max(ratios.values()) <= 4, ratios
+
+
+class TensorOfAnotherPackage(torch.Tensor):
+    """A subclass, such as a sharded or quantised tensor."""
+
+
+def test_subclasses_of_tensors_see_pytorch(calls):
+    """Oracle: no call for a subclass as x or as weight, where plain tensors make one."""
+    x, weight = torch.randn(4, 8), torch.randn(6, 8)
+    with using_backend("onednn"):
+        for a, b in (
+            (x, weight),
+            (x.as_subclass(TensorOfAnotherPackage), weight),
+            (x, weight.as_subclass(torch.Tensor)),
+        ):
+            linear.linear(a, b)
+        linear.linear(x, weight.as_subclass(TensorOfAnotherPackage))
+    assert len(calls) == 2
 
 
 class Watched(TorchDispatchMode):

@@ -25,7 +25,10 @@ def takes(x: Tensor, weight: Tensor | Pair | Folded) -> bool:
     """True if the public functions run a product of x [..., K] with this weight by oneDNN."""
     if isinstance(weight, Folded) or not onednn.usable(x):
         return False
-    outputs = len(weight) if isinstance(weight, Tensor) else sum(map(len, weight))
+    weights = (weight,) if isinstance(weight, Tensor) else weight
+    if any(type(t) not in onednn.PLAIN for t in weights):
+        return False
+    outputs = sum(map(len, weights))
     phase = "training" if torch.is_grad_enabled() else "inference"
     return 0 < x.numel() and (onednn.forced() or onednn.pays(launch.product_dtype(x), x.numel() * outputs, phase))
 

@@ -41,6 +41,7 @@ POST_OPERATIONS = {  # activation → the operator's names of it and of its form
     "hardswish": ("hardswish", ""),
 }
 BINARY = ("add", "mul")  # post-operations with a second operand
+PLAIN = (Tensor, torch.nn.Parameter)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TABLE = Path(__file__).parent / "tuned" / "cpu.json"
 PHASES = ("inference", "frozen", "training")
@@ -265,6 +266,8 @@ def usable(x: Tensor) -> bool:
     """True if products of x may run by oneDNN in this call, if they are large enough."""
     if x.device.type != "cpu" or launch.target is not None or backend.backend() not in ("auto", "onednn"):
         return False
+    if type(x) not in PLAIN:  # sharded, quantised or traced
+        return False
     dtype = launch.product_dtype(x)
     listed = settings.forced is None and (_name_of(dtype) in row() or bool(measured.of(x.device).ways))
     return (listed or forced() or settings.reduced) and not is_observed() and why_not(x.device, dtype) is None
@@ -297,12 +300,14 @@ class _Product(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad
-        rows = dy.flatten(0, -2) if dy.dim() > 2 else dy
-        dx = dw = db = None
+        rows = dy.reshape(-1, dy.shape[-1])
+        dx = None
+        dw = None
+        db = None
         if need_x:
             dx = _differentiable(dy, weight.t())
         if need_weight:
-            dw = _differentiable(rows.t(), x.flatten(0, -2).t() if x.dim() > 2 else x.t())
+            dw = _differentiable(rows.t(), x.reshape(-1, x.shape[-1]).t())
         if need_bias:
             db = rows.sum(0)
         return dx, dw, db
