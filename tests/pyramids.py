@@ -14,7 +14,7 @@ import convolutional_families
 import timm
 import torch
 import torch.nn.functional as F
-from foreign import redraw
+from catalogue import redraw
 from timm.models import crossvit, levit, pit, swin_transformer, tnt, twins
 from torch import Tensor, nn
 from transformers import PvtConfig, PvtForImageClassification

@@ -6,7 +6,7 @@ from importlib import import_module
 
 import pytest
 import torch
-from foreign import redraw
+from catalogue import redraw
 from interpreter import interpreting
 from test_explain import hooks, within
 
