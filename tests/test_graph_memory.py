@@ -8,10 +8,10 @@ launches of kernels do nothing, but their tensors and addresses are seen.
 import copy
 import itertools
 
-import pyramids
 import pytest
 import torch
 from catalogue import COMMON, build, inputs
+from catalogue.ours import CASES
 from catalogue.timm import MORE
 from test_graphs import Packed, packed
 from torch import Tensor, nn
@@ -99,11 +99,11 @@ class Reads(TorchDispatchMode):
 
 def ours(name):
     """One of our families, small, and two images."""
-    case = pyramids.CASES[name]
+    case = CASES[name]
     return create_model(case.name, **{"img_size": case.sizes[0], **case.options}), torch.randn(2, 3, *case.sizes[0])
 
 
-FAMILIES = {f"ours {name}": lambda name=name: ours(name) for name in pyramids.CASES}
+FAMILIES = {f"ours {name}": lambda name=name: ours(name) for name in CASES}
 FAMILIES |= {
     name: lambda name=name: (build(name, torch.float32), inputs(name, torch.float32))
     for name in COMMON | MORE
