@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from catalogue import MODELS, build, inputs, joined, outputs
+from catalogue.transformers import DENSE
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -54,12 +55,12 @@ class Change(NamedTuple):
 
 
 def models() -> dict[str, Model]:
-    """The models of the catalogue, by name."""
+    """The models of the catalogue, by name, but for the towers of `DENSE`, some of which ignore changes."""
 
     def row(name: str) -> Model:
         return Model(lambda: build(name), lambda model: joined(outputs(model, _drawn(model, name))).double())
 
-    return {name: row(name) for name in MODELS}
+    return {name: row(name) for name in MODELS if name not in DENSE}
 
 
 def _drawn(model: nn.Module, name: str) -> Any:

@@ -347,7 +347,7 @@ QFORMER = BLIP_SIZES | dict(
 BLIP = dict(vision_config=BLIP_SIZES | dict(image_size=32, patch_size=16), qformer_config=QFORMER)
 BLIP |= dict(num_query_tokens=3, image_text_hidden_size=8)
 LFM = dict(patch_size=16, temporal_patch_size=1)
-DENSE = dict(
+DENSE = dict(  # with windows, other inputs or other positions
     [
         row("sam.SamVisionEncoder", 5, AXES, inputs=(80, 80), left=("SamLayerNorm",)),
         row("got_ocr2.GotOcr2VisionEncoder", 5, AXES, inputs=(80, 80), left=("GotOcr2LayerNorm",), single=True),
