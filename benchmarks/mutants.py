@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 def main() -> None:
     """Judges all mutants of the models that the file lacks, and writes it after each model."""
-    from mutants import catalogue, judged
+    from mutants import judged, models
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--again", help="start again with the models whose names contain this")
@@ -36,7 +36,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     rows = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    for name, model in catalogue().items():
+    for name, model in models().items():
         if name in rows and not (again and again in name):
             continue
         start = time.monotonic()

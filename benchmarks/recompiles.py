@@ -2,7 +2,7 @@
 
     python -m benchmarks.recompiles --out benchmarks/results
 
-Small models of tests/towers.py; nothing is compiled to machine code. Towers of packed images get images of other sizes
+Small models of tests/catalogue; nothing is compiled to machine code. Towers of packed images get images of other sizes
 in each call, the others other numbers of images. A row has, for each variant of a model:
 
 - captured: graphs with `fullgraph=True` over 20 calls with other images, or the error; packed towers get those tensors
@@ -62,28 +62,28 @@ class Case:
     """A small model.
 
     Args:
-        name: of tests/towers.py.
+        name: of a class of tests/catalogue/transformers.py.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.packed = name in _helpers("towers").PACKED  # sizes of images may differ
+        self.packed = f"hf_{name}" in _helpers("catalogue.transformers").PACKED  # sizes of images may differ
 
     def build(self) -> nn.Module:
         """The model with random parameters."""
         torch.manual_seed(0)
-        return _helpers("towers").build(self.name, torch.float32).eval()
+        return _helpers("catalogue").build(f"hf_{self.name}", torch.float32).eval()
 
     def give(self, model: nn.Module, sizes: list[tuple[int, int]]) -> Given:
         """Its inputs for images of these rows and columns of patches; models of one size take as many images."""
         torch.manual_seed(len(sizes))
-        return _helpers("towers").inputs(model, torch.float32, sizes)
+        return _helpers("catalogue").inputs(f"hf_{self.name}", torch.float32, sizes)
 
 
 def cases() -> list[Case]:
-    """The models of tests/towers.py, those of packed images first."""
-    towers = _helpers("towers")
-    return [Case(name) for name in dict.fromkeys((*towers.PACKED, *towers.TOWERS))]
+    """The towers of tests/catalogue/transformers.py, those of packed images first."""
+    towers = _helpers("catalogue.transformers")
+    return [Case(name.removeprefix("hf_")) for name in (*towers.PACKED, *towers.TOWERS)]
 
 
 def sizes_of(count: int, images: int | None = None) -> list[list[tuple[int, int]]]:
@@ -227,13 +227,8 @@ def distance(got: object, model: nn.Module, given: Given) -> float:
     """‖a − b‖ / ‖b‖ of the outputs, in floating point, and those of the model."""
     torch.manual_seed(1)
     with torch.no_grad():
-        a, b = (_joined(y) for y in (got, model(**given)))
+        a, b = map(_helpers("catalogue").joined, (got, model(**given)))
     return float((a - b).norm() / b.norm())
-
-
-def _joined(y: object) -> Tensor:
-    leaves = [t for t in _helpers("towers")._leaves(y) if isinstance(t, Tensor) and t.is_floating_point()]
-    return torch.cat([t.flatten() for t in leaves])
 
 
 def _helpers(name: str) -> Any:

@@ -14,11 +14,9 @@ from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
-import foreign
-import test_vit_pytorch
 import torch
-import towers
-import towers_timm
+from catalogue import MODELS, build, inputs, joined, outputs
+from catalogue.transformers import DENSE
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -56,49 +54,20 @@ class Change(NamedTuple):
     name: str = ""
 
 
-def catalogue() -> dict[str, Model]:
-    """All small models on which conversion is tested, by name."""
-    found = {name: Model(*_foreign(name)) for name in foreign.MODELS}
-    found |= {f"hf.{name}": Model(*_tower(name)) for name in towers.TOWERS}
-    found |= {f"timm.{name}": Model(*_timm(name)) for name in towers_timm.MODELS}
-    return found | {f"vit_pytorch.{name}": Model(*_vit_pytorch(name)) for name in test_vit_pytorch.MODELS}
+def models() -> dict[str, Model]:
+    """The models of the catalogue, by name, but for the towers of `DENSE`, some of which ignore changes."""
+
+    def row(name: str) -> Model:
+        return Model(lambda: build(name), lambda model: joined(outputs(model, _drawn(model, name))).double())
+
+    return {name: row(name) for name in MODELS if name not in DENSE}
 
 
-def _foreign(name: str) -> tuple[Callable, Callable]:
-    return lambda: foreign.build(name), lambda model: foreign.outputs(model, _drawn(model, foreign.inputs, name))
-
-
-def _tower(name: str) -> tuple[Callable, Callable]:
-    return lambda: towers.build(name), lambda model: towers.outputs(model, _drawn(model, towers.inputs, model))
-
-
-def _timm(name: str) -> tuple[Callable, Callable]:
-    return lambda: towers_timm.build(name), lambda model: model(_drawn(model, towers_timm.images, name))
-
-
-def _vit_pytorch(name: str) -> tuple[Callable, Callable]:
-    size = {"levit": 80, "cct": 16}.get(name, 32)
-    image = functools.partial(torch.randn, 2, 3, size, size, dtype=torch.float64)
-
-    def call(model: nn.Module) -> Tensor:
-        given = _drawn(model, image)
-        return joined(model([[given[0], given[1][:, :16]]] if name == "navit" else given))
-
-    return lambda: foreign.redraw(test_vit_pytorch.MODELS[name]()).double(), call
-
-
-def _drawn(model: nn.Module, draw: Callable, *arguments: Any) -> Any:
+def _drawn(model: nn.Module, name: str) -> Any:
     """The same random inputs for each call, in the dtype of the model."""
     torch.manual_seed(5)
     dtype = next(model.parameters()).dtype
-    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, draw(*arguments))
-
-
-def joined(y: Any) -> Tensor:
-    """All floating-point tensors of a nested output, as one vector."""
-    return torch.cat(
-        [t.flatten().double() for t in towers._leaves(y) if isinstance(t, Tensor) and t.is_floating_point()]
-    )
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs(name))
 
 
 # ---- changes: each is a context, which restores what it changed outside of the model

@@ -5,12 +5,15 @@ import inspect
 import json
 import platform
 import sys
+from collections.abc import Callable
 from importlib import import_module, metadata
 
 import torch
-import towers
 from budget import allowed, telling
-from foreign import MODELS, SIDE, TIMM, inputs, outputs, redraw
+from catalogue import COMMON, build, inputs, outputs, redraw
+from catalogue.comparison import FEW, unrounded
+from catalogue.entry import SIDE, images
+from catalogue.timm import TIMM
 from interpreter import interpreting
 from torch import nn
 
@@ -20,7 +23,6 @@ from fastvit_triton.convert.reporting import Report
 from fastvit_triton.kernels import backend
 
 ROUNDINGS = 84  # as in test_models.py
-ROUNDED = 8 * torch.finfo(torch.float32).eps  # as in test_towers.py: some values are rounded to float32 in the original
 RATES = dict(drop_path_rate=0.2)
 
 
@@ -44,24 +46,25 @@ def deit() -> nn.Module:
 SWIN = dict(img_size=32, patch_size=4, embed_dim=16, depths=(2, 1), num_heads=(2, 4), window_size=4, num_classes=5)
 PIT = dict(img_size=SIDE, patch_size=8, stride=4, base_dims=(12, 12), depth=(1, 1), heads=(2, 4), mlp_ratio=2)
 EVA = dict(qkv_fused=False, swiglu_mlp=True, scale_mlp=True, use_rot_pos_emb=True, scale_attn_inner=True)
-HF_MODELS = {n for n in MODELS if n.startswith("hf_")} - {"hf_vit_eager"}  # its softmax is float32 even in float64
-FAMILIES = {
-    "timm": {
-        "vit": lambda: fitted("vision_transformer", "VisionTransformer", **TIMM, **RATES),
-        "deit": deit,
-        "deit3": lambda: import_module("timm.models.vision_transformer").VisionTransformer(
-            **TIMM, **RATES, init_values=0.1
-        ),
-        "siglip": lambda: import_module("timm.models.vision_transformer").VisionTransformer(
-            **TIMM, **RATES, class_token=False, global_pool="map"
-        ),
-        "eva02": lambda: fitted("eva", "Eva", **TIMM, **RATES, **EVA),
-        "beit": lambda: fitted("beit", "Beit", **TIMM, **RATES, use_rel_pos_bias=True, init_values=0.1),
-        "swin": lambda: fitted("swin_transformer", "SwinTransformer", **SWIN, **RATES),
-        "pit": lambda: fitted("pit", "PoolingVisionTransformer", **PIT, **RATES, num_classes=5),
-        "cait": lambda: fitted("cait", "Cait", **TIMM, **RATES, init_values=0.1),
-    },
-    "transformers": {name.removeprefix("hf_"): make for name, make in MODELS.items() if name in HF_MODELS},
+HF_MODELS = [n for n, entry in COMMON.items() if n.startswith("hf_") and not entry.single]
+TIMM_MODELS = {
+    "vit": lambda: fitted("vision_transformer", "VisionTransformer", **TIMM, **RATES),
+    "deit": deit,
+    "deit3": lambda: import_module("timm.models.vision_transformer").VisionTransformer(
+        **TIMM, **RATES, init_values=0.1
+    ),
+    "siglip": lambda: import_module("timm.models.vision_transformer").VisionTransformer(
+        **TIMM, **RATES, class_token=False, global_pool="map"
+    ),
+    "eva02": lambda: fitted("eva", "Eva", **TIMM, **RATES, **EVA),
+    "beit": lambda: fitted("beit", "Beit", **TIMM, **RATES, use_rel_pos_bias=True, init_values=0.1),
+    "swin": lambda: fitted("swin_transformer", "SwinTransformer", **SWIN, **RATES),
+    "pit": lambda: fitted("pit", "PoolingVisionTransformer", **PIT, **RATES, num_classes=5),
+    "cait": lambda: fitted("cait", "Cait", **TIMM, **RATES, init_values=0.1),
+}
+FAMILIES = {  # name → constructor and inputs
+    "timm": {name: (make, images(SIDE, SIDE)) for name, make in TIMM_MODELS.items()},
+    "transformers": {n.removeprefix("hf_"): (COMMON[n].make, COMMON[n].inputs) for n in HF_MODELS},
 }
 # towers of transformers whose submodules were nested otherwise in older releases, and packed ones
 TOWERS = (
@@ -116,34 +119,34 @@ def strays(model: nn.Module, plain: nn.Module, exact: object) -> str | None:
     return None if error <= most else f"the kernels' output by {float(error):.2g} of {float(most):.2g}"
 
 
-def tried(name: str, make) -> dict[str, object]:
-    """The outcome for one model family, and whether its results are unchanged."""
+def tried(make: Callable[[], nn.Module], draw: Callable[..., object]) -> dict[str, object]:
+    """The outcome for one model family with these inputs, and whether its results are unchanged."""
     torch.manual_seed(0)
     try:
         plain = redraw(make()).double()
     except Exception as error:  # this release lacks the model
         return {"absent": sentence(error)}
-    given = inputs(f"hf_{name}")
+    given = draw(torch.float64)
     return compared(plain, given)
 
 
 def tower(name: str) -> dict[str, object]:
-    """As `tried` for a tower of tests/towers.py, whose outputs in inference are compared."""
+    """As `tried` for a tower of the catalogue, whose outputs in inference are compared."""
     torch.manual_seed(0)
     try:
-        plain = towers.build(name).eval()
+        plain = build(f"hf_{name}").eval()
     except Exception as error:  # this release lacks the model
         return {"absent": sentence(error)}
     model = copy.deepcopy(plain)
     row = counted(optimize(model))
     try:
-        given = towers.inputs(plain)
-        with torch.no_grad(), towers.unrounded(), backend.using_backend("torch"):
+        given = inputs(f"hf_{name}")
+        with torch.no_grad(), unrounded(), backend.using_backend("torch"):
             torch.manual_seed(1)
-            want = towers.outputs(plain, given)
+            want = outputs(plain, given)
             torch.manual_seed(1)
-            error = (towers.outputs(model, given) - want).norm() / want.norm()
-        wrong = None if error <= ROUNDED else f"output by {float(error):.2g}"
+            error = (outputs(model, given) - want).norm() / want.norm()
+        wrong = None if error <= FEW else f"output by {float(error):.2g}"
     except Exception as error:
         wrong = sentence(error)
     return row | {"equal": True if wrong is None else wrong}
@@ -187,7 +190,7 @@ def main(package: str) -> None:
     except Exception as error:
         record["error"] = sentence(error)
     else:
-        record["families"] = {name: tried(name, make) for name, make in FAMILIES[package].items()}
+        record["families"] = {name: tried(*row) for name, row in FAMILIES[package].items()}
         if package == "transformers":
             record["families"] |= {name.rpartition(".")[2]: tower(name) for name in TOWERS}
     print(json.dumps(record))

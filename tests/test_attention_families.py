@@ -1,6 +1,6 @@
 """Tests of compact transformers, CaiT, DeepViT, LV-ViT and Refiner beside those of test_pyramids.py.
 
-Oracles: those of attention_families.py, with the same random weights, in float64.
+Oracles: those of catalogue/equations.py, with the same random weights, in float64.
 """
 
 import copy
@@ -8,8 +8,8 @@ import copy
 import pytest
 import torch
 from budget import allowed, telling
+from catalogue.ours import CASES, pair
 from interpreter import interpreting
-from pyramids import CASES, pair
 from torch import nn
 
 from fastvit_triton import create_model, explain, load_weights

@@ -16,7 +16,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from budget import assert_within_budget
-from foreign import MODELS, PYRAMIDS, REPEATS, build, inputs, outputs, redraw
+from catalogue import COMMON, PYRAMIDS, REPEATS, build, inputs, outputs, redraw
 from functorch.compile import make_boxed_func
 from interpreter import interpreting
 from sampling import marked, sampled
@@ -115,7 +115,7 @@ NOT_ATTENTION |= {"torchvision_swin_v2": 4, "torchvision_swin_v2_ragged": 4}
 HEAVY = [*REPEATS, *(n for n in PYRAMIDS if n not in ("timm_swin", "timm_tnt"))]
 
 
-EACH = [pytest.param(n, marks=pytest.mark.full if n in HEAVY else ()) for n in MODELS]
+EACH = [pytest.param(n, marks=pytest.mark.full if n in HEAVY else ()) for n in COMMON]
 EACH = marked(EACH, pytest.mark.fast, lambda name: name == "timm_vit")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pyramids import CASES
+from catalogue.ours import CASES
 
 from benchmarks import claim_mutants, survey
 from fastvit_triton.models import FAMILIES, create_model

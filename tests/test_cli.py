@@ -17,8 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from catalogue.ours import CASES
 from PIL import Image
-from pyramids import CASES
 from safetensors.torch import load_file
 from test_data import truncate, write_folder
 

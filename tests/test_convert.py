@@ -17,7 +17,9 @@ import torch
 import transformers
 import vit_pytorch
 from budget import allowed, assert_within_budget, telling
-from foreign import HF, MODELS, PYRAMIDS, REPEATS, TIMM, build, inputs, outputs, redraw
+from catalogue import COMMON, PYRAMIDS, REPEATS, build, inputs, outputs, redraw
+from catalogue.timm import TIMM
+from catalogue.transformers import HF
 from interpreter import interpreting
 from sampling import marked, sampled
 from timm.models import beit
@@ -94,23 +96,11 @@ def single(t):
     return t.float() if t.is_floating_point() else t
 
 
-# every model in training mode, with its gradients; every third also in evaluation mode
-MODES = [(name, True) for name in MODELS] + sampled([(name, False) for name in MODELS], 3)
-
-
-@pytest.mark.parametrize("name, train", marked(MODES, pytest.mark.fast, lambda name, train: train))
-def test_references_equal_the_original(name, train, references):
-    """Oracle: the untouched model; truth in float64. The fused forwards must have run."""
-    truth, plain, model, exact, given = twins(name, train)
-    assert optimize(model).fused
-    assert_within_budget(results(model, given), results(plain, given), results(truth, exact), torch.float32)
-
-
 USUAL = ("timm_swin", "timm_pvt_v2", "timm_tnt", "torchvision_swin_v2_ragged")  # pyramids that show every part
 HEAVY = [*REPEATS, *(n for n in PYRAMIDS if n not in USUAL)]
 
 
-EACH = [pytest.param(n, marks=pytest.mark.full if n in HEAVY else ()) for n in MODELS]
+EACH = [pytest.param(n, marks=pytest.mark.full if n in HEAVY else ()) for n in COMMON]
 EACH = marked(EACH, pytest.mark.fast, lambda name: name == "timm_vit")
 
 
@@ -267,7 +257,7 @@ def test_meta_then_to_empty_then_load(references):
     """Oracle: the model whose weights are loaded."""
     theirs, given = build("timm_deit3"), inputs("timm_deit3")
     with torch.device("meta"):
-        model = MODELS["timm_deit3"]().double()
+        model = COMMON["timm_deit3"].make().double()
     optimize(model)
     model.to_empty(device="cpu").load_state_dict(theirs.state_dict())
     assert same(outputs(model, given), outputs(theirs, given))
@@ -287,7 +277,7 @@ def test_moving_to_a_gpu_after_optimize_uses_the_kernels(meta_is_a_gpu):
 
 
 NO_BLOCKS = ("torch_multihead", "mlp_sequential", "timm_cait", "timm_naflex")  # naflex needs its own input
-BLOCKS = [n for n in MODELS if n not in (*NO_BLOCKS, *PYRAMIDS)]  # pyramids: test_windows.py
+BLOCKS = [n for n in COMMON if n not in (*NO_BLOCKS, *PYRAMIDS)]  # pyramids: test_windows.py
 
 
 # launches beyond a plain block's, (frozen, fold, norms): separate queries, keys and values are packed if there is no
@@ -527,7 +517,7 @@ def test_hard_activations_are_read():
 @pytest.mark.fast
 def test_report_prints_a_table():
     """Oracle: the text; blocks with identical rows share a line."""
-    model = MODELS["timm_cait"]()
+    model = COMMON["timm_cait"].make()
     lines = str(optimize(model)).splitlines()
     device = "Triton kernels need a CUDA or ROCm GPU, this is cpu, so the original code runs."
     layers = "60 % of the weights of linear and convolution layers, with other modules over 99 %"
@@ -899,7 +889,7 @@ def extend(module):
 
 
 TOWERS = ["hf_vit", "hf_dinov2_swiglu", "hf_dinov3", "hf_siglip"]
-PLACES = [(t, {hooks.type_name(m): n for n, m in MODELS[t]().named_modules()}) for t in TOWERS]
+PLACES = [(t, {hooks.type_name(m): n for n, m in COMMON[t].make().named_modules()}) for t in TOWERS]
 DECLARED = [(t, n, f) for t, names in PLACES for k, n in names.items() for f in FORWARDS.get(k, [])[:1]]
 OTHER_RELEASES = [(t, n, rename, "it has no ") for t, n, f in DECLARED if f.needs]
 OTHER_RELEASES += [("hf_siglip", "embeddings", rename, "it has no patch_embedding")]

@@ -11,7 +11,7 @@ import timm
 import torch
 import torchvision
 import transformers
-from foreign import MODELS, PYRAMIDS, build, inputs, outputs
+from catalogue import COMMON, PYRAMIDS, build, inputs, outputs
 from interpreter import interpreting
 from sampling import sampled
 from test_convert import Recorder, same
@@ -415,7 +415,7 @@ def test_jit_capture_ignores_other_threads():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-CALLED = [n for n in MODELS if n not in ("torch_multihead", "torch_encoder_layer", "torch_encoder_layer_first")]
+CALLED = [n for n in COMMON if n not in ("torch_multihead", "torch_encoder_layer", "torch_encoder_layer_first")]
 
 
 @pytest.mark.parametrize("name", sampled(CALLED, 2))

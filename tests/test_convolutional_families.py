@@ -1,6 +1,6 @@
 """Tests of CvT, BoTNet, VT-ResNet and attention as convolution beside those of test_pyramids.py.
 
-Oracles: those of convolutional_families.py, with the same random weights, in float64.
+Oracles: those of catalogue/equations.py, with the same random weights, in float64.
 """
 
 import copy
@@ -9,8 +9,8 @@ import re
 import pytest
 import torch
 from budget import allowed, telling
+from catalogue.ours import CASES, pair
 from interpreter import interpreting
-from pyramids import CASES, pair
 from test_explain_pyramids import recorded
 from timm.models._manipulate import group_parameters
 

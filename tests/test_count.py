@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from foreign import build
+from catalogue import build
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from budget import allowed, telling
-from foreign import build, inputs, outputs
+from catalogue import build, inputs, outputs
 from interpreter import interpreting
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure

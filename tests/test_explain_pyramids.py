@@ -2,59 +2,19 @@
 
 import copy
 from contextlib import contextmanager
-from importlib import import_module
 
 import pytest
 import torch
-from foreign import redraw
+from catalogue import build, inputs
+from catalogue.timm import SWIN
 from interpreter import interpreting
 from test_explain import hooks, within
+from timm.models import swin_transformer
 
 from fastvit_triton import create_model, explain, optimize
 
-
-def timm(name, size=(32, 32), **options):
-    """timm's model of that class with two classes, and the size of its images."""
-    file, cls = name.split(".")
-    return getattr(import_module(f"timm.models.{file}"), cls)(num_classes=2, **options), size
-
-
-def torchvision(version, window, size):
-    """torchvision's Swin with blocks of that version."""
-    file = import_module("torchvision.models.swin_transformer")
-    block, merging = getattr(file, f"SwinTransformerBlock{version}"), getattr(file, f"PatchMerging{version}")
-    return file.SwinTransformer(
-        [4, 4], 16, [2, 1], [2, 2], window, stochastic_depth_prob=0.0, block=block, downsample_layer=merging
-    ), size
-
-
-STAGES = dict(embed_dims=(16, 24), num_heads=(2, 3), mlp_ratios=(2, 2), depths=(2, 1), sr_ratios=(2, 1))
-SWIN = dict(patch_size=4, embed_dim=16, depths=(2, 1), num_heads=(2, 2), window_size=4, drop_path_rate=0.0)
-MODELS = {
-    "twins": lambda: timm("twins.Twins", (24, 40), img_size=(24, 40), wss=(4, 4), **STAGES),
-    "pvt_v2": lambda: timm("pvt_v2.PyramidVisionTransformerV2", (32, 24), **STAGES),
-    "pvt_v2_linear": lambda: timm("pvt_v2.PyramidVisionTransformerV2", linear=True, **STAGES),
-    "tnt": lambda: timm(
-        "tnt.TNT", img_size=32, embed_dim=24, inner_dim=8, num_heads_inner=2, num_heads_outer=3, depth=1
-    ),
-    "cait": lambda: timm("cait.Cait", img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3),
-    "levit": lambda: timm(
-        "levit.Levit", (64, 64), img_size=64, embed_dim=(16, 24), key_dim=8, depth=(1, 1), num_heads=(2, 3)
-    ),
-    "crossvit": lambda: timm(
-        "crossvit.CrossVit",
-        img_size=32,
-        img_scale=(1.0, 0.5),
-        patch_size=(8, 4),
-        embed_dim=(16, 24),
-        depth=((1, 1, 0),),
-        num_heads=(2, 2),
-    ),
-    "swin": lambda: timm("swin_transformer.SwinTransformer", (28, 20), img_size=(28, 20), **SWIN),
-    "swin_v2": lambda: timm("swin_transformer_v2.SwinTransformerV2", (28, 20), img_size=(28, 20), **SWIN),
-    "torchvision": lambda: torchvision("", [3, 5], (32, 24)),
-    "torchvision_v2": lambda: torchvision("V2", [4, 4], (32, 24)),
-}
+MODELS = """timm_twins_svt_ragged timm_pvt_v2 timm_pvt_v2_linear timm_tnt timm_cait timm_levit timm_crossvit
+timm_swin_ragged timm_swin_v2_ragged torchvision_swin_ragged torchvision_swin_v2""".split()
 
 
 @contextmanager
@@ -90,14 +50,8 @@ def run(model, images):
 
 def three(name):
     """The model in float64 and in float32, and one to capture, with images for each."""
-    model, size = MODELS[name]()
-    redraw(model)
-    for key, buffer in model.named_buffers():
-        if key.endswith("running_var"):
-            buffer.uniform_(0.5, 2)
-    images = torch.randn(2, 3, *size, dtype=torch.float64)
-    models = [copy.deepcopy(model).eval().to(dtype) for dtype in (torch.float64, torch.float32, torch.float32)]
-    return *models, images
+    model, images = build(name).eval(), inputs(name)
+    return *(copy.deepcopy(model).to(dtype) for dtype in (torch.float64, torch.float32, torch.float32)), images
 
 
 # each model by one or two paths; those without the kernels are fast
@@ -154,10 +108,10 @@ def test_map_gradients_equal_autograd(name, optimised, references):
 def test_statistics_refuse_what_is_not_square():
     """Oracle: the sentences; a model with one window and no shift has square maps."""
     sentences = {
-        "swin": "layers.0.blocks.0.attn attends within 4 windows of 16 tokens an image; rollout needs maps over all",
-        "tnt": "blocks.0.attn_in attends within 4 windows of 16 tokens an image; rollout needs maps over all",
-        "pvt_v2": "stages.0.blocks.0.attn has maps of queries × keys = 48 × 12; rollout needs maps over all",
-        "cait": "blocks_token_only.0.attn has maps of queries × keys = 1 × 17; rollout needs maps over all",
+        "timm_swin_ragged": "layers.0.blocks.0.attn attends within 4 windows of 16 tokens an image; rollout needs maps",
+        "timm_tnt": "blocks.0.attn_in attends within 4 windows of 16 tokens an image; rollout needs maps over all",
+        "timm_pvt_v2": "stages.0.blocks.0.attn has maps of queries × keys = 48 × 12; rollout needs maps over all",
+        "timm_cait": "blocks_token_only.0.attn has maps of queries × keys = 1 × 5; rollout needs maps over all",
     }
     for name, sentence in sentences.items():
         _, _, model, images = three(name)
@@ -166,8 +120,8 @@ def test_statistics_refuse_what_is_not_square():
         with pytest.raises(ValueError, match=sentence):
             explain.rollout(seen.layers)
         tensors = {
-            "pvt_v2": "a map has queries × keys = 48 × 12; rollout",
-            "swin": "maps have 8 and then 2 images or windows",
+            "timm_pvt_v2": "a map has queries × keys = 48 × 12; rollout",
+            "timm_swin_ragged": "maps have 8 and then 2 images or windows",
         }
         if name in tensors:
             with pytest.raises(ValueError, match=tensors[name]):
@@ -180,10 +134,10 @@ def test_statistics_refuse_what_is_not_square():
                 explain.attention_distance(
                     layer.blocks(), (layer.x.shape[1], 1) if layer.queries == 1 else (99, 99), (4, 4)
                 )
-        if name != "tnt":
+        if name != "timm_tnt":
             with pytest.raises(ValueError, match="layers have different tokens"):
-                next(explain.explain(model, images.float(), images.sigmoid().float(), ["a", "b"]))
-    model, _ = timm("swin_transformer.SwinTransformer", img_size=16, **SWIN | dict(depths=(1,), num_heads=(2,)))
+                next(explain.explain(model, images.float(), images.sigmoid().float(), list("abcde")))
+    model = swin_transformer.SwinTransformer(**SWIN | dict(img_size=16, depths=(1,), num_heads=(2,)))
     with torch.no_grad(), explain.capture(model.eval()) as seen:
         model(torch.randn(2, 3, 16, 16))
     assert explain.rollout(seen.layers).shape == (2, 16, 16)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from budget import allowed, telling
-from foreign import build
+from catalogue import build
 from functorch.compile import make_boxed_func
 from interpreter import interpreting
 from sampling import sampled

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from budget import allowed, telling
-from foreign import build
+from catalogue import build
 from torch import nn
 
 from fastvit_triton import create_model, export_model, freeze, optimize, save_weights

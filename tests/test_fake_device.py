@@ -5,7 +5,7 @@ from itertools import cycle
 
 import pytest
 import torch
-from foreign import MODELS, inputs, outputs
+from catalogue import COMMON, inputs, outputs
 from torch import Tensor, nn
 
 import fastvit_triton
@@ -83,10 +83,10 @@ def test_our_models(name, dtype):
             assert findings(model, images, dtype, way, training) == [], (way, training)
 
 
-@pytest.mark.parametrize("name, dtype", selected(list(MODELS), FOREIGN))
+@pytest.mark.parametrize("name, dtype", selected(list(COMMON), FOREIGN))
 def test_foreign_models(name, dtype):
     """Oracle: as for our models, on models converted by `optimize`."""
-    model, given = MODELS[name](), inputs(name, torch.float32)
+    model, given = COMMON[name].make(), inputs(name, torch.float32)
     fastvit_triton.optimize(model)
     for way in WAYS:
         for training in (False, True):
@@ -106,7 +106,7 @@ def test_every_architecture(arch):
 @pytest.mark.parametrize("name", ["timm_naflex", "hf_siglip2"])
 def test_models_that_wait_for_values_are_listed(name):
     """Oracle: the reason why a family is excluded above; if it no longer waits, it must be included."""
-    model, given = MODELS[name](), inputs(name, torch.float32)
+    model, given = COMMON[name].make(), inputs(name, torch.float32)
     with torch.no_grad(), tracing() as found:  # masks and sizes of images are integers, which have values
         outputs(model.eval(), given)
     assert f"host waits for {WAITING[name]}" in found.findings

@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 from budget import telling
-from foreign import redraw
+from catalogue import redraw
 from interpreter import interpreting
 from sampling import marked
 from timm.models._features import FeatureGetterNet as TimmGetter

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 from budget import allowed
-from foreign import build, inputs, outputs
+from catalogue import build, inputs, outputs
 from interpreter import interpreting
 from sampling import marked, sampled
 

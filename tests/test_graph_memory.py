@@ -8,11 +8,11 @@ launches of kernels do nothing, but their tensors and addresses are seen.
 import copy
 import itertools
 
-import foreign
-import pyramids
 import pytest
 import torch
-import towers_timm
+from catalogue import COMMON, build, inputs
+from catalogue.ours import CASES
+from catalogue.timm import MORE
 from test_graphs import Packed, packed
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -99,19 +99,15 @@ class Reads(TorchDispatchMode):
 
 def ours(name):
     """One of our families, small, and two images."""
-    case = pyramids.CASES[name]
+    case = CASES[name]
     return create_model(case.name, **{"img_size": case.sizes[0], **case.options}), torch.randn(2, 3, *case.sizes[0])
 
 
-FAMILIES = {f"ours {name}": lambda name=name: ours(name) for name in pyramids.CASES}
+FAMILIES = {f"ours {name}": lambda name=name: ours(name) for name in CASES}
 FAMILIES |= {
-    name: lambda name=name: (foreign.build(name, torch.float32), foreign.inputs(name, torch.float32))
-    for name in foreign.MODELS
+    name: lambda name=name: (build(name, torch.float32), inputs(name, torch.float32))
+    for name in COMMON | MORE
     if name not in ("hf_siglip2", "timm_naflex", "torch_multihead")  # which take more than one tensor
-}
-FAMILIES |= {
-    f"timm {name}": lambda name=name: (towers_timm.build(name, torch.float32), towers_timm.images(name, torch.float32))
-    for name in towers_timm.MODELS
 }
 
 
@@ -121,9 +117,9 @@ OWN_CACHES = {  # models whose own code keeps tensors elsewhere: parts of their 
     "hf_beit": 1,  # indices of relative positions, in a cache of 10 sizes of images
     "hf_data2vec": 1,  # as BEiT
     "vit_pytorch_simple": 1,  # positions, an attribute of the model
-    "timm levit": 3,  # biases of each attention, until `train` is called, in plain blocks; also the next two
-    "timm efficientformer": 1,
-    "timm tiny_vit": 2,
+    "timm_levit": 3,  # biases of each attention, until `train` is called, in plain blocks; also the next two
+    "timm_efficientformer": 1,
+    "timm_tiny_vit": 2,
 }
 
 

@@ -15,7 +15,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from budget import telling
-from pyramids import CASES
+from catalogue.ours import CASES
 from sampling import sampled
 from torch import nn
 from torchvision.models import VisionTransformer

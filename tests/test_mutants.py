@@ -7,16 +7,16 @@ import mutants
 import pytest
 import torch
 from interpreter import interpreting
-from mutants import WHEN, Change, applied, catalogue, changes, compare, judged
+from mutants import WHEN, Change, applied, changes, compare, judged, models
 from sampling import sampled
 
 from fastvit_triton import optimize
 from fastvit_triton.kernels.plan import forcing
 
-MODELS = catalogue()
+MODELS = models()
 # a model of each kind, by default; the rest with -m full
 SAMPLE = """timm_vit timm_swin timm_swin_v2 timm_beit hf_vit hf_clip hf_swin torchvision_vit vit_pytorch_vit
-torch_encoder_layer hf.Qwen3VLVisionModel timm.gcvit vit_pytorch.crossvit""".split()
+torch_encoder_layer hf_Qwen3VLVisionModel timm_gcvit vit_pytorch_crossvit""".split()
 ONE_IN = {name: 37 for name in SAMPLE}  # by default; 13 in the full tests
 
 
@@ -58,17 +58,17 @@ ONCE_IGNORED = [
     ("timm_swin", Change("other_softmax", "layers.0.blocks.0.attn.softmax")),
     ("timm_swin_v2", Change("wrap", "layers.0.blocks.0.attn.softmax")),
     ("timm_twins_svt", Change("attribute", "pos_block.0", "stride")),
-    ("timm.gemma4", Change("wrap", "encoder.blocks.0.attn.k_proj")),
-    ("hf.ViltModel", Change("attribute", "encoder.layer.0.attention.attention", "attention_head_size")),
-    ("hf.VideoMAEModel", Change("attribute", "encoder.layer.0.attention.attention", "scaling")),
-    ("hf.Molmo2VisionModel", Change("attribute", "layers.0.self_attn.q_proj", "out_features")),
+    ("timm_gemma4", Change("wrap", "encoder.blocks.0.attn.k_proj")),
+    ("hf_ViltModel", Change("attribute", "encoder.layer.0.attention.attention", "attention_head_size")),
+    ("hf_VideoMAEModel", Change("attribute", "encoder.layer.0.attention.attention", "scaling")),
+    ("hf_Molmo2VisionModel", Change("attribute", "layers.0.self_attn.q_proj", "out_features")),
     ("hf_swin", Change("wrap", "encoder.layers.0.blocks.0.attention.relative_position_bias")),
-    ("hf.Exaone4_5_VisionModel", Change("attribute", "blocks.0.attn", "num_heads")),
-    ("timm.gcvit", Change("wrap", "stages.0.blocks.0.attn.rel_pos")),
-    ("timm.gemma4_grouped", Change("attribute", "encoder.blocks.0.attn", "num_kv_groups")),
-    ("timm.hiera", Change("attribute", "blocks.0.attn", "heads")),
-    ("timm.levit", Change("wrap", "stages.0.blocks.0.attn.proj")),
-    ("timm.tiny_vit", Change("attribute", "stages.1.blocks.0.attn", "scale")),
+    ("hf_Exaone4_5_VisionModel", Change("attribute", "blocks.0.attn", "num_heads")),
+    ("timm_gcvit", Change("wrap", "stages.0.blocks.0.attn.rel_pos")),
+    ("timm_gemma4_grouped", Change("attribute", "encoder.blocks.0.attn", "num_kv_groups")),
+    ("timm_hiera", Change("attribute", "blocks.0.attn", "heads")),
+    ("timm_levit", Change("wrap", "stages.0.blocks.0.attn.proj")),
+    ("timm_tiny_vit", Change("attribute", "stages.1.blocks.0.attn", "scale")),
     ("torchvision_vit", Change("attribute", "encoder.layers.encoder_layer_0.self_attention", "batch_first")),
     ("torchvision_vit", Change("wrap", "encoder.layers.encoder_layer_0.self_attention")),
     ("vit_pytorch_vit", Change("other_softmax", "transformer.layers.0.0.attend")),

@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from foreign import redraw
+from catalogue import redraw
 from torch import nn
 
 from fastvit_triton import create_model, load_weights

@@ -1,16 +1,14 @@
-"""Tests of families that are no plain ViT. Oracles: see pyramids.py; all weights are random, and in float64."""
+"""Tests of families that are no plain ViT. Oracles: those of catalogue/equations.py, in float64 with random weights."""
 
 import copy
 import math
 from collections import Counter
 
-import attention_families
-import convolutional_families
 import pytest
 import torch
 from budget import allowed, telling
+from catalogue.ours import CASES, gradients, loss, pair
 from interpreter import interpreting
-from pyramids import CASES, gradients, loss, pair
 from sampling import sampled
 from timm.layers import resize_rel_pos_bias_table
 from timm.models import swin_transformer
@@ -42,7 +40,6 @@ from fastvit_triton.train.settings import RECIPES
 EPS64 = torch.finfo(torch.float64).eps
 ROUNDINGS = 84  # sums through the blocks in another order, as in test_models.py
 HALF = [(torch.float32, "mixed"), (torch.bfloat16, "fused"), (torch.bfloat16, "mixed")]
-UNDRAWN = ["pvt", *attention_families.UNDRAWN, *convolutional_families.UNDRAWN]
 ATTENTIONS = Attention, CrossAttention, DistanceAttention, DistanceDownsample, ReducedAttention, SplitAttention
 ATTENTIONS += (WindowAttention,)
 SIZES = [(name, size) for name, case in CASES.items() for size in case.sizes]
@@ -106,7 +103,7 @@ def test_logits_and_gradients_equal_the_oracles(name, size):
     assert all(distance(t.double(), statistics[name].double()) <= ROUNDINGS * EPS64 for name, t in buffers.items())
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in UNDRAWN])  # transformers draws other numbers
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.draws])
 def test_stochastic_depth_equals_timms(name):
     """Oracle: the family's in training mode, with the same seed."""
     case = CASES[name]
@@ -136,7 +133,7 @@ def test_dropout_on_attention_equals_the_oracles(name):
 def test_fused_blocks_drop_the_same(name):
     """Oracle: the plain way with the same seed; projections and MLPs run our kernels."""
     case = CASES[name]
-    options, size = TRACED[name]
+    options, size = CASES[name].traced
     ours, _ = pair(case, size, drop_path_rate=0.0, **options)
     dropping = create_model(
         case.name, img_size=size, **case.options | options | dict(num_classes=5, attn_drop_rate=0.4, drop_path_rate=0.0)
@@ -251,8 +248,8 @@ def test_exported_programs_equal_the_model(name):
 @pytest.mark.parametrize("name", ["swin", pytest.param("pvt", marks=pytest.mark.full)])
 def test_frozen_models_follow_their_weights(name, always_folded):
     """Oracle: the model that is not frozen, before and after its weights change."""
-    model, _ = pair(CASES[name], TRACED[name][1], **TRACED[name][0])
-    model, images = model.float().eval(), torch.randn(1, 3, *TRACED[name][1])
+    model, _ = pair(CASES[name], CASES[name].traced[1], **CASES[name].traced[0])
+    model, images = model.float().eval(), torch.randn(1, 3, *CASES[name].traced[1])
     frozen = copy.deepcopy(model)
     freeze(frozen)
     with interpreting(), forcing("fused"), torch.no_grad():
@@ -329,7 +326,7 @@ def test_folded_norms_equal_the_layers():
 @torch.no_grad()
 def test_frozen_folds_follow_training(name):
     """Oracle: the model that is not frozen, after a training forward has changed running statistics, uncounted."""
-    options, size = TRACED[name]
+    options, size = CASES[name].traced
     model, _ = pair(CASES[name], size, **options)
     model, images = model.float().eval(), torch.randn(4, 3, *size)
     frozen = copy.deepcopy(model)
@@ -442,19 +439,8 @@ def within_budget(
     return found
 
 
-SHORT = dict(depths=(2, 1)), (10, 14)
-TRACED = dict(swin=SHORT, twins_svt=SHORT, twins_pcpvt=SHORT, pvt=(dict(depths=(1, 1)), (8, 32)))
-TRACED |= dict(pit=(dict(depths=(1, 1)), (15, 9)), pit_distilled=(dict(depths=(1, 1)), (12, 9)))
-TRACED |= dict(crossvit=(dict(depth=((1, 1, 0),)), (18, 12)), crossvit_dagger=(dict(depth=((1, 1, 2),)), (48, 48)))
-TRACED |= dict.fromkeys(("t2t_performer", "t2t_transformer"), (dict(depth=1), (32, 16)))
-TRACED |= dict(ceit=(dict(depth=1), (16, 16)))
-TRACED |= dict(levit=(dict(depths=(1, 1)), (24, 16)))
-TRACED |= dict.fromkeys(("tnt", "tnt_legacy"), (dict(depth=1), (16, 16)))
-TRACED |= dict(cpvt=(dict(depth=2), (8, 12)), cpvt_gap=(dict(depth=2), (8, 12)))
-TRACED |= attention_families.TRACED
-TRACED |= convolutional_families.TRACED
-NAMES = "swin", "twins_svt", "pvt", "cpvt", "pit", "tnt", "crossvit", *attention_families.ROWS
-NAMES += tuple(convolutional_families.ROWS)
+IN_HALF = "twins_pcpvt", "cpvt_gap", "pit_distilled", "tnt_legacy", "crossvit_dagger", "levit", "ceit"
+NAMES = [name for name in CASES if name not in IN_HALF and not name.startswith("t2t")]
 INTERPRETED = [(name, torch.float32, "fused") for name in NAMES]
 INTERPRETED += [pytest.param(n, d, w, marks=pytest.mark.full) for n in CASES for d, w in HALF]
 
@@ -462,7 +448,7 @@ INTERPRETED += [pytest.param(n, d, w, marks=pytest.mark.full) for n in CASES for
 @pytest.mark.parametrize("name, dtype, way", INTERPRETED, ids=str)
 def test_kernels_give_the_same(name, dtype, way, always_folded):
     """Oracle: float64; the kernels' error in logits and every gradient is at most twice PyTorch's own."""
-    options, size = TRACED[name]
+    options, size = CASES[name].traced
     model, _ = pair(CASES[name], size, drop_path_rate=0.0, **options)
     assert within_budget(model.eval(), torch.randn(1, 3, *size), dtype, way, CASES[name].zero) == []
 
@@ -475,7 +461,7 @@ REPLAYED = [n if n in SHOWN else pytest.param(n, marks=pytest.mark.full) for n i
 @pytest.mark.parametrize("name", sampled(REPLAYED, 3))
 def test_blocks_are_replayed(name, always_folded, monkeypatch):
     """Oracle: the same calls without replays, bit by bit, of other images and weights each time."""
-    options, size = TRACED[name]
+    options, size = CASES[name].traced
     model = pair(CASES[name], size, **options)[0].float().eval()
     learned = [p for p in model.parameters() if p.requires_grad]
     with interpreting(), forcing("fused"):
@@ -508,7 +494,7 @@ def check_recorded(model: nn.Module) -> None:
 )
 def test_hooks_of_branches_run_in_every_call(name, path):
     """Oracle: the number of calls, of modules that keep the record of their pair of branches, or belong to one."""
-    options, size = TRACED[name]
+    options, size = CASES[name].traced
     model, seen = pair(CASES[name], size, **options)[0].float().eval(), []
     block = model.classifier.blocks[0] if name == "cct" else model.blocks[0]
     images = torch.randn(2, 3, *size)
@@ -525,7 +511,7 @@ def test_hooks_of_branches_run_in_every_call(name, path):
 
 def test_blocks_that_update_statistics_are_not_replayed(monkeypatch):
     """Oracle: the statistics without replays; in evaluation the same blocks are replayed, and expected to be."""
-    options, size = TRACED["cvt"]
+    options, size = CASES["cvt"].traced
     model = pair(CASES["cvt"], size, **options)[0].float().train()
     models, images = [model, copy.deepcopy(model)], torch.randn(2, 3, *size)
     with interpreting(), forcing("fused"):
@@ -558,7 +544,7 @@ INSIDE += [
 @torch.no_grad()
 def test_hooks_inside_fused_blocks_fire(name, part):
     """Oracle: the frozen model, whose output is doubled by the hook, where the kernels do not run."""
-    options, size = TRACED[name]
+    options, size = CASES[name].traced
     options = options | dict.fromkeys(options.keys() & {"depth"}, 2)  # the last block's patches go nowhere
     model, images = pair(CASES[name], size, **options)[0].float().eval(), torch.randn(1, 3, *size)
     freeze(model)
@@ -765,34 +751,11 @@ def test_backbones_agree_with_their_models(name):
     assert group_parameters(model, model.group_matcher())  # every parameter is in a group
 
 
-# Options of small models for images of this side, and timm's accuracy after two of eight epochs.
-DIGITS = {
-    "pit": (
-        16,
-        dict(patch_size=4, stride=2, base_dims=(16, 16), depths=(2, 2), num_heads=(2, 4), mlp_ratio=4.0),
-        0.881,
-    ),
-    "tnt": (
-        16,
-        dict(patch_size=4, embed_dim=48, inner_dim=12, depth=3, num_heads_inner=2, num_heads_outer=3, first_stride=2),
-        0.339,
-    ),
-    "crossvit": (
-        24,
-        dict(img_scale=(1.0, 2 / 3), patch_size=(4, 4), embed_dim=(32, 64), depth=((1, 2, 0),) * 2, num_heads=(2, 2))
-        | dict(mlp_ratio=(2.0, 2.0, 1.0)),
-        0.247,
-    ),
-    "levit": (32, dict(patch_size=8, embed_dim=(32, 64), key_dim=8, depths=(2, 2), num_heads=(2, 4)), 0.942),
-    **convolutional_families.DIGITS,
-}
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("family", DIGITS)
+@pytest.mark.parametrize("family", [name for name, case in CASES.items() if case.digits])
 def test_digits_are_learned_as_by_timms(family):
     """Oracle: timm's model, from the same initial weights on the same batches, less three points."""
-    side, options, mark = DIGITS[family]
+    side, options, mark = CASES[family].digits
     options = options | dict(img_size=(side, side), num_classes=10, in_chans=1)
     torch.manual_seed(0)
     (images, targets), (tests, answers) = (prepared(split, side) for split in ("train", "test"))

@@ -5,9 +5,9 @@ import json
 import sys
 import types
 
-import foreign
 import pytest
 import torch
+from catalogue import build, inputs
 from torch import nn
 
 import fastvit_triton
@@ -209,8 +209,8 @@ def test_verify_undoes_what_differs(wrong, monkeypatch):
 @pytest.mark.parametrize("name", ["timm_vit", "hf_clip", "hf_dinov2"])
 def test_verify_agrees_with_known_models(name):
     """Oracle: no conversion of a known model is undone, whatever its dtype; outputs are those without `verify`."""
-    model = foreign.build(name, torch.bfloat16).eval()
-    given = foreign.inputs(name, torch.bfloat16)
+    model = build(name, torch.bfloat16).eval()
+    given = inputs(name, torch.bfloat16)
     report = fastvit_triton.optimize(model, verify=given)
     assert report.fused and not any("differ" in (row.why or "") for row in report.rows)
     assert next(model.parameters()).dtype == torch.bfloat16

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from foreign import MODELS, inputs, outputs
+from catalogue import MODELS, inputs, outputs
 from sampling import sampled
 from torch import nn
 from torch._dynamo.utils import counters
@@ -98,7 +98,7 @@ def graphs_and_breaks(model, given):
 @pytest.mark.full
 def test_breaks_between_blocks():
     """A hook that breaks the graph after a block: the functions around fused forwards add neither graphs nor breaks."""
-    original = MODELS["hf_clip"]().eval()
+    original = MODELS["hf_clip"].make().eval()
     model = copy.deepcopy(original)
     optimize(model)
     for each in (original, model):

@@ -12,15 +12,12 @@ from dataclasses import is_dataclass, replace
 from inspect import signature
 from typing import Any
 
-import foreign
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-import test_towers
-import test_towers_dense
-import towers
-from test_towers import distance
+from catalogue import COMMON, MODELS, build, inputs, outputs
+from catalogue.comparison import SINGLE, distance, tolerance
 
 from fastvit_triton import optimize
 from fastvit_triton.engine import branch
@@ -179,36 +176,24 @@ def flat(parts: tuple) -> list[Any]:
     return [x for part in opened for x in (flat(part) if type(part) is tuple else [part])]
 
 
-def tower(name: str) -> tuple[Any, Any, Callable, float]:
-    """A model, its inputs, the function of both that a test compares with the original, and its tolerance."""
-    if name in test_towers_dense.TOWERS:
-        model, given = test_towers_dense.made(name)
-        rounded = name in test_towers_dense.ROUNDED
-        return model, given, towers.outputs, test_towers.FEW if rounded else test_towers.EXACT
-    if name in towers.TOWERS:
-        model = towers.build(name)
-        rounded = name in towers.ROUNDED or name in towers.PACKED
-        return model, towers.inputs(model), towers.outputs, test_towers.FEW if rounded else test_towers.EXACT
-    return foreign.build(name), foreign.inputs(name, torch.float64), foreign.outputs, test_towers.SINGLE
-
-
 USUAL = {"activation", "biases before", "biases after", "norm", "scale"}
 SAMPLE = {  # tower → the faults that it can have; the other towers run in the full test
-    "AltCLIPVisionModel": USUAL,
-    "GlmOcrVisionModel": USUAL | {"norms of heads", "gate", "rotation"},
-    "InternVLVisionModel": USUAL | {"layer scale"},
-    "Phi4MultimodalVisionModel": USUAL | {"mask"},
+    "hf_AltCLIPVisionModel": USUAL,
+    "hf_GlmOcrVisionModel": USUAL | {"norms of heads", "gate", "rotation"},
+    "hf_InternVLVisionModel": USUAL | {"layer scale"},
+    "hf_Phi4MultimodalVisionModel": USUAL | {"mask"},
     "hf_swinv2": USUAL | {"mask"},
-    "sam.SamVisionEncoder": USUAL - {"norm"} | {"mask"},
+    "hf_sam.SamVisionEncoder": USUAL - {"norm"} | {"mask"},
 }
-NAMES = [*towers.TOWERS, *test_towers_dense.TOWERS, *(name for name in foreign.MODELS if name.startswith("hf_"))]
+NAMES = [name for name in MODELS if name.startswith("hf_") and not MODELS[name].batched]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.full) for n in NAMES])
 def test_wrong_parts_are_seen(name):
     """Oracle: the original, without faults within the tolerance of the tower's own test, with each beyond it."""
     torch.manual_seed(1)
-    model, given, outputs, tolerance = tower(name)
+    model, given = build(name), inputs(name)
+    most = SINGLE if name in COMMON else tolerance(name, True)
 
     def run() -> torch.Tensor:
         torch.manual_seed(2)
@@ -219,7 +204,7 @@ def test_wrong_parts_are_seen(name):
     want = run()
     optimize(model)
     with using_backend("torch"):
-        assert distance(run(), want) <= tolerance
+        assert distance(run(), want) <= most
         found = {}
         for fault in (*PARTS, *ARGUMENTS):
             with faulty(fault) as changed:
@@ -227,7 +212,7 @@ def test_wrong_parts_are_seen(name):
             if changed:
                 found[fault] = apart
     assert found.keys() == SAMPLE.get(name, found.keys()) and found
-    assert min(found.values()) > tolerance, found
+    assert min(found.values()) > most, found
 
 
 def test_sample_has_every_fault():

@@ -1,101 +1,37 @@
-"""Tests of the conversion of transformers' vision towers. Oracle: the original model, in float64 with PyTorch."""
+"""Tests of the conversion of transformers' towers beside those of test_converted.py. Oracle: the original model."""
 
 import copy
-import pickle
+import re
 
 import pytest
 import torch
-from budget import telling
 
 pytest.importorskip("transformers")
+from catalogue import build, inputs, outputs
+from catalogue.comparison import EXACT, FEW, SINGLE, distance, run
+from catalogue.transformers import DENSE
 from interpreter import interpreting
 from test_convert import Recorder
-from towers import PACKED, ROUNDED, TOWERS, build, inputs, outputs, unrounded
+from test_converted import SHORT, dropping, eager
 
-from fastvit_triton import optimize, revert
+from fastvit_triton import optimize
 from fastvit_triton.kernels import check
 from fastvit_triton.kernels.backend import using_backend
 
-QWEN = "qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel"
-FORMS = (  # one for each reader and each kind of block; the others run in the full test
-    "AltCLIPVisionModel", "BlipVisionModel", "Blip2VisionModel", "InternVLVisionModel", "MLCDVisionModel",
-    "MllamaVisionModel", "Molmo2VisionModel", "DPTModel", "ViltModel", "GroupViTVisionModel", "PixioModel",
-    "Aimv2VisionModel", "HunYuanVLVisionTransformer", QWEN,
-    "Qwen3VLVisionModel", "GlmOcrVisionModel", "Inkling2VisionModel",
-)  # fmt: skip
-# Both compute the same sums in another order: at most 84 roundings of the result, as in test_models.py.
-EXACT, SINGLE = (84 * torch.finfo(dtype).eps for dtype in (torch.float64, torch.float32))
-FEW = 8 * torch.finfo(torch.float32).eps  # a few values of the original are rounded to float32, or one op is in float32
-# Some attention or a merger stays as it is, in converted blocks.
-PARTIAL = "GroupViTVisionModel", "Glm5NextVisionModel", "minicpmv4_6.MiniCPMV4_6VisionModel"
-NAMES = [pytest.param(n, marks=() if n in FORMS else pytest.mark.full) for n in TOWERS]
-
-
-def run(model, given):
-    """Outputs and the gradients of every parameter; random numbers are the same in every call."""
-    model.zero_grad()
-    torch.manual_seed(2)
-    y = outputs(model, given)
-    torch.manual_seed(3)
-    (y * torch.randn_like(y)).sum().backward()
-    gradients = [p.grad for p in model.parameters()]
-    assert any(g is not None for g in gradients)
-    return y.detach(), gradients
-
-
-def distance(a, b):
-    """‖a − b‖ / ‖b‖ of two tensors."""
-    return ((a - b).norm() / telling(b).norm()).item()
-
-
-def joined(gradients):
-    """All gradients in one vector; a key's bias has none but rounding, so they are not compared one by one."""
-    return torch.cat([g.flatten() for g in gradients if g is not None])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_tower(name):
-    """Outputs and gradients equal the original's up to rounding, to float32 where the original rounds to it."""
-    model = build(name).train()
-    given, original = inputs(model), copy.deepcopy(model)
-    tolerance = FEW if name in ROUNDED or name in PACKED else EXACT
-    report = optimize(model)
-    assert report.fused and (name in PARTIAL or not report.left)
-    want = run(original, given)
-    with using_backend("torch"):
-        got = run(model, given)
-    assert [g is None for g in got[1]] == [g is None for g in want[1]]
-    assert distance(got[0], want[0]) <= tolerance and distance(joined(got[1]), joined(want[1])) <= tolerance
-    if name in PACKED and name != "Cosmos3EdgeVisionModel":  # its positions are computed in float32
-        with unrounded():
-            want = run(original, given)
-        assert distance(got[0], want[0]) <= EXACT and distance(joined(got[1]), joined(want[1])) <= EXACT
-    with using_backend("torch"):
-        again = run(pickle.loads(pickle.dumps(model)), given)
-    assert torch.equal(again[0], got[0])
-    revert(model)
-    assert not any("forward" in vars(m) for m in model.modules())
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if i < 3 else pytest.mark.full) for i, n in enumerate(FORMS)]
-)
-def test_kernels(name):
-    """The kernels in the interpreter equal the original up to float32 rounding."""
-    model = build(name, torch.float32).eval()
-    given = inputs(model, torch.float32)
-    torch.manual_seed(2)
-    want = outputs(model, given)
-    optimize(model)
-    torch.manual_seed(2)
-    with interpreting(), torch.no_grad():
-        assert distance(outputs(model, given), want) <= SINGLE
+QWEN = "hf_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel"
+WITHOUT_WEIGHTS = [  # in the original's outputs
+    f"hf_{name}"
+    for name in (
+        "sam.SamVisionEncoder", "Llama4VisionModel", "bridgetower.BridgeTowerVisionModel",
+        "kosmos2_5.Kosmos2_5VisionModel", "Lfm3VlVisionModel",
+    )
+]  # fmt: skip
 
 
 def test_what_stays_original():
     """Weights that are requested, an active dropout and a replaced submodule run the module's own forward."""
-    model = build("ViltModel").eval()
-    given, plain = inputs(model), copy.deepcopy(model)
+    model = build("hf_ViltModel").eval()
+    given, plain = inputs("hf_ViltModel"), copy.deepcopy(model)
     optimize(model)
     torch.manual_seed(2)
     want = plain(**given, output_attentions=True).attentions
@@ -111,8 +47,8 @@ def test_what_stays_original():
     want = run(plain, given)
     with using_backend("torch"):
         assert distance(run(model, given)[0], want[0]) <= EXACT  # the same random numbers
-    model = build("DPTModel").eval()
-    given = inputs(model)
+    model = build("hf_DPTModel").eval()
+    given = inputs("hf_DPTModel")
     model.encoder.layer[0].intermediate.register_forward_hook(lambda *_: _[2] * 2)
     want = outputs(model, given)
     optimize(model)
@@ -122,7 +58,7 @@ def test_what_stays_original():
 
 def test_save_pretrained(tmp_path):
     """A saved converted model has the original's keys and values."""
-    model = build("BlipVisionModel", torch.float32)
+    model = build("hf_BlipVisionModel", torch.float32)
     want = {k: v.clone() for k, v in model.state_dict().items()}
     optimize(model)
     model.save_pretrained(tmp_path)
@@ -130,14 +66,14 @@ def test_save_pretrained(tmp_path):
     assert again.keys() == want.keys() and all(torch.equal(again[k], want[k]) for k in want)
 
 
-@pytest.mark.parametrize("name", [pytest.param(QWEN, marks=pytest.mark.full), "GlmOcrVisionModel"])
+@pytest.mark.parametrize("name", [pytest.param(QWEN, marks=pytest.mark.full), "hf_GlmOcrVisionModel"])
 def test_launches_of_packed_images(name, monkeypatch):
     """One attention for each layer, whatever the number of images and windows.
 
     Oracle: the original. Calls with other images of as many tokens do not repeat the launches of the first.
     """
     model = build(name, torch.float32).eval()
-    given, original = inputs(model, torch.float32), copy.deepcopy(model)
+    given, original = inputs(name, torch.float32), copy.deepcopy(model)
     optimize(model)
     tokens = int(given["grid_thw"].prod(1).sum())
     monkeypatch.setattr(check, "can_read_values", lambda t: False)  # as on a GPU: a call that reads is not recorded
@@ -183,15 +119,55 @@ def test_packed_images(causal):
     assert distance(got, want) <= FEW
 
 
-@pytest.mark.parametrize("name", ["BlipVisionModel", "GroupViTVisionModel"])
+@pytest.mark.parametrize("name", ["hf_BlipVisionModel", "hf_GroupViTVisionModel"])
 def test_attention_weights_that_are_always_returned(name):
     """Oracle: the original's weights, whatever attention is set and also where the first call asks for none."""
     model = build(name).eval()
     model.config._attn_implementation = "sdpa"  # which these modules do not read
-    given, plain = inputs(model), copy.deepcopy(model)
+    given, plain = inputs(name), copy.deepcopy(model)
     optimize(model)
     with using_backend("torch"), torch.no_grad():
         model(**given)
         got, want = (m(**given, output_attentions=True).attentions for m in (model, plain))
     assert len(got) == len(want) == 2
     assert all(distance(a, b) <= EXACT for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    "name", [f"hf_{n}" for n in ("VJEPA2Model", "sam.SamVisionEncoder", "MgpstrModel", "PixtralVisionModel")]
+)
+def test_patches_of_images_and_videos_are_projected(name):
+    """Oracle: by hand: the convolution of a patch embedding is converted, of frames too; outputs are compared above."""
+    model = build(name)
+    rows = optimize(model).rows
+    convs = [path for path, m in model.named_modules() if isinstance(m, (torch.nn.Conv2d, torch.nn.Conv3d))]
+    [patches] = [path for path in convs if re.search("embed|patch_", path)]
+    assert [row.became for row in rows if row.path == patches] == ["fused patch projection"]
+
+
+SHOWN = [name for name in DENSE if name not in WITHOUT_WEIGHTS]
+
+
+@pytest.mark.parametrize("name", [n if n in SHORT else pytest.param(n, marks=pytest.mark.full) for n in SHOWN])
+def test_requested_weights(name):
+    """Attention weights that are requested are the original's, also after a call that requests none."""
+    model, given = build(name), inputs(name)
+    eager(model.eval())
+    original = copy.deepcopy(model)
+    optimize(model)
+    with using_backend("torch"), torch.no_grad():
+        torch.manual_seed(2)
+        outputs(model, given)
+        torch.manual_seed(2)
+        got = model(**given, output_attentions=True)
+    torch.manual_seed(2)
+    want = original(**given, output_attentions=True)
+    got, want = ([t for t in y["attentions"] if t is not None] for y in (got, want))
+    assert len(got) == len(want) > 0 and all(distance(*pair) <= FEW for pair in zip(got, want, strict=True))
+
+
+def test_dropout_in_attention_has_a_reason():
+    """Oracle: the sentence; `test_changed` compares the outputs."""
+    model = build("hf_cvt")
+    dropping(model)
+    assert "own forward while training: attention dropout 0.3" in str(optimize(model.eval()))

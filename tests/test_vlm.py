@@ -8,15 +8,15 @@ from budget import allowed, telling
 
 pytest.importorskip("transformers")
 import transformers
-from foreign import redraw
-from towers import unrounded
+from catalogue import redraw
+from catalogue.comparison import unrounded
 
 from fastvit_triton import optimize, revert
 from fastvit_triton.kernels.backend import using_backend
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 EXACT = 84 * torch.finfo(torch.float64).eps  # as in test_models.py
-FEW = 8 * torch.finfo(torch.float32).eps  # a few values are rounded to float32, as in test_towers.py
+FEW = 8 * torch.finfo(torch.float32).eps  # a few values are rounded to float32, as in catalogue.comparison
 IMAGE, START, END = 7, 5, 6  # ids of tokens
 TEXT = dict(num_hidden_layers=1, hidden_size=32, intermediate_size=32, vocab_size=16, num_attention_heads=2)
 TEXT |= dict(num_key_value_heads=1, head_dim=16, max_position_embeddings=64, pad_token_id=0, eos_token_id=1)

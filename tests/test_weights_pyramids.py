@@ -8,8 +8,8 @@ import timm
 import torch
 import torchvision
 import transformers
+from catalogue.ours import CASES
 from checkpoints import TOLERANCE, assert_equal, build, distance, images, randomize
-from pyramids import CASES
 from safetensors.torch import load_file
 from torch import Tensor, nn
 

@@ -7,8 +7,8 @@ import copy
 
 import pytest
 import torch
-from foreign import PYRAMIDS as EVERY
-from foreign import build, inputs, outputs
+from catalogue import PYRAMIDS as EVERY
+from catalogue import build, inputs, outputs
 from sampling import sampled
 from test_convert import LowRank, Recorder, same
 from timm.models import crossvit, pvt_v2, swin_transformer, swin_transformer_v2, tnt, twins

@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 import transformers
-from foreign import DROPLESS, HF, STAGES, WINDOWS, build, inputs, outputs, redraw
+from catalogue import build, inputs, outputs, redraw
+from catalogue.transformers import DROPLESS, HF, STAGES, WINDOWS
 from interpreter import interpreting
 from test_convert import LowRank, Recorder, results, same
 from torch import nn
