@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from budget import Budget, assert_within_budget, results, telling
-from foreign import MODELS, REPEATS, build, inputs, outputs
+from catalogue import COMMON, REPEATS, build, inputs, outputs
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -36,7 +36,7 @@ CASES = [
     if not name.startswith("empty")
 ]
 DTYPES = [d for d in onednn.DTYPES if onednn.why_not(CPU, d) is None]
-SAMPLE = [name for name in MODELS if name not in REPEATS][::4]
+SAMPLE = [name for name in COMMON if name not in REPEATS][::4]
 
 pytestmark = pytest.mark.skipif(onednn.why_not(CPU, torch.float32) is not None, reason="PyTorch has no oneDNN here")
 
@@ -89,7 +89,7 @@ def test_products_equal_float64(op, case, dtype, calls):
     assert max(budget.ratios(without).values()) <= 1
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.full) for n in MODELS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.full) for n in COMMON])
 def test_models_equal_the_original(name, calls):
     """Oracle: the original in float64, and PyTorch's own error in float32; training, inference and frozen."""
     narrow, given32 = build(name, torch.float32), inputs(name, torch.float32)
