@@ -161,11 +161,11 @@ def _levit_heads(module: Foreign, x: Tensor) -> Heads:
     return Heads(q, k, v, bias, module.scale, lambda o: module.proj(o.transpose(1, 2).flatten(2)))
 
 
-def _convolved(module: Foreign, grid: tuple[int, int]) -> Parts | str:
+def _convolved(module: Foreign, size: tuple[int, int]) -> Parts | str:
     """CvT's attention, whose queries, keys and values are convolutions with a BatchNorm; fewer keys than queries."""
     if module.training:
         return "the BatchNorm of its projections is in training mode"
-    return partial(_convolved_heads, module, grid)
+    return partial(_convolved_heads, module, size)
 
 
 def _convolved_heads(module: Foreign, grid: tuple[int, int], x: Tensor) -> Heads:

@@ -1,4 +1,4 @@
-"""Fused forwards of this package's CaiT, DeepViT, Refiner, LV-ViT, T2T-ViT, CeiT and CCT."""
+"""Fused forwards of this package's Refiner, LV-ViT, T2T-ViT, CeiT and CCT."""
 
 from functools import partial
 
@@ -26,22 +26,11 @@ from ...kernels.attention_qkv import attention_qkv
 from ...kernels.depthwise import depthwise
 from ...kernels.linear import linear
 from ...kernels.patch_embed import patch_embed, whole_patches
-from ..forwards import fused_body, fused_forward, fused_method, original
+from ..forwards import fused_forward, fused_method, original
 from ..third_party import is_fusable
 from .vit_pytorch import tokens as compact
 
 MODELS = f"{PACKAGE}.models"
-
-
-@fused_body(
-    f"{MODELS}.cait.TalkingHeads",
-    f"{MODELS}.deepvit.ReAttention",
-    needs="qkv num_heads proj proj_drop",
-    takes="",
-)
-def mixed_parts(self: Foreign) -> Body:
-    """Parts of an attention whose maps [B, H, N, N] are formed and mixed by PyTorch."""
-    return Body("attention", (self.qkv,), self.attend, self.proj, self.num_heads, drops=(self.proj_drop,))
 
 
 @fused_forward(

@@ -13,7 +13,7 @@ from ....layers.class_attention import ClassAttention
 from ....layers.scaled_block import times
 from ...forwards import fused_forward, original
 from ...third_party import is_fusable
-from .attention import dropped, scale_of
+from .attention import dropped, is_own, scale_of
 from .blocks import drop_paths, factors
 
 CROSS = ("timm.models.crossvit.CrossAttention", f"{PACKAGE}.models.crossvit.CrossAttention")
@@ -21,7 +21,7 @@ CROSS = ("timm.models.crossvit.CrossAttention", f"{PACKAGE}.models.crossvit.Cros
 
 def _dropped(module: Foreign) -> str | None:
     """See `dropped`; the projections of our attention are fused also while probabilities are dropped."""
-    return None if isinstance(module, ClassAttention) else dropped(module)
+    return None if is_own(module) else dropped(module)
 
 
 def projections(attn: Foreign) -> tuple[nn.Module, tuple[nn.Module, ...]]:
@@ -55,7 +55,7 @@ def class_attention(self: Foreign, x: Tensor) -> Tensor:
 
 def _one_query(self: Foreign, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention of q [B, H, 1, d] to k and v [B, H, N, d], [B, 1, H·d]."""
-    if isinstance(self, ClassAttention):
+    if is_own(self):
         return attend(q, k, v, self.scale, self.attn_drop, True)
     return attention(q, k, v, scale=scale_of(self)).transpose(1, 2).flatten(2)
 
