@@ -201,8 +201,10 @@ def _add(
     """(x + branch, its statistics for `reader`, the norm of the next branch, or None)."""
     module, norm, scale, drop_path, layer_scale, drop, call, post_norm = branch
     if drop_path is not None and (kept := kept_images(drop_path, x)) is not None:
-        p: Any = drop_path.p
-        return _add_to(kept, 1 / (1 - p), x, branch, body, before, way), None
+        skipping: Any = drop_path
+        kept, factor = skipping.computed(kept)
+        part, _ = _add(x[kept], branch._replace(drop_path=ConstantScale(factor)), body, before, None, None, way)
+        return x.index_copy(0, kept, part), None
     before = of_dtype(before.norm if isinstance(before, NextNorm) else before, x)
     if before is None:
         entering = x if norm is None else norm(x) if way == "plain" else normalize(x, norm)
@@ -236,20 +238,3 @@ def _add(
     y = y if drop is None else drop(y)
     y = scaled(y if scale is None else scale(y), layer_scale, None)
     return x + (y if drop_path is None else drop_path(y)), None
-
-
-def _add_to(
-    kept: Tensor,
-    factor: float,
-    x: Tensor,
-    branch: Branch,
-    body: Body | None,
-    before: Before | NextNorm | None,
-    way: str,
-) -> Tensor:
-    """Adds the branch, times the factor, to x for the images with indices `kept` only."""
-    if not len(kept):  # one image times 0, so that every parameter has a gradient, as DDP and weight decay expect
-        kept = torch.zeros(1, dtype=torch.long, device=x.device)
-        factor = 0.0
-    part, _ = _add(x[kept], branch._replace(drop_path=ConstantScale(factor)), body, before, None, None, way)
-    return x.index_copy(0, kept, part)

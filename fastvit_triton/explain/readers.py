@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .. import layers
 from ..convert.forwards import Forward, forward_for
 from ..convert.readers.timm.attention import dropped
+from ..convert.readers.timm.class_attention import projections
 from ..convert.readers.timm.tnt import tnt_parts
 from ..convert.readers.torch import multihead_parts
 from ..convert.third_party import head_norms
@@ -114,8 +115,8 @@ def _class_attention(module: Foreign) -> Parts | str:
 
 
 def _first_token(module: Foreign, x: Tensor) -> Heads:
-    q, k, v = (getattr(module, name if hasattr(module, name) else f"w{name}") for name in "qkv")
-    tokens = (project(x[:, :1], (q,)), *project(x, (k, v)).chunk(2, -1))
+    query, keys = projections(module)
+    tokens = (project(x[:, :1], (query,)), *project(x, keys).chunk(2, -1))
     q, k, v = (split(t, module.num_heads) for t in tokens)
     return Heads(q, k, v, None, module.scale, lambda o: module.proj_drop(module.proj(o.transpose(1, 2).flatten(2))))
 
@@ -160,11 +161,11 @@ def _levit_heads(module: Foreign, x: Tensor) -> Heads:
     return Heads(q, k, v, bias, module.scale, lambda o: module.proj(o.transpose(1, 2).flatten(2)))
 
 
-def _convolved(module: Foreign, grid: tuple[int, int]) -> Parts | str:
+def _convolved(module: Foreign, size: tuple[int, int]) -> Parts | str:
     """CvT's attention, whose queries, keys and values are convolutions with a BatchNorm; fewer keys than queries."""
     if module.training:
         return "the BatchNorm of its projections is in training mode"
-    return partial(_convolved_heads, module, grid)
+    return partial(_convolved_heads, module, size)
 
 
 def _convolved_heads(module: Foreign, grid: tuple[int, int], x: Tensor) -> Heads:
@@ -212,6 +213,7 @@ READERS: dict[str, Callable[..., Parts | str]] = {  # types whose heads are not 
     "timm.models.cait.ClassAttn": _class_attention,
     "timm.models.crossvit.CrossAttention": _class_attention,
     "fastvit_triton.models.crossvit.CrossAttention": _class_attention,
+    "fastvit_triton.layers.class_attention.ClassAttention": _class_attention,
     "timm.models.cait.TalkingHeadAttn": _talking_heads,
     "fastvit_triton.models.tnt.SplitAttention": tnt_parts,
     "fastvit_triton.models.levit.DistanceAttention": _levit,
@@ -223,7 +225,6 @@ READERS: dict[str, Callable[..., Parts | str]] = {  # types whose heads are not 
     **{f"fastvit_triton.models.vt.{n}": _one_head for n in ("Tokenizer", "TokenAttention", "Projector")},
     "fastvit_triton.models.attention_conv.QuadraticAttention": _positional,
     "fastvit_triton.models.cait.TalkingHeads": _talking_heads,
-    "fastvit_triton.models.cait.ClassAttention": _class_attention,
     "fastvit_triton.models.deepvit.ReAttention": _re_attention,
     "fastvit_triton.models.refiner.RefinedAttention": _refined,
 }

@@ -34,6 +34,13 @@ class DropPath(nn.Module):
             return None
         return x.new_empty(x.shape[0]).bernoulli_(1 - self.p).div_(1 - self.p)
 
+    def computed(self, kept: Tensor) -> tuple[Tensor, float]:
+        """(indices of the images to compute, what their branch is multiplied by), for `kept_images`."""
+        if len(kept):
+            return kept, 1 / (1 - self.p)
+        # one image times 0, so that every parameter has a gradient, as DDP and weight decay expect
+        return torch.zeros(1, dtype=torch.long, device=kept.device), 0.0
+
     def forward(self, x: Tensor) -> Tensor:
         """[B, ...] → [B, ...]."""
         scale = self.sample_scale(x)
@@ -50,10 +57,7 @@ def add(x: Tensor, drop_path: nn.Module, branch: Callable[[Tensor], Tensor]) -> 
     kept = drop_path.kept_images(x)
     if kept is None:
         return x + drop_path(branch(x))
-    factor = 1 / (1 - drop_path.p)
-    if not len(kept):  # one image times 0, so that every parameter has a gradient, as DDP and weight decay expect
-        kept = torch.zeros(1, dtype=torch.long, device=x.device)
-        factor = 0.0
+    kept, factor = drop_path.computed(kept)
     part = x[kept]
     return x.index_copy(0, kept, part + branch(part) * factor)
 

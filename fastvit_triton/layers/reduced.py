@@ -34,7 +34,7 @@ class ReducedAttention(Fusable):
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.ratio = ratio
+        self.sr_ratio = ratio
         self.scale = (dim // num_heads) ** -0.5
         self.q = nn.Linear(dim, dim, bias=qkv_bias)
         self.kv = nn.Linear(dim, 2 * dim, bias=qkv_bias)
@@ -66,4 +66,4 @@ class ReducedAttention(Fusable):
         return o.transpose(1, 2).flatten(2).unflatten(1, grid)
 
     def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, ratio={self.ratio}"
+        return f"num_heads={self.num_heads}, ratio={self.sr_ratio}"

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checkpoints.layout import Layout, Spelling
@@ -19,9 +18,10 @@ from ..checkpoints.tensors import State, split
 from ..engine.attention import mix_heads
 from ..engine.body import normalize
 from ..layers import Attention, Block, Mlp
-from ..layers.fusable import Fusable
+from ..layers.class_attention import ClassAttention
+from ..layers.drop_path import add
 from ..layers.head_mixing import MixedAttention
-from ..layers.scaled_block import ScaledBlock
+from ..layers.scaled_block import ScaledBlock, times
 from . import fit
 from .config import Options, ViTConfig, check_only, check_positive
 from .transformer import VisionTransformer
@@ -44,76 +44,17 @@ class TalkingHeads(MixedAttention):
         return self.attn_drop(mix_heads(self.proj_w, mix_heads(self.proj_l, scores).softmax(-1)))
 
 
-class ClassAttention(Fusable):
-    """Attention of the first token to all (section 3.2, equations 7 to 10).
-
-    Args:
-        dim: D, channels per token.
-        num_heads: H.
-        qkv_bias: biases on the projections of queries, keys and values.
-        attn_drop: dropout on the attention probabilities.
-        proj_drop: dropout after the output projection.
-    """
-
-    def __init__(
-        self, dim: int, num_heads: int, qkv_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0
-    ) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.scale = (dim // num_heads) ** -0.5
-        self.q, self.k, self.v = (nn.Linear(dim, dim, bias=qkv_bias) for _ in range(3))
-        self.attn_drop = nn.Dropout(attn_drop)
-        self.proj = nn.Linear(dim, dim)
-        self.proj_drop = nn.Dropout(proj_drop)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, N, D] → [B, 1, D]."""
-        tokens = self.q(x[:, :1]), self.k(x), self.v(x)
-        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in tokens)  # [B, H, 1 or N, d]
-        dropout = self.attn_drop.p if self.attn_drop.training else 0.0
-        o = F.scaled_dot_product_attention(q, k, v, None, dropout, scale=self.scale)
-        return self.proj_drop(self.proj(o.transpose(1, 2).flatten(2)))
-
-    def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}"
-
-
-class ClassBlock(Fusable):
+class ClassBlock(ScaledBlock):
     """c + γ₁ attention(LN [c, x]), then c + γ₂ MLP(LN c) for a class token c (section 3.2); x is unchanged.
 
-    Args:
-        dim: D, channels per token.
-        attn: maps [B, 1 + N, D] to [B, 1, D].
-        mlp: maps [B, 1, D] to [B, 1, D].
-        eps: LayerNorm epsilon.
-        init_values: initial γ; None for none.
+    The arguments are those of `ScaledBlock`; the attention is a `ClassAttention`.
     """
 
-    gamma_1: nn.Parameter | None
-    gamma_2: nn.Parameter | None
-
-    def __init__(self, dim: int, attn: ClassAttention, mlp: nn.Module, eps: float, init_values: float | None) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=eps)
-        self.attn = attn
-        self.norm2 = nn.LayerNorm(dim, eps=eps)
-        self.mlp = mlp
-        self.init_values = init_values
-        for name in ("gamma_1", "gamma_2"):
-            self.register_parameter(name, None if init_values is None else nn.Parameter(torch.empty(dim)))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        for gamma in (self.gamma_1, self.gamma_2):
-            if gamma is not None and self.init_values is not None:
-                nn.init.constant_(gamma, self.init_values)
-
-    def forward(self, x: Tensor, token: Tensor) -> Tensor:
+    def forward(self, x: Tensor, x_cls: Tensor) -> Tensor:  # type: ignore[override]  # the class token comes with x
         """Patches [B, N, D], class token [B, 1, D] → class token [B, 1, D]."""
-        y = self.attn(self.norm1(torch.cat((token, x), 1)))
-        token = token + (y if self.gamma_1 is None else self.gamma_1 * y)
-        y = self.mlp(self.norm2(token))
-        return token + (y if self.gamma_2 is None else y * self.gamma_2)
+        first, second = self.factors(x)
+        x_cls = x_cls + self.drop_path1(times(first, self.attn(self.norm1(torch.cat((x_cls, x), 1)))))
+        return add(x_cls, self.drop_path2, lambda x: times(second, self.mlp(self.norm2(x))))
 
 
 class ClassBlocks(nn.ModuleList):

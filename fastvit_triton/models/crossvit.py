@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..checkpoints.layout import Layout, Spelling
 from ..checkpoints.tensors import State
 from ..layers import Attention, Block, Blocks, DropPath, Mlp, PatchEmbed, drop_path_rates
+from ..layers.class_attention import ClassAttention
 from ..layers.fusable import Fusable
 from .branches import BranchConfig, BranchModel, num_rates
 from .config import Options
@@ -49,38 +50,10 @@ class BranchEmbed(PatchEmbed):
         self.proj: Any = nn.Sequential(*layers[:-1])
 
 
-class CrossAttention(Fusable):
-    """The first token attends to all tokens (eq. 3-4).
+class CrossAttention(ClassAttention):
+    """The first token of a branch attends to the patches of another (eq. 3-4); the arguments are those of the base."""
 
-    Args:
-        dim: D, channels.
-        num_heads: H.
-        qkv_bias: biases on the projections of queries, keys and values.
-        attn_drop: dropout on the attention probabilities.
-        proj_drop: dropout after the output projection.
-    """
-
-    def __init__(
-        self, dim: int, num_heads: int, qkv_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0
-    ) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.scale = (dim // num_heads) ** -0.5
-        self.wq, self.wk, self.wv = (nn.Linear(dim, dim, bias=qkv_bias) for _ in range(3))
-        self.attn_drop = nn.Dropout(attn_drop)
-        self.proj = nn.Linear(dim, dim)
-        self.proj_drop = nn.Dropout(proj_drop)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, N, D] → [B, 1, D]."""
-        tokens = self.wq(x[:, :1]), self.wk(x), self.wv(x)
-        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in tokens)  # [B, H, 1 or N, d]
-        dropout = self.attn_drop.p if self.attn_drop.training else 0.0
-        o = F.scaled_dot_product_attention(q, k, v, None, dropout, scale=self.scale)
-        return self.proj_drop(self.proj(o.transpose(1, 2).flatten(2)))
-
-    def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}"
+    names = ("wq", "wk", "wv")
 
 
 class CrossBlock(Fusable):

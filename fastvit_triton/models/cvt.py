@@ -108,9 +108,9 @@ class ConvAttention(Fusable):
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        """Tokens [B, T + H · W, D] of a grid (H, W), of which T are prefix tokens → [B, T + H · W, D]."""
-        q, k, v = self.heads(x, grid)
+    def forward(self, x: Tensor, size: Grid) -> Tensor:
+        """Tokens [B, T + H · W, D] of a map of this size, of which T are prefix tokens → [B, T + H · W, D]."""
+        q, k, v = self.heads(x, size)
         dropout = self.attn_drop.p if self.attn_drop.training else 0.0
         o = F.scaled_dot_product_attention(q, k, v, None, dropout, scale=self.scale)
         return self.proj_drop(self.proj(o.transpose(1, 2).flatten(2)))
@@ -136,9 +136,9 @@ class ConvBlock(Block):
 
     attn: ConvAttention
 
-    def forward(self, x: Tensor, grid: Grid) -> Tensor:  # type: ignore[override]  # the size of the map comes with x
-        """Tokens [B, T + H · W, D] of a grid (H, W) → [B, T + H · W, D]."""
-        x = add(x, self.drop_path1, lambda x: self.attn(self.norm1(x), grid))
+    def forward(self, x: Tensor, size: Grid) -> Tensor:  # type: ignore[override]  # the size of the map comes with x
+        """Tokens [B, T + H · W, D] of a map of this size → [B, T + H · W, D]."""
+        x = add(x, self.drop_path1, lambda x: self.attn(self.norm1(x), size))
         return add(x, self.drop_path2, lambda x: self.mlp(self.norm2(x)))
 
 

@@ -22,35 +22,13 @@ from ...layers.block import Block
 from ...layers.scaled_block import ScaledBlock
 from ..forwards import fused_body, fused_forward, fused_method, original
 from ..third_party import head_norms, is_fusable
-from .timm.blocks import block_branches, both_norms
-
-
-def scaled_branches(block: Foreign, x: Tensor) -> tuple[Branch, Branch]:
-    """Branches of a block whose branches are multiplied by factors of its own, for x [B, N, D]."""
-    first, second = block.factors(x)
-    return (
-        Branch(block.attn, block.norm1, drop_path=block.drop_path1, layer_scale=first),
-        Branch(block.mlp, block.norm2, drop_path=block.drop_path2, layer_scale=second),
-    )
-
+from .timm.blocks import block_branches, scaled_branches
 
 CALL = nn.Module.__call__  # as PyTorch defines it; tracers and profilers patch it
 BRANCHES: dict[type[nn.Module], Callable[[Foreign, Tensor], tuple[Branch, Branch]]] = {  # of blocks in a sequence
     Block: lambda block, x: block_branches(block),
     ScaledBlock: scaled_branches,
 }
-
-
-@fused_forward(
-    "pre-norm block",
-    "fastvit_triton.layers.scaled_block.ScaledBlock",
-    needs="norm1 attn drop_path1 norm2 mlp drop_path2 gamma_1 gamma_2 factor",
-    takes="",
-    folds=both_norms,
-)
-def scaled_block(self: Foreign, x: Tensor) -> Tensor:
-    """Pre-norm block whose branches are multiplied by factors; [B, N, D] → [B, N, D]."""
-    return add_branches(x, *scaled_branches(self, x), block=self) if is_fusable(self, x) else original(self, x)
 
 
 @fused_forward(

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...engine.attention import WindowHeads, attend, heads_of, reduced_body, window_body
-from ...engine.batch_norm import convolve, folded, normed
-from ...engine.body import Body, finish, fold_or_normalize, normalize, project
+from ...engine.attention import attend, heads_of
+from ...engine.batch_norm import convolve, folded
+from ...engine.body import Body, finish, normalize, project
 from ...engine.branch import Branch, add_branches
 from ...engine.freeze import derived
 from ...engine.hooks import has_hooks
@@ -19,12 +19,10 @@ from ...engine.leaves import (
     CONVOLUTIONS,
     Foreign,
     Packed,
-    activation_of,
-    is_depthwise_conv,
     is_patch_conv,
     is_plain_module,
 )
-from ...engine.mlp import MlpBody, taps_of
+from ...engine.mlp import taps_of
 from ...kernels.attention import attention
 from ...kernels.cost import Branch as Sizes
 from ...kernels.depthwise import depthwise
@@ -32,7 +30,6 @@ from ...kernels.patch_embed import assemble, patch_embed, whole_patches
 from ...layers.embed import PatchEmbed
 from ..forwards import fused_body, fused_forward, original
 from ..third_party import is_fusable
-from ..windows import merged
 
 
 @fused_forward("convolution", "fastvit_triton.layers.normed.ConvNorm", needs="linear bn", takes="")
@@ -48,12 +45,6 @@ def conv_norm_act(self: Foreign, x: Tensor) -> Tensor:
         return original(self, x)
     x = convolve(x, self, self.conv, self.bn)
     return x.relu() if self.relu else x
-
-
-@fused_body("fastvit_triton.models.levit.NormedMlp", needs="ln1 act drop ln2", takes="")
-def normed_mlp_parts(self: Foreign) -> MlpBody:
-    """Parts of LeViT's MLP; a layer whose BatchNorm is not folded is called."""
-    return MlpBody((normed(self.ln1),), activation_of(self.act), normed(self.ln2), (self.drop, None))
 
 
 @fused_forward(
@@ -160,80 +151,6 @@ def positional_parts(self: Foreign) -> Body:
 
 
 @dataclass(frozen=True, eq=False)
-class _Dropped:
-    """What runs between the projections of an attention while its probabilities are dropped: PyTorch's attention.
-
-    Attributes:
-        attn: a `WindowAttention` or a `ReducedAttention`.
-        heads: what runs without dropout.
-    """
-
-    attn: Foreign
-    heads: Any
-    takes_input: ClassVar[bool] = True
-
-    @property
-    def layers(self) -> tuple[nn.Module, ...]:
-        """The projections."""
-        return self.heads.layers
-
-    def sizes(self, body: Body) -> Sizes:
-        """See `engine.body.Body`."""
-        return self.heads.sizes(body)
-
-    def __call__(self, h: Tensor, x: Tensor, way: str) -> Tensor:
-        """Packed projections of x [B, H, W, D], or x itself if there is a reduction → [B, H, W, D]."""
-        attn = self.attn
-        if isinstance(self.heads, WindowHeads):
-            return attn.attend(h)
-        if attn.sr is None:
-            return attn.attend(*h.split((x.shape[-1], 2 * x.shape[-1]), -1))
-        q = project(x, (attn.q,), None, None, way)
-        return attn.attend(q, project(attn.reduce(x), (attn.kv,), None, None, way))
-
-
-def _unless_dropped(attn: Foreign, body: Body) -> Body:
-    """The body, with PyTorch's attention while probabilities are dropped."""
-    dropped = attn.attn_drop.training and attn.attn_drop.p > 0
-    return body._replace(between=_Dropped(attn, body.between)) if dropped else body
-
-
-@fused_body(
-    "fastvit_triton.layers.window.WindowAttention",
-    needs="qkv num_heads scale window relative_position_bias_table attn_drop proj proj_drop",
-    takes="",
-    attention=True,
-)
-def window_parts(self: Foreign) -> Body:
-    """Parts of an attention in windows of a map; its bias is kept while the model is frozen."""
-    table = self.relative_position_bias_table
-    bias = None if table is None else derived(self, "bias", (table,), self.bias)
-    layers = (self.qkv,), self.proj, self.num_heads, self.scale, self.window
-    return _unless_dropped(self, window_body(*layers, bias, (self.proj_drop,)))
-
-
-@fused_body(
-    "fastvit_triton.layers.reduced.ReducedAttention",
-    needs="q kv num_heads scale sr norm ratio attn_drop proj proj_drop",
-    takes="",
-    attention=True,
-)
-def reduced_parts(self: Foreign) -> Body:
-    """Parts of an attention to a smaller map."""
-    layers = self.q, (self.kv,), self.proj, self.num_heads, self.scale
-    return _unless_dropped(self, reduced_body(*layers, self.sr, self.norm, self.ratio, (self.proj_drop,)))
-
-
-@fused_forward("depthwise convolution", "fastvit_triton.layers.conv.Peg", needs="proj", takes="")
-def peg(self: Foreign, x: Tensor) -> Tensor:
-    """Positional encoding by a depthwise convolution; [B, H, W, D] → [B, H, W, D]."""
-    conv = self.proj[0]
-    if not is_fusable(self, x) or not is_depthwise_conv(conv):
-        return original(self, x)
-    return depthwise(x, taps_of(conv), conv.bias, residual=True)
-
-
-@dataclass(frozen=True, eq=False)
 class _ConvolvedHeads:
     """Attention of convolved queries, keys and values.
 
@@ -286,36 +203,12 @@ def _convolved(module: Foreign, x: Tensor) -> Tensor:
 @fused_body(
     "fastvit_triton.models.cvt.ConvAttention",
     needs="conv_proj_q conv_proj_k conv_proj_v proj_q proj_k proj_v num_heads stride scale attn_drop proj proj_drop",
-    takes="grid",
+    takes="size",
 )
-def convolved_parts(self: Foreign, grid: tuple[int, int]) -> Body:
+def convolved_parts(self: Foreign, size: tuple[int, int]) -> Body:
     """Parts of an attention of convolved queries, keys and values."""
-    heads = _ConvolvedHeads(self, grid)
+    heads = _ConvolvedHeads(self, size)
     return Body("convolved attention", (), heads, self.proj, self.num_heads, drops=(self.proj_drop,))
-
-
-@fused_forward(
-    "pre-norm block",
-    "fastvit_triton.models.cvt.ConvBlock",
-    needs="norm1 attn drop_path1 norm2 mlp drop_path2",
-    takes="grid",
-    folds=lambda self: [(self.norm2, self.mlp)],
-)
-def conv_block(self: Foreign, x: Tensor, grid: tuple[int, int]) -> Tensor:
-    """CvT's block; tokens [B, T + H · W, D] of a grid (H, W) → [B, T + H · W, D]."""
-    if not is_fusable(self, x):
-        return original(self, x, grid)
-    attn = Branch(self.attn, self.norm1, drop_path=self.drop_path1, call=dict(grid=grid))
-    return add_branches(x, attn, Branch(self.mlp, self.norm2, drop_path=self.drop_path2), block=self)
-
-
-@fused_forward("patch merging", "fastvit_triton.layers.window.PatchMerging", needs="norm reduction", takes="")
-def patch_merging(self: Foreign, x: Tensor) -> Tensor:
-    """Concatenates 2 x 2 tokens and projects them; [B, H, W, D] → [B, ⌈H / 2⌉, ⌈W / 2⌉, 2·D]."""
-    if not is_fusable(self, x):
-        return original(self, x)
-    x, norm = fold_or_normalize(merged(x), self.norm, (self.reduction,))
-    return project(x, (self.reduction,), norm)
 
 
 @fused_forward("patch projection", "fastvit_triton.layers.stems.ConvStem", needs="widths proj", takes="pos prefix")

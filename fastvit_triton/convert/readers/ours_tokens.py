@@ -1,11 +1,10 @@
-"""Fused forwards of this package's CaiT, DeepViT, Refiner, LV-ViT, T2T-ViT, CeiT and CCT."""
+"""Fused forwards of this package's Refiner, LV-ViT, T2T-ViT, CeiT and CCT."""
 
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from ...engine.attention import attend
 from ...engine.batch_norm import folded
 from ...engine.body import Before, Body, finish, fold_or_normalize, normalize, project
 from ...engine.branch import Branch, add_branches, runs_plain
@@ -27,53 +26,11 @@ from ...kernels.attention_qkv import attention_qkv
 from ...kernels.depthwise import depthwise
 from ...kernels.linear import linear
 from ...kernels.patch_embed import patch_embed, whole_patches
-from ..forwards import fused_body, fused_forward, fused_method, original
+from ..forwards import fused_forward, fused_method, original
 from ..third_party import is_fusable
 from .vit_pytorch import tokens as compact
 
 MODELS = f"{PACKAGE}.models"
-
-
-@fused_body(
-    f"{MODELS}.cait.TalkingHeads",
-    f"{MODELS}.deepvit.ReAttention",
-    needs="qkv num_heads proj proj_drop",
-    takes="",
-)
-def mixed_parts(self: Foreign) -> Body:
-    """Parts of an attention whose maps [B, H, N, N] are formed and mixed by PyTorch."""
-    return Body("attention", (self.qkv,), self.attend, self.proj, self.num_heads, drops=(self.proj_drop,))
-
-
-@fused_forward(
-    "class attention",
-    f"{MODELS}.cait.ClassAttention",
-    needs="q k v num_heads scale attn_drop proj proj_drop",
-    takes="",
-)
-def class_attention(self: Foreign, x: Tensor) -> Tensor:
-    """The class token attends to all tokens; [B, N, D] → [B, 1, D]."""
-    if not is_fusable(self, x):
-        return original(self, x)
-    tokens = project(x[:, :1], (self.q,)), *project(x, (self.k, self.v)).chunk(2, -1)
-    q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in tokens)
-    return self.proj_drop(self.proj(attend(q, k, v, self.scale, self.attn_drop, True)))
-
-
-@fused_forward(
-    "class-token block",
-    f"{MODELS}.cait.ClassBlock",
-    needs="norm1 attn gamma_1 norm2 mlp gamma_2",
-    takes="token",
-    folds=lambda self: [(self.norm2, self.mlp)],
-)
-def class_block(self: Foreign, x: Tensor, token: Tensor) -> Tensor:
-    """Patches [B, N, D], class token [B, 1, D] → class token [B, 1, D]."""
-    if not is_fusable(self, x):
-        return original(self, x, token)
-    y = self.attn(normalize(torch.cat((token, x), 1), self.norm1))
-    token = token + (y if self.gamma_1 is None else self.gamma_1 * y)
-    return add_branches(token, Branch(self.mlp, self.norm2, layer_scale=self.gamma_2))
 
 
 @fused_forward(

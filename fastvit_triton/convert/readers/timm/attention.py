@@ -24,6 +24,7 @@ from ....engine.leaves import (
 )
 from ....engine.mlp import MlpBody, gated_mlp_body
 from ....kernels.attention_qkv import attention_qkv
+from ....layers.fusable import Fusable
 from ...forwards import fused_body, fused_forward, original
 from ...third_party import four_axes, head_norms, is_fusable, scores_mask
 from ...windows import table_bias
@@ -39,6 +40,11 @@ def dropped(module: Foreign) -> str | None:
         if type_name(drop) in DROPOUTS
         else "attn_drop has a hook"
     )
+
+
+def is_own(module: Foreign) -> bool:
+    """True for a layer of this package."""
+    return isinstance(module, Fusable)
 
 
 def scale_of(module: Foreign) -> float | None:

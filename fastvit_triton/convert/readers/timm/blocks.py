@@ -2,17 +2,18 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ....engine.body import finish, project
 from ....engine.branch import Branch, add_branches
+from ....engine.hooks import PACKAGE
 from ....engine.leaves import Foreign, is_patch_conv
 from ....kernels.attention import attention
 from ....kernels.patch_embed import patch_embed
+from ....layers.scaled_block import ScaledBlock
 from ...forwards import arguments, fused_forward, original
 from ...third_party import is_fusable, scores_mask
-from .attention import dropped, scale_of
+from .attention import scale_of
 
 
 def both_norms(block: Foreign) -> list[tuple[nn.Module, nn.Module]]:
@@ -25,7 +26,7 @@ def _given(block: Foreign, **call: object) -> dict[str, object]:
     return {name: value for name, value in call.items() if name in arguments(type(block))}
 
 
-def _drop_paths(block: Foreign) -> tuple[nn.Module, nn.Module]:
+def drop_paths(block: Foreign) -> tuple[nn.Module, nn.Module]:
     """Stochastic depth of both branches; older releases use one module twice."""
     return (block.drop_path1, block.drop_path2) if hasattr(block, "drop_path1") else (block.drop_path,) * 2
 
@@ -52,7 +53,7 @@ def _block(self: Foreign, x: Tensor, attn_mask: Tensor | None = None, is_causal:
 
 def block_branches(block: Foreign, attn_mask: Tensor | None = None, is_causal: bool = False) -> tuple[Branch, Branch]:
     """Attention and MLP of a pre-norm block, with their norms and factors."""
-    call, (drop1, drop2) = _given(block, attn_mask=attn_mask, is_causal=is_causal), _drop_paths(block)
+    call, (drop1, drop2) = _given(block, attn_mask=attn_mask, is_causal=is_causal), drop_paths(block)
     scale1, scale2 = (block.ls1, block.ls2) if hasattr(block, "ls1") else (None, None)
     attn = Branch(block.attn, block.norm1, scale1, drop1, call=call)
     return attn, Branch(block.mlp, block.norm2, scale2, drop2)
@@ -89,7 +90,7 @@ def beit_block(self: Foreign, x: Tensor, shared_rel_pos_bias: Tensor | None = No
     """Pre-norm block with relative positions; [B, N, D] → [B, N, D]."""
     if not is_fusable(self, x):
         return original(self, x, shared_rel_pos_bias)
-    call, (drop1, drop2) = dict(shared_rel_pos_bias=shared_rel_pos_bias), _drop_paths(self)
+    call, (drop1, drop2) = dict(shared_rel_pos_bias=shared_rel_pos_bias), drop_paths(self)
     attn = Branch(self.attn, self.norm1, None, drop1, self.gamma_1, call=call)
     return add_branches(x, attn, Branch(self.mlp, self.norm2, None, drop2, self.gamma_2), block=self)
 
@@ -97,50 +98,26 @@ def beit_block(self: Foreign, x: Tensor, shared_rel_pos_bias: Tensor | None = No
 @fused_forward(
     "pre-norm block",
     "timm.models.cait.LayerScaleBlock",
-    needs="norm1 attn gamma_1 drop_path norm2 mlp gamma_2",
+    f"{PACKAGE}.layers.scaled_block.ScaledBlock",
+    needs="norm1 attn gamma_1 drop_path1|drop_path norm2 mlp gamma_2",
     takes="",
     folds=both_norms,
 )
-def cait_block(self: Foreign, x: Tensor) -> Tensor:
-    """CaiT's pre-norm block with talking heads; [B, N, D] → [B, N, D]."""
-    if not is_fusable(self, x):
-        return original(self, x)
-    attn = Branch(self.attn, self.norm1, None, self.drop_path, self.gamma_1)
-    return add_branches(x, attn, Branch(self.mlp, self.norm2, None, self.drop_path, self.gamma_2), block=self)
+def scaled_block(self: Foreign, x: Tensor) -> Tensor:
+    """Pre-norm block whose branches are multiplied by factors; [B, N, D] → [B, N, D]."""
+    return add_branches(x, *scaled_branches(self, x), block=self) if is_fusable(self, x) else original(self, x)
 
 
-@fused_forward(
-    "class-token block",
-    "timm.models.cait.LayerScaleBlockClassAttn",
-    needs="norm1 attn gamma_1 drop_path norm2 mlp gamma_2",
-    takes="x_cls",
-    folds=lambda self: [(self.norm2, self.mlp)],
-)
-def cait_class_block(self: Foreign, x: Tensor, x_cls: Tensor) -> Tensor:
-    """CaiT's class-token block; [B, N, D] and [B, 1, D] → [B, 1, D]."""
-    if not is_fusable(self, x):
-        return original(self, x, x_cls)
-    attended = self.attn(self.norm1(torch.cat((x_cls, x), 1)))
-    x_cls = x_cls + self.drop_path(self.gamma_1 * attended)
-    return add_branches(x_cls, Branch(self.mlp, self.norm2, None, self.drop_path, self.gamma_2))
+def scaled_branches(block: Foreign, x: Tensor) -> tuple[Branch, Branch]:
+    """Attention and MLP of a pre-norm block, with their norms and factors, for x [B, N, D]."""
+    (first, second), (drop1, drop2) = factors(block, x), drop_paths(block)
+    attn = Branch(block.attn, block.norm1, None, drop1, first)
+    return attn, Branch(block.mlp, block.norm2, None, drop2, second)
 
 
-@fused_forward(
-    "class attention",
-    "timm.models.cait.ClassAttn",
-    needs="q k v num_heads scale attn_drop proj proj_drop",
-    takes="",
-    reason=dropped,
-)
-def class_attention(self: Foreign, x: Tensor) -> Tensor:
-    """The class token attends to all tokens; [B, N, D] → [B, 1, D]."""
-    if not is_fusable(self, x) or dropped(self) is not None:
-        return original(self, x)
-    q = project(x[:, :1], (self.q,))
-    k, v = project(x, (self.k, self.v)).chunk(2, -1)
-    q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
-    o = attention(q, k, v, scale=scale_of(self)).transpose(1, 2).flatten(2)
-    return finish(o, self.proj, drop=self.proj_drop)
+def factors(block: Foreign, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """What both branches of x [B, N, D] are multiplied by, [D]; None for 1."""
+    return block.factors(x) if isinstance(block, ScaledBlock) else (block.gamma_1, block.gamma_2)
 
 
 @fused_forward(

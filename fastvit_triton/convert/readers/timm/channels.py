@@ -1,4 +1,4 @@
-"""Fused linear layers of timm's attention over channels: XCiT, EdgeNeXt, DaViT, CoaT; and CaiT's talking heads.
+"""Fused linear layers of timm's attention over channels: XCiT, EdgeNeXt, DaViT, CoaT; and of talking heads, also ours.
 
 Their maps are small or mixed between heads, and are computed by PyTorch between the fused projections.
 """
@@ -11,6 +11,7 @@ from torch import Tensor
 from ....engine.attention import heads_of, merged_heads
 from ....engine.body import Body
 from ....engine.leaves import Foreign
+from ....layers.head_mixing import MixedAttention
 from ...forwards import fused_body
 from .attention import dropped
 
@@ -84,11 +85,15 @@ def _coat(self: Foreign, qkv: Tensor, size: tuple[int, int] | None) -> Tensor:
 
 
 @fused_body(
-    "timm.models.cait.TalkingHeadAttn", needs="qkv num_heads scale attn_drop proj proj_l proj_w proj_drop", takes=""
+    "timm.models.cait.TalkingHeadAttn",
+    "fastvit_triton.models.cait.TalkingHeads",
+    "fastvit_triton.models.deepvit.ReAttention",
+    needs="qkv num_heads scale attn_drop proj proj_l|attend proj_w|attend proj_drop",
+    takes="",
 )
 def talking_parts(self: Foreign) -> Body:
-    """Parts of CaiT's attention, whose heads mix their scores and their probabilities."""
-    between = partial(_talking, self)
+    """Parts of CaiT's and DeepViT's attention, whose heads mix their scores or their probabilities."""
+    between = self.attend if isinstance(self, MixedAttention) else partial(_talking, self)
     drops = (self.proj_drop,)
     return Body("projections of talking heads", (self.qkv,), between, self.proj, self.num_heads, drops=drops)
 

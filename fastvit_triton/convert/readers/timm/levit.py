@@ -17,7 +17,7 @@ from ....kernels.attention import attention
 from ...batch_norm import UNFOLDED, folded_mlp
 from ...forwards import Reader, fused_body, fused_forward, original
 from ...third_party import is_fusable
-from .attention import scale_of
+from .attention import is_own, scale_of
 
 MAPPED = "its activation or dropout reads a map: it was replaced or has a hook"
 
@@ -159,15 +159,24 @@ def levit_downsample(self: Foreign, x: Tensor) -> Tensor:
     return _map(finish(self.proj.act(o), normed(self.proj.ln)), grid)
 
 
-@fused_body("timm.models.levit.LevitMlp", needs="ln1 act drop ln2", takes="", call=_as_tokens)
+@fused_body(
+    "timm.models.levit.LevitMlp",
+    "fastvit_triton.models.levit.NormedMlp",
+    needs="ln1 act drop ln2",
+    takes="",
+    call=_as_tokens,
+)
 def levit_mlp_parts(self: Foreign, tokens: bool = False) -> MlpBody | str:
     """Parts of LeViT's MLP, with the BatchNorms folded into its layers; maps only as `tokens`, by the block."""
+    first, last = normed(self.ln1), normed(self.ln2)
+    if is_own(self):  # a layer whose BatchNorm is not folded is called
+        return MlpBody((first,), activation_of(self.act), last, (self.drop, None))
     is_map = not type_name(self.ln1).endswith("LinearNorm")
     if is_map and not tokens:
         return "a map"
     if is_map and (has_hooks(self.drop) or not isinstance(activation_of(self.act), str)):
         return MAPPED
-    return folded_mlp(normed(self.ln1), self.act, normed(self.ln2), (self.drop, None))
+    return folded_mlp(first, self.act, last, (self.drop, None))
 
 
 def _tokens(x: Tensor) -> Tensor:

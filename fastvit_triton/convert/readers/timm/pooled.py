@@ -146,22 +146,6 @@ def volo_parts(self: Foreign) -> Body | str:
 
 
 @fused_forward(
-    "class attention",
-    "timm.models.volo.ClassAttention",
-    needs="q kv num_heads scale attn_drop proj proj_drop",
-    takes="",
-    reason=dropped,
-)
-def volo_class_attention(self: Foreign, x: Tensor) -> Tensor:
-    """The class token attends to all tokens; [B, N, D] → [B, 1, D]."""
-    if not is_fusable(self, x) or dropped(self) is not None:
-        return original(self, x)
-    (q,) = heads_of(project(x[:, :1], (self.q,)), self.num_heads, 1)
-    k, v = heads_of(project(x, (self.kv,)), self.num_heads, 2)
-    return finish(merged_heads(attention(q, k, v, scale=scale_of(self)), (1,)), self.proj, drop=self.proj_drop)
-
-
-@fused_forward(
     "outlook attention",
     "timm.models.volo.OutlookAttention",
     needs="v attn num_heads scale kernel_size padding stride attn_drop proj proj_drop unfold pool",

@@ -1,13 +1,15 @@
-"""Fused forwards for timm's hierarchical models: Swin, Swin V2, Twins, PVT v2."""
+"""Fused forwards for hierarchical models of timm and ours: Swin, Swin V2, Twins, PVT, PVT v2, and CvT's block."""
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ....engine.attention import as_map, reduced_body, window_body
+from ....engine.attention import WindowHeads, as_map, as_tokens, reduced_body, window_body
 from ....engine.body import Body, normalize, project
 from ....engine.branch import Branch, add_branches
+from ....engine.freeze import derived
 from ....engine.hooks import has_hooks, is_our_forward, type_name
 from ....engine.leaves import (
     Foreign,
@@ -20,11 +22,12 @@ from ....engine.leaves import (
 )
 from ....engine.mlp import depthwise_mlp_body, taps_of
 from ....kernels.argument import Window
+from ....kernels.cost import Branch as Sizes
 from ....kernels.depthwise import depthwise
 from ...forwards import fused_body, fused_forward, original
 from ...third_party import is_fusable
 from ...windows import continuous_bias, cosine_scale, hooked, merge, merged, table_bias, unusual_norm
-from .attention import dropped, packed_projection, scale_of
+from .attention import dropped, is_own, packed_projection, scale_of
 from .blocks import both_norms
 
 Grid = tuple[int, int]
@@ -121,6 +124,7 @@ def swin_v2_parts(self: Foreign, mask: Tensor | None = None) -> Body | str:
 @fused_forward(
     "patch merging",
     "timm.models.swin_transformer.PatchMerging",
+    "fastvit_triton.layers.window.PatchMerging",
     needs="norm reduction",
     takes="",
     folds=lambda self: [(self.norm, self.reduction)],
@@ -136,54 +140,91 @@ def swin_v2_merging(self: Foreign, x: Tensor) -> Tensor:
     return normalize(project(merged(x), (self.reduction,)), self.norm) if is_fusable(self, x) else original(self, x)
 
 
+@dataclass(frozen=True, eq=False)
+class _Dropped:
+    """What runs between the projections of an attention of ours while its probabilities are dropped: PyTorch's.
+
+    Attributes:
+        attn: a `WindowAttention` or a `ReducedAttention`.
+        heads: what runs without dropout.
+    """
+
+    attn: Foreign
+    heads: Any
+    takes_input: ClassVar[bool] = True
+
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        """The projections."""
+        return self.heads.layers
+
+    def sizes(self, body: Body) -> Sizes:
+        """See `engine.body.Body`."""
+        return self.heads.sizes(body)
+
+    def __call__(self, h: Tensor, x: Tensor, way: str) -> Tensor:
+        """Packed projections of x [B, H, W, D], or x itself if there is a reduction → [B, H, W, D]."""
+        attn = self.attn
+        if isinstance(self.heads, WindowHeads):
+            return attn.attend(h)
+        if attn.sr is None:
+            return attn.attend(*h.split((x.shape[-1], 2 * x.shape[-1]), -1))
+        q = project(x, (attn.q,), None, None, way)
+        return attn.attend(q, project(attn.reduce(x), (attn.kv,), None, None, way))
+
+
+def _unless_dropped(attn: Foreign, body: Body) -> Body | str:
+    """The body; while probabilities are dropped, ours with PyTorch's attention, and the reason for any other."""
+    if not is_own(attn):
+        return dropped(attn) or body
+    drops = attn.attn_drop.training and attn.attn_drop.p > 0
+    return body._replace(between=_Dropped(attn, body.between)) if drops else body
+
+
 @fused_body(
     "timm.models.twins.LocallyGroupedAttn",
-    needs="qkv num_heads scale attn_drop proj proj_drop ws",
+    "fastvit_triton.layers.window.WindowAttention",
+    needs="qkv num_heads scale attn_drop proj proj_drop ws|window",
     takes="size",
     attention=True,
 )
-def local_parts(self: Foreign, size: Grid | None = None) -> Body | str:
-    """Parts of Twins' attention in windows of tokens."""
-    window, why = Window((self.ws, self.ws)), dropped(self) or hooked((self.qkv,))  # which it calls on windows
-    if why is not None:
+def window_parts(self: Foreign, size: Grid | None = None) -> Body | str:
+    """Parts of an attention in windows of a map, given as tokens if it has this size; its bias is kept while frozen."""
+    ours = is_own(self)
+    if not ours and (why := hooked((self.qkv,))) is not None:  # which is called on windows
         return why
-    return window_body(
-        (self.qkv,), self.proj, self.num_heads, scale_of(self), window, drops=(self.proj_drop,), grid=size
-    )
+    window = self.window if ours else Window((self.ws, self.ws))
+    table = self.relative_position_bias_table if ours else None
+    bias = None if table is None else derived(self, "bias", (table,), self.bias)
+    layers = (self.qkv,), self.proj, self.num_heads, scale_of(self)
+    return _unless_dropped(self, window_body(*layers, window, bias, (self.proj_drop,), size))
 
 
 @fused_body(
     "timm.models.twins.GlobalSubSampleAttn",
-    needs="q kv num_heads scale attn_drop proj proj_drop sr norm sr_ratio",
-    takes="size",
-    attention=True,
-)
-def global_parts(self: Foreign, size: Grid | None = None) -> Body | str:
-    """Parts of Twins' attention to a smaller map."""
-    more = dict(ratio=self.sr_ratio, drops=(self.proj_drop,), grid=size)
-    return dropped(self) or reduced_body(
-        self.q, (self.kv,), self.proj, self.num_heads, scale_of(self), self.sr, self.norm, **more
-    )
-
-
-@fused_body(
     "timm.models.pvt_v2.Attention",
-    needs="q kv num_heads scale attn_drop proj proj_drop pool sr norm",
-    takes="feat_size",
+    "fastvit_triton.layers.reduced.ReducedAttention",
+    needs="q kv num_heads scale attn_drop proj proj_drop sr norm",
+    takes="size feat_size",
     attention=True,
 )
-def pvt_parts(self: Foreign, feat_size: Grid | None = None) -> Body | str:
-    """Parts of PVT v2's attention to a smaller map, by a convolution or by pooling (linear attention)."""
+def reduced_parts(self: Foreign, size: Grid | None = None, feat_size: Grid | None = None) -> Body | str:
+    """Parts of an attention to a smaller map, by a convolution or by pooling (linear attention); tokens have a size."""
+    grid = size if feat_size is None else feat_size
     reduce = self.sr
     norm = self.norm
-    ratio = 1 if self.sr is None else self.sr.stride[0]
-    if self.pool is not None:
+    if getattr(self, "pool", None) is not None:
         reduce = partial(_pooled, self)
         norm = None
-    more: dict[str, Any] = dict(ratio=ratio, drops=(self.proj_drop,), grid=feat_size)
-    return dropped(self) or reduced_body(
-        self.q, (self.kv,), self.proj, self.num_heads, scale_of(self), reduce, norm, **more
-    )
+    layers = self.q, (self.kv,), self.proj, self.num_heads, scale_of(self)
+    return _unless_dropped(self, reduced_body(*layers, reduce, norm, _ratio(self), (self.proj_drop,), grid))
+
+
+def _ratio(attn: Foreign) -> int:
+    """The side of the map divided by that of the smaller one."""
+    if hasattr(attn, "sr_ratio"):
+        return attn.sr_ratio
+    return 1 if attn.sr is None else attn.sr.stride[0]
 
 
 def _pooled(attn: Foreign, x: Tensor) -> Tensor:
@@ -206,6 +247,7 @@ def pvt_mlp_parts(self: Foreign, feat_size: Grid | None = None) -> Body | str:
     "pre-norm block",
     "timm.models.twins.Block",
     "timm.models.pvt_v2.Block",
+    "fastvit_triton.models.cvt.ConvBlock",
     needs="norm1 attn drop_path1 norm2 mlp drop_path2",
     takes="size feat_size",
     folds=both_norms,
@@ -227,16 +269,22 @@ def _pyramid_block(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tens
 
 def _pos_reason(self: Foreign) -> str | None:
     conv = self.proj[0] if type(self.proj) is nn.Sequential and len(self.proj) == 1 else None
-    plain = conv is not None and not has_hooks(self.proj) and is_depthwise_conv(conv) and self.stride == 1
+    whole = getattr(self, "stride", 1) == 1  # ours has none
+    plain = whole and conv is not None and not has_hooks(self.proj) and is_depthwise_conv(conv)
     return None if plain else "its convolution has a stride, was replaced or has a hook"
 
 
 @fused_forward(
-    "depthwise convolution", "timm.models.twins.PosConv", needs="proj stride", takes="size", reason=_pos_reason
+    "depthwise convolution",
+    "timm.models.twins.PosConv",
+    "fastvit_triton.layers.conv.Peg",
+    needs="proj",
+    takes="size",
+    reason=_pos_reason,
 )
-def pos_conv(self: Foreign, x: Tensor, size: Grid) -> Tensor:
-    """Positional encoding by a depthwise convolution; [B, N, D] → [B, N, D]."""
+def pos_conv(self: Foreign, x: Tensor, size: Grid | None = None) -> Tensor:
+    """Positional encoding by a depthwise convolution of a map [B, H, W, D], or of tokens [B, N, D] with its size."""
     if not is_fusable(self, x) or _pos_reason(self) is not None:
-        return original(self, x, size)
+        return original(self, x, *(() if size is None else (size,)))
     conv = self.proj[0]
-    return depthwise(as_map(x, size), taps_of(conv), conv.bias, residual=True).flatten(1, 2)
+    return as_tokens(depthwise(as_map(x, size), taps_of(conv), conv.bias, residual=True), size)
