@@ -1,6 +1,8 @@
-"""What a release holds: metadata, the source distribution, the extras that error messages name, Python versions."""
+"""What a release holds: metadata, the source distribution, the wheel, the extras that error messages name, Python
+versions."""
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -22,21 +24,32 @@ FOLDERS = (".ci", "benchmarks", "docs", "examples", "fastvit_triton", "tests")
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
+def run(*words: str, cwd: Path, **environment: str) -> None:
+    """Runs Python with these arguments; fails with what it wrote to stderr."""
+    words = (sys.executable, "-W", "ignore", *words)
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, env=os.environ | environment)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture(scope="module")
-def archive(tmp_path_factory: pytest.TempPathFactory) -> tarfile.TarFile:
-    """The source distribution, built from a copy: the build writes beside its sources."""
-    copy = tmp_path_factory.mktemp("sdist")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the source distribution and the wheel, built from a copy: the build writes beside its sources."""
+    copy = tmp_path_factory.mktemp("sources")
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy(path, copy)
         elif path.name in FOLDERS:
             shutil.copytree(path, copy / path.name, ignore=shutil.ignore_patterns("__pycache__"))
-    words = [sys.executable, "-W", "ignore", "setup.py", "-q", "sdist"]
-    done = subprocess.run(words, cwd=copy, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (path,) = copy.glob("dist/*.tar.gz")
-    with tarfile.open(path) as held:
-        yield held
+    run("setup.py", "-q", "sdist", "bdist_wheel", cwd=copy)
+    return copy / "dist"
+
+
+@pytest.fixture(scope="module")
+def archive(built: Path) -> tarfile.TarFile:
+    """The source distribution."""
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +95,38 @@ def test_messages_name_extras_that_exist(metadata):
             bare += [] if found else [(path.name, advice)]
     assert advised >= {"train", "demo", "shards", "bench"} and not bare
     assert advised <= extras
+
+
+PROBE = """
+import sys
+from importlib.metadata import distribution
+import torch
+torch.compile(torch.nn.Identity(), backend="fastvit_triton")
+(point,) = distribution("fastvit_triton").entry_points.select(group="torch_dynamo_backends")
+assert point.load() is sys.modules["fastvit_triton.convert.backend"].backend
+from fastvit_triton.measure.variants import declare_torchvision_ops
+if torch.version.cuda is None and torch.version.hip is None:
+    declare_torchvision_ops()  # which torchvision needs with a torch for CPUs
+{imports}
+files = [module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "fastvit_triton"]
+outside = [file for file in files if not file.startswith({folder!r})]
+assert not outside, outside
+"""
+
+
+def test_the_installed_wheel_is_found_and_imported(built: Path, tmp_path: Path):
+    """Oracle: Dynamo's lookup of a backend by name, and the import statements of README.md, in a process that finds
+    the wheel before the sources, and loads no module of ours from elsewhere."""
+    (wheel,) = built.glob("*.whl")
+    folder = tmp_path / "installed"
+    options = ("-q", "--no-deps", "--no-index", "--no-compile", "--target", str(folder))
+    run("-m", "pip", "install", *options, str(wheel), cwd=tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    nodes = [node for block in blocks for node in ast.walk(ast.parse(block))]
+    imports = [ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert "from fastvit_triton.layers import Attention, Block, Mlp, PatchEmbed" in imports
+    code = PROBE.format(imports="\n".join(dict.fromkeys(imports)), folder=str(folder))
+    run("-c", code, cwd=tmp_path, PYTHONPATH=str(folder))
 
 
 @pytest.mark.parametrize("minor", sampled(range(10, sys.version_info.minor + 1), 9))

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ..engine import replay, ways
 from ..engine.body import Body
 from ..engine.hooks import PACKAGE, has_hooks, has_watched_child, type_name
-from ..engine.leaves import Foreign
 from ..engine.mlp import MlpBody
 from ..engine.source import defines
 from ..kernels import plan
@@ -29,7 +28,7 @@ from .third_party import FUSED, inherited, is_fusable, runs_original
 Parts = Body | MlpBody
 Reader = Callable[..., Parts | str]
 R = TypeVar("R", bound=Reader)
-Folds = Callable[[Foreign], Iterable[tuple[nn.Module | None, nn.Module | None]]]
+Folds = Callable[[Any], Iterable[tuple[nn.Module | None, nn.Module | None]]]
 
 
 class Forward(NamedTuple):
@@ -53,8 +52,8 @@ class Forward(NamedTuple):
     takes: str | None = None
     read: Reader | None = None
     became: str | None = None
-    reason: Callable[[Foreign], str | None] | None = None
-    call: Callable[[Foreign], dict[str, object]] | None = None
+    reason: Callable[[Any], str | None] | None = None
+    call: Callable[[Any], dict[str, object]] | None = None
     folds: Folds | None = None
     by_name: bool = False
     attention: bool = False
@@ -179,7 +178,7 @@ def fused_forward(
     *names: str,
     needs: str = "",
     takes: str | None = None,
-    reason: Callable[[Foreign], str | None] | None = None,
+    reason: Callable[[Any], str | None] | None = None,
     folds: Folds | None = None,
     by_name: bool = False,
 ) -> Callable[[Callable], Callable]:
@@ -293,7 +292,7 @@ def fused_body(
     *names: str,
     needs: str = "",
     takes: str | None = None,
-    call: Callable[[Foreign], dict[str, object]] | None = None,
+    call: Callable[[Any], dict[str, object]] | None = None,
     after: tuple | None = None,
     by_name: bool = False,
     attention: bool = False,

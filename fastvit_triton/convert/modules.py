@@ -12,7 +12,7 @@ from ..engine.batch_norm import NORMED
 from ..engine.body import Body
 from ..engine.freeze import freeze as freeze_weights
 from ..engine.freeze import is_frozen, unfreeze
-from ..engine.hooks import PACKAGE, has_hooks, is_our_forward, type_name
+from ..engine.hooks import PACKAGE, has_hooks, has_type, is_our_forward, type_name
 from ..engine.leaves import CONVOLUTIONS, VOLUME_CONVOLUTIONS, is_readable, norm_of
 from ..engine.source import code_of
 from ..engine.ways import SIZES
@@ -274,7 +274,7 @@ def _notes(forward: Forward, module: nn.Module, parts: Parts | None) -> Iterator
     if parts is not None:
         for layer in parts.layers():
             if layer is not None and not is_readable(layer):
-                normed = type_name(layer) in NORMED and not has_hooks(layer)
+                normed = has_type(layer, NORMED) and not has_hooks(layer)
                 cause = "its BatchNorm is folded after `freeze`" if normed else "replaced, quantised or hooked"
                 yield f"{type(layer).__name__} is called: {cause}"
         for norm in parts.norms():

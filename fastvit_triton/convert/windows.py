@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..engine.body import finish
 from ..engine.freeze import derived
 from ..engine.hooks import has_hooks, type_name
-from ..engine.leaves import LAYER_NORMS, Foreign, has_sample_scale
+from ..engine.leaves import LAYER_NORMS, Foreign, Layer, has_sample_scale
 
 
 def hooked(modules: Iterable[nn.Module], but: nn.Module | None = None) -> str | None:
@@ -71,6 +71,6 @@ def merged(x: Tensor) -> Tensor:
     return x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).permute(0, 1, 3, 4, 2, 5).flatten(3)
 
 
-def merge(x: Tensor, norm: nn.Module, reduction: nn.Module) -> Tensor:
+def merge(x: Tensor, norm: nn.Module, reduction: Layer) -> Tensor:
     """Swin's patch merging: reduction(norm(merged(x))), with the norm folded into the reduction."""
     return finish(merged(x), reduction, norm)

@@ -80,7 +80,7 @@ class DenseHeads:
 
 def attention_body(
     projections: tuple[Layer, ...],
-    proj: nn.Module | None,
+    proj: Layer | None,
     num_heads: int,
     scale: float | None,
     bias: Tensor | None = None,
@@ -177,7 +177,7 @@ class WindowHeads:
 
 def window_body(
     projections: tuple[Layer, ...],
-    proj: nn.Module | None,
+    proj: Layer | None,
     num_heads: int,
     scale: float | Tensor | None,
     window: Window,
@@ -258,7 +258,7 @@ class ReducedHeads:
 def reduced_body(
     q: Layer,
     kv: tuple[Layer, ...],
-    proj: nn.Module | None,
+    proj: Layer | None,
     num_heads: int,
     scale: float | None,
     reduce: Foreign | None = None,
@@ -350,7 +350,7 @@ def as_tokens(x: Tensor, grid: tuple[int, int] | None) -> Tensor:
 
 def mix_heads(layer: Layer, maps: Tensor) -> Tensor:
     """A linear layer H → H over the heads of maps [B, H, N, N]."""
-    if type(layer) is not Packed and not is_readable(layer):
+    if (type(layer) is not Packed and not is_readable(layer)) or layer.bias is None:
         return layer(maps.movedim(1, -1)).movedim(-1, 1)
     weight = layer.weight.expand(maps.shape[0], -1, -1)
     return torch.baddbmm(layer.bias[None, :, None], weight, maps.flatten(2)).view_as(maps)

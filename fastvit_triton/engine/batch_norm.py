@@ -4,11 +4,13 @@ To fold one in each call would take more launches than it saves. PyTorch does no
 to the running statistics, but counts those to `num_batches_tracked`, which is therefore one of the fold's sources.
 """
 
+from typing import TypeGuard
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .freeze import derived, keeps
-from .hooks import are_plain_tensors, can_fuse, has_hooks, type_name
+from .hooks import are_plain_tensors, can_fuse, has_hooks, has_type, type_name
 from .leaves import CONVOLUTIONS, Foreign, Layer, Packed, is_plain_module, is_readable
 
 BATCH_NORMS = tuple(f"torch.nn.modules.batchnorm.BatchNorm{axes}d" for axes in (1, 2))
@@ -67,7 +69,7 @@ def normed(module: Foreign) -> Layer:
     return folded_linear(module, *(getattr(module, name) for name in names)) or module
 
 
-def sources_of(owner: nn.Module, layer: Foreign, norm: Foreign) -> tuple[Tensor | None, ...] | None:
+def sources_of(owner: nn.Module, layer: Layer, norm: nn.Module) -> tuple[Tensor | None, ...] | None:
     """The tensors that a fold kept for the owner depends on; None if there is none, or the norm must be called."""
     if not is_constant(norm) or norm.num_batches_tracked is None:  # without it, a training forward is not noticed
         return None
@@ -75,9 +77,9 @@ def sources_of(owner: nn.Module, layer: Foreign, norm: Foreign) -> tuple[Tensor 
     return found if are_plain_tensors(*found) and keeps(owner, *found) else None
 
 
-def is_constant(norm: Foreign) -> bool:
+def is_constant(norm: nn.Module) -> TypeGuard[Foreign]:
     """True for a BatchNorm that multiplies by and adds constants, with its running statistics, and may be read."""
-    if type_name(norm) not in BATCH_NORMS or has_hooks(norm) or norm.training:
+    if not has_type(norm, BATCH_NORMS) or has_hooks(norm) or norm.training:
         return False
     return norm.affine and norm.track_running_stats
 

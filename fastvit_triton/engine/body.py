@@ -7,7 +7,7 @@ as a module.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,8 @@ from .leaves import Layer, entry_of, is_inactive, is_readable, norm_of, width_of
 
 Before = FoldedNorm | Norm
 Given = Tensor | Normalized
-Output = Any  # a tensor; with `return_stats` or `next_norm` the tuple (tensor, Given | None)
+Drop = Callable[[Tensor], Tensor]  # a dropout
+Output = Tensor | tuple[Tensor, Given | None]  # the tuple with `return_stats` or `next_norm`
 
 
 class Body(NamedTuple):
@@ -55,7 +56,7 @@ class Body(NamedTuple):
     keys: int = 0
     first: nn.Module | None = None
     last: nn.Module | None = None
-    drops: tuple[nn.Module | None, ...] = (None,)
+    drops: tuple[Drop | None, ...] = (None,)
     decomposed: bool = False
 
     def having(self, **settings: object) -> "Body":
@@ -68,7 +69,7 @@ class Body(NamedTuple):
         return self.projections
 
     @property
-    def drop(self) -> nn.Module | None:
+    def drop(self) -> Drop | None:
         """Dropout after the last layer."""
         return self.drops[-1] if self.drops else None
 
@@ -89,6 +90,31 @@ class Body(NamedTuple):
         kind = "attention" if self.num_heads else "mlp"
         sizes = (channels, width, inner, self.num_heads)
         return Branch(kind, 0, 0, *sizes, keys=self.keys, decomposed=int(self.decomposed))
+
+    @overload
+    def __call__(
+        self,
+        x: Tensor,
+        norm: Before | None = None,
+        stats: Given | None = None,
+        way: str = "reference",
+        *,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Without statistics."""
+
+    @overload
+    def __call__(
+        self,
+        x: Tensor,
+        norm: Before | None = None,
+        stats: Given | None = None,
+        way: str = "reference",
+        *,
+        return_stats: bool,
+        **end: Any,
+    ) -> Output:
+        """With statistics, if asked for."""
 
     def __call__(
         self,
@@ -158,11 +184,44 @@ def _project_on_cpu(x: Tensor, layers: tuple[Layer, ...]) -> Tensor:
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
 
+@overload
 def finish(
     x: Tensor,
     layer: Layer | None,
     norm: nn.Module | None = None,
-    drop: nn.Module | None = None,
+    drop: Drop | None = None,
+    layer_scale: Tensor | None = None,
+    sample_scale: Tensor | None = None,
+    residual: Tensor | None = None,
+    return_stats: Literal[False] = False,
+    next_norm: None = None,
+    way: str = "reference",
+) -> Tensor:
+    """Without statistics."""
+
+
+@overload
+def finish(
+    x: Tensor,
+    layer: Layer | None,
+    norm: nn.Module | None = None,
+    drop: Drop | None = None,
+    layer_scale: Tensor | None = None,
+    sample_scale: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    return_stats: bool,
+    next_norm: NextNorm | None = None,
+    way: str = "reference",
+) -> Output:
+    """With statistics, if asked for."""
+
+
+def finish(
+    x: Tensor,
+    layer: Layer | None,
+    norm: nn.Module | None = None,
+    drop: Drop | None = None,
     layer_scale: Tensor | None = None,
     sample_scale: Tensor | None = None,
     residual: Tensor | None = None,

@@ -8,7 +8,7 @@ replaced layers run.
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,24 @@ class Branch(NamedTuple):
     drop: nn.Module | None = None
     call: dict[str, Any] | None = None
     post_norm: nn.Module | None = None
+
+
+@overload
+def add_branches(
+    x: Tensor, *branches: Branch, block: nn.Module | None = None, stats: Given | None = None, next_norm: None = None
+) -> Tensor:
+    """Without statistics."""
+
+
+@overload
+def add_branches(
+    x: Tensor,
+    *branches: Branch,
+    block: nn.Module | None = None,
+    stats: Given | None = None,
+    next_norm: nn.Module | None,
+) -> Output:
+    """With statistics, if asked for."""
 
 
 def add_branches(
@@ -231,7 +249,7 @@ def _add(
                 next_norm=reader if isinstance(reader, NextNorm) else None,
                 way=way,
             )
-            return y if reader is not None else (y, None)
+            return y if isinstance(y, tuple) else (y, None)
         y = body(entering, norm=before, stats=stats, way=way)
     if post_norm is not None:
         y = post_norm(y) if way == "plain" else normalize(y, post_norm)

@@ -8,7 +8,7 @@ that no package is imported to recognise its modules; a LoRA, quantised or param
 from collections.abc import Callable, Collection
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -18,8 +18,8 @@ from ..kernels.backend import constant, kernels_available
 from .source import methods_of
 
 __all__ = [
-    "can_fuse", "has_global_hooks", "has_hooks", "has_watched_child", "is_our_forward", "is_plain_module",
-    "is_repeatable", "runs_known_code", "runs_other_code", "type_name",
+    "Foreign", "can_fuse", "has_global_hooks", "has_hooks", "has_type", "has_watched_child", "is_our_forward",
+    "is_plain_module", "is_repeatable", "runs_known_code", "runs_other_code", "type_name",
 ]  # fmt: skip
 
 PACKAGE = __package__.partition(".")[0]
@@ -41,15 +41,33 @@ OURS = f"{PACKAGE}."
 
 _names: dict[type, str] = {}
 
+if TYPE_CHECKING:
+
+    class _Foreign(type):
+        def __getattr__(cls, name: str) -> Any: ...
+
+    class Foreign(nn.Module, metaclass=_Foreign):
+        """A module of any library whose type, or what it has, is known: its attributes are read by name."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    Foreign = nn.Module
+
 
 def can_fuse(x: Tensor) -> bool:
     """True if our modules may run fused on x: the kernels are available and there are no global hooks."""
     return kernels_available(x) and not has_global_hooks()
 
 
-def type_name(module: nn.Module) -> str:
+def type_name(module: object) -> str:
     """The module's exact type, as "package.module.Class"."""
     return _name(type(module))
+
+
+def has_type(module: object, names: Collection[str]) -> TypeGuard[Foreign]:
+    """True if the module's exact type is listed."""
+    return _name(type(module)) in names
 
 
 @constant
@@ -60,11 +78,13 @@ def _name(cls: type) -> str:
     return name
 
 
-def is_plain_module(module: nn.Module, names: Collection[str]) -> bool:
+def is_plain_module(module: object, names: Collection[str]) -> TypeGuard[Foreign]:
     """True if the module's exact type is listed, its parameters are plain tensors, and it has no hooks or patches."""
     if _name(type(module)) not in names:
         return False
-    return are_plain_tensors(*module.__dict__["_parameters"].values()) and not has_hooks(module)
+    if not are_plain_tensors(*module.__dict__["_parameters"].values()):
+        return False
+    return not has_hooks(module)  # type: ignore[arg-type]  # a module, as its type is listed
 
 
 def are_plain_tensors(*tensors: Tensor | None) -> bool:

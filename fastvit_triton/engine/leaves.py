@@ -5,7 +5,7 @@ The tables list the types of torch and this package; `convert` adds those of tim
 
 import itertools
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..kernels.argument import Norm
 from ..kernels.fold import Group
 from .freeze import Entry
-from .hooks import are_plain_tensors, has_hooks, is_plain_module, type_name
+from .hooks import Foreign, are_plain_tensors, has_hooks, has_type, is_plain_module, type_name
 
 IDENTITIES = {"torch.nn.modules.linear.Identity"}
 CONVOLUTIONS = {"torch.nn.modules.conv.Conv2d"}
@@ -70,12 +70,27 @@ class Packed(NamedTuple):
     bias: Tensor | None
     sources: tuple[Tensor, ...] | None = None
 
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., K] → [..., F]."""
+        return F.linear(x, self.weight, self.bias)
 
-Layer = Any  # a linear layer of any library, or `Packed`; its weight and bias are read where `is_readable` is true
-Foreign = Any  # a module of any library, whose attributes are read where its type, or what it has, is known
+
+class Layer(Protocol):
+    """A linear layer of any library, or `Packed`; its weight and bias are read where `is_readable` is true."""
+
+    @property
+    def weight(self) -> Tensor:
+        """[F, K]."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[F], or None."""
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """[..., K] → [..., F]."""
 
 
-def width_of(layers: tuple[Layer, ...]) -> tuple[int, int]:
+def width_of(layers: tuple[Layer | None, ...]) -> tuple[int, int]:
     """(total output features of these linear layers, input features); 0 where a layer has no weight.
 
     That of a layer with a BatchNorm is the weight of its linear layer.
@@ -85,19 +100,21 @@ def width_of(layers: tuple[Layer, ...]) -> tuple[int, int]:
     return sum(shape[0] for shape in shapes), shapes[0][1]
 
 
-def is_readable(layer: Layer) -> bool:
+def is_readable(layer: object) -> TypeGuard[Layer]:
     """True if this linear layer's weight and bias may be read instead of calling it."""
     if type(layer) is Packed:
         return are_plain_tensors(layer.weight, layer.bias)
     return is_plain_module(layer, LINEARS)
 
 
-def norm_of(norm: Foreign) -> Norm | None:
+def norm_of(norm: nn.Module) -> Norm | None:
     """The parameters of a LayerNorm or RMSNorm over the last axis; None where the module must be called."""
-    if type_name(norm) in LAYER_NORMS:
+    if has_type(norm, LAYER_NORMS):
         return None if has_hooks(norm) else last_axis_norm(norm)
     name = RMS_NORMS.get(type_name(norm)) or RMS_FORWARDS.get(getattr(norm.__dict__.get("forward"), "func", None))
-    return None if name is None or has_hooks(norm) else last_axis_rms_norm(norm, name)
+    if name is None or has_hooks(norm):
+        return None
+    return last_axis_rms_norm(norm, name)  # type: ignore[arg-type]  # its name or its forward is known
 
 
 def last_axis_norm(norm: Foreign) -> Norm | None:
@@ -139,7 +156,7 @@ def activation_of(module: nn.Module) -> str | nn.Module:
     return act if "act" not in module.__dict__ or _calls(module, module.act, act) else module
 
 
-def _calls(module: nn.Module, function: Foreign, name: object) -> bool:
+def _calls(module: nn.Module, function: object, name: object) -> bool:
     """True if an activation that calls `function`, as transformers' do, calls that of its name, or its own method."""
     named = getattr(function, "keywords", {})
     exact = {"gelu": {}, "gelu_tanh": {"approximate": "tanh"}}.get(str(name))
@@ -148,12 +165,12 @@ def _calls(module: nn.Module, function: Foreign, name: object) -> bool:
     )
 
 
-def is_identity(module: nn.Module) -> bool:
+def is_identity(module: object) -> bool:
     """True for an nn.Identity without hooks."""
     return is_plain_module(module, IDENTITIES)
 
 
-def is_patch_conv(conv: Foreign, types: Collection[str] = CONVOLUTIONS) -> bool:
+def is_patch_conv(conv: nn.Module, types: Collection[str] = CONVOLUTIONS) -> bool:
     """True for a convolution of these types that may be read and is a patch projection: its stride is its size."""
     return (
         is_plain_module(conv, types)
@@ -164,7 +181,7 @@ def is_patch_conv(conv: Foreign, types: Collection[str] = CONVOLUTIONS) -> bool:
     )
 
 
-def is_depthwise_conv(conv: Foreign, strides: tuple[int, ...] = (1,)) -> bool:
+def is_depthwise_conv(conv: nn.Module, strides: tuple[int, ...] = (1,)) -> bool:
     """True for a depthwise convolution with zero padding of half its size and such a stride, which may be read."""
     if not is_plain_module(conv, CONVOLUTIONS):
         return False
@@ -186,19 +203,19 @@ def softmax_reason(module: nn.Module) -> str | None:
     return None if plain else f"{type(module).__name__} is not a softmax over the last axis, or has a hook"
 
 
-def is_inactive(dropout: Foreign | None) -> bool:
+def is_inactive(dropout: object) -> bool:
     """True if there is no dropout, or it is off (evaluation mode or p = 0)."""
     if dropout is None or is_identity(dropout):
         return True
     return is_plain_module(dropout, DROPOUTS) and not (dropout.training and dropout.p > 0)
 
 
-def layer_scale_of(module: Foreign | None) -> tuple[bool, Tensor | None]:
+def layer_scale_of(module: nn.Module | None) -> tuple[bool, Tensor | None]:
     """(True if the LayerScale may be read, its factors [D]); an identity has no factors."""
     if module is None or is_identity(module):
         return True, None
     name = type_name(module)
-    factors = module._parameters.get(LAYER_SCALES.get(name))
+    factors = module._parameters.get(LAYER_SCALES.get(name, ""))
     return (True, factors) if factors is not None and is_plain_module(module, (name,)) else (False, None)
 
 
@@ -209,16 +226,16 @@ def has_sample_scale(drop_path: nn.Module | None) -> bool:
     return is_plain_module(drop_path, DROP_PATHS) and getattr(drop_path, "mode", "row") == "row"
 
 
-def kept_images(drop_path: Foreign, x: Tensor) -> Tensor | None:
+def kept_images(drop_path: nn.Module, x: Tensor) -> Tensor | None:
     """Indices of the images of x [B, ...] for which a `DropPath` that skips work computes its branch; None for all."""
-    return drop_path.kept_images(x) if type_name(drop_path) == DROP_PATH else None
+    return drop_path.kept_images(x) if has_type(drop_path, (DROP_PATH,)) else None
 
 
-def sample_scale_of(drop_path: Foreign | None, x: Tensor) -> Tensor | None:
+def sample_scale_of(drop_path: nn.Module | None, x: Tensor) -> Tensor | None:
     """Drop-path factors [B] for the images of x [B, ...], from the same random numbers as the module's own; or None."""
     if drop_path is None:
         return None
-    if type_name(drop_path) in (DROP_PATH, CONSTANT):
+    if has_type(drop_path, (DROP_PATH, CONSTANT)):
         return drop_path.sample_scale(x)
     if not drop_path.training:
         return None

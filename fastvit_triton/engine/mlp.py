@@ -1,7 +1,7 @@
 """Bodies of MLPs: two linear layers with an activation between them, gated, or with a depthwise convolution."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from torch import Tensor, nn
 
@@ -13,7 +13,7 @@ from ..kernels.depthwise import depthwise
 from ..kernels.linear import linear
 from ..kernels.mlp import mlp
 from .attention import as_map, as_tokens
-from .body import Before, Body, Given, Output, activate, called, finish, fold_or_normalize, operands_of, project
+from .body import Before, Body, Drop, Given, Output, activate, called, finish, fold_or_normalize, operands_of, project
 from .freeze import derived
 from .leaves import Foreign, Layer, activation_of, is_depthwise_conv, is_identity, is_inactive, is_readable, width_of
 
@@ -33,7 +33,7 @@ class MlpBody(NamedTuple):
     fc1: tuple[Layer, ...]
     act: str | nn.Module
     fc2: Layer
-    drops: tuple[nn.Module | None, nn.Module | None] = (None, None)
+    drops: tuple[Drop | None, Drop | None] = (None, None)
     first: nn.Module | None = None
     last: nn.Module | None = None
 
@@ -58,6 +58,31 @@ class MlpBody(NamedTuple):
         """See `engine.body.Body`."""
         width, channels = width_of(self.fc1)
         return Branch("mlp", 0, 0, channels, width, width // 2 if self.act in GATED else width)
+
+    @overload
+    def __call__(
+        self,
+        x: Tensor,
+        norm: Before | None = None,
+        stats: Given | None = None,
+        way: str = "reference",
+        *,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Without statistics."""
+
+    @overload
+    def __call__(
+        self,
+        x: Tensor,
+        norm: Before | None = None,
+        stats: Given | None = None,
+        way: str = "reference",
+        *,
+        return_stats: bool,
+        **end: Any,
+    ) -> Output:
+        """With statistics, if asked for."""
 
     def __call__(
         self,

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from ..engine.leaves import Foreign
+from ..engine.leaves import Layer
 from ..kernels.attention import attention
 from .heads import Heads, Parts, heads_of
 
@@ -124,7 +124,7 @@ class AttentionLayer:
         return (grad @ v.mT).to(torch.promote_types(v.dtype, torch.float32))
 
 
-def _mixed(layer: Foreign, maps: Tensor) -> Tensor:
+def _mixed(layer: Layer, maps: Tensor) -> Tensor:
     """(5): maps [G, H, N, M] after a linear map over the heads, in their dtype."""
     bias = None if layer.bias is None else layer.bias.to(maps.dtype)
     return nn.functional.linear(maps.movedim(1, -1), layer.weight.to(maps.dtype), bias).movedim(-1, 1)

@@ -93,13 +93,13 @@ class BranchModel(ImageModel):
     implements `stages`.
     """
 
-    config: Any  # of the family
+    config: BranchConfig
     norm: Any  # a ModuleList
     feature_formats = ("NCHW", "NLC")
     position_resize = "bicubic_antialias"
     head_names = ("head.0", "head.1")
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: BranchConfig) -> None:
         super().__init__()
         self.config = config
         self.num_classes = config.num_classes

@@ -156,6 +156,7 @@ class CeitConfig(TokenConfig):
 class ConvolutionalTransformer(TokenModel):
     """CeiT; its features are the class token [B, 1, D] after the attention of all layers' class tokens."""
 
+    config: CeitConfig
     layout = "ceit"
 
     def __init__(self, config: CeitConfig) -> None:

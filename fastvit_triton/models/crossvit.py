@@ -141,6 +141,7 @@ class CrossVitConfig(BranchConfig):
 class CrossVit(BranchModel):
     """CrossViT; its features are a list of the tokens [B, 1 + N, D] of both branches."""
 
+    config: CrossVitConfig
     layout = "crossvit"
 
     def __init__(self, config: CrossVitConfig) -> None:

@@ -203,6 +203,7 @@ class CvtConfig(PyramidConfig):
 class ConvolutionalVisionTransformer(PyramidTransformer):
     """CvT; its features are tokens [B, 1 + N, D]."""
 
+    config: CvtConfig
     layout = "cvt"
     flattens = True
     info = "stage{}", 0

@@ -143,6 +143,7 @@ class PitConfig(PyramidConfig):
 class PoolingVisionTransformer(TokenPyramid):
     """PiT; its features are the class token [B, 1, D]. Positions are resampled for images of another size."""
 
+    config: PitConfig
     layout = "pit"
     info = "transformers.{}", 0
     parts = ("transformers",)

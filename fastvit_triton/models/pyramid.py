@@ -139,7 +139,7 @@ class PyramidTransformer(ImageModel):
         config: every option.
     """
 
-    config: Any  # of the family
+    config: PyramidConfig
     feature_formats = ("NCHW", "NHWC", "NLC")
     parts: tuple[str, ...]  # attributes that are lists with an entry per stage
     info: tuple[str, int] = "layers.{}", 0  # name of a stage in `feature_info`, and the number of the first one
@@ -184,7 +184,7 @@ class PyramidTransformer(ImageModel):
         if image.dim() != 4 or image.shape[1] != config.in_chans:
             raise ValueError(f"image must have axes [B, {config.in_chans}, H, W], got shape {list(image.shape)}")
         if size != config.img_size and not config.dynamic_img_size:
-            expected = "x".join(map(str, config.img_size))
+            expected = "x".join(map(str, sides(config.img_size)))
             way = "img_size=" if "dynamic_img_size" in config.only else "img_size= or dynamic_img_size=True"
             raise ValueError(
                 f"image is {size[0]}x{size[1]} pixels, the model takes {expected}; "
@@ -214,7 +214,7 @@ class PyramidTransformer(ImageModel):
     def feature_info(self) -> list[dict[str, Any]]:
         """For each stage: `num_chs`, its channels; `reduction`, pixels a token; `module`, its name (as in timm)."""
         widths = self.config.widths[: self.num_stages]
-        patch = max(self.config.patch_size)
+        patch = max(sides(self.config.patch_size))
         name, first = self.info
         return [dict(num_chs=D, reduction=patch << i, module=name.format(first + i)) for i, D in enumerate(widths)]
 
@@ -226,7 +226,8 @@ class PyramidTransformer(ImageModel):
         """A stage's map [B, H, W, D], or its tokens [B, T + N, D], in another format, and prefix tokens or None."""
         prefix = None
         if x.dim() == 3:
-            (height, width), (p, q) = image.shape[2:], (side << self.num_stages - 1 for side in self.config.patch_size)
+            height, width = image.shape[2:]
+            p, q = (side << self.num_stages - 1 for side in sides(self.config.patch_size))
             rows = height // p
             columns = width // q
             prefix, x = x.split((x.shape[1] - rows * columns, rows * columns), 1)

@@ -65,10 +65,11 @@ class ResidualConfig(PyramidConfig):
 class ResidualNetwork(NamedStages):
     """A residual network; its features are a map [B, H, W, D]. A family implements `build_block`."""
 
+    config: ResidualConfig
     head_names = ("head.fc",)
     undecayed = r"^$"  # none
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: ResidualConfig) -> None:
         super().__init__(config)
         inputs = config.stem_dim
         stages = nn.Sequential()

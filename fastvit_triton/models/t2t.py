@@ -212,7 +212,7 @@ class TokensToTokenViT(TokenModel):
     def grid_of(self, image: Tensor) -> tuple[int, int]:
         """(rows, columns) of tokens of image [B, C, H, W], which must have the model's size."""
         super().grid_of(image)
-        return split_size(self.config.img_size, *SPLITS)
+        return split_size(sides(self.config.img_size), *SPLITS)
 
     def stages(self, image: Tensor) -> Iterator[Tensor]:
         """Yields the tokens [B, 1 + N, D] after each block."""

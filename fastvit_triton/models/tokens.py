@@ -60,13 +60,13 @@ class TokenModel(ImageModel):
     A family creates `blocks`, calls `build_head`, and implements `stages`, which yields the tokens after each block.
     """
 
-    config: Any  # of the family
+    config: TokenConfig
     feature_formats = ("NCHW", "NLC")
     feature_indices = 3
     num_prefix_tokens = 1
     position_resize = "bicubic_antialias"
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: TokenConfig) -> None:
         super().__init__()
         self.config = config
         self.num_classes = config.num_classes
@@ -84,14 +84,16 @@ class TokenModel(ImageModel):
 
     def grid_of(self, image: Tensor) -> tuple[int, int]:
         """(rows, columns) of patches of image [B, C, H, W]; raises ValueError unless it has the model's size."""
-        config, (height, width) = self.config, self.config.img_size
+        config = self.config
+        height, width = sides(config.img_size)
+        rows, columns = sides(config.patch_size)
         if tuple(image.shape[1:]) != (config.in_chans, height, width):
             size = f"[B, {config.in_chans}, {height}, {width}]"
             fits = image.dim() == 4
             option = "in_chans" if fits and image.shape[1] != config.in_chans else "img_size"
             fix = f"; build it with {option}=" if fits else ""
             raise ValueError(f"image has shape {list(image.shape)}, the model takes {size}{fix}")
-        return height // config.patch_size[0], width // config.patch_size[1]
+        return height // rows, width // columns
 
     def forward_features(self, image: Tensor) -> Tensor:
         """image [B, C, H, W] → tokens [B, T + N, D] after the final norm."""

@@ -180,6 +180,7 @@ class VtConfig(ResidualConfig):
 class VisualTransformerResNet(ResidualNetwork):
     """VT-ResNet; its features are tokens [B, L, D]. The map of its last stage is what its last tokens read."""
 
+    config: VtConfig
     layout = "vt"
 
     def build_head(self) -> None:

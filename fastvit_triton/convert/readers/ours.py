@@ -25,7 +25,7 @@ from ..third_party import head_norms, is_fusable
 from .timm.blocks import block_branches, scaled_branches
 
 CALL = nn.Module.__call__  # as PyTorch defines it; tracers and profilers patch it
-BRANCHES: dict[type[nn.Module], Callable[[Foreign, Tensor], tuple[Branch, Branch]]] = {  # of blocks in a sequence
+BRANCHES: dict[type[nn.Module], Callable[[Any, Tensor], tuple[Branch, Branch]]] = {  # of blocks in a sequence
     Block: lambda block, x: block_branches(block),
     ScaledBlock: scaled_branches,
 }
@@ -79,7 +79,9 @@ def _is_chained(block: nn.Module) -> bool:
     return type(block) in BRANCHES and attached and not has_hooks(block)
 
 
-def run_chained(block: nn.Module, x: Tensor, stats: Given | None, next_norm: nn.Module | None) -> tuple[Tensor, Any]:
+def run_chained(
+    block: nn.Module, x: Tensor, stats: Given | None, next_norm: nn.Module | None
+) -> tuple[Tensor, Given | None]:
     """(block(x), the statistics of its output for the next block's norm, or None)."""
     way, settings = known_way(block, x)
     if way == "plain":
@@ -88,7 +90,7 @@ def run_chained(block: nn.Module, x: Tensor, stats: Given | None, next_norm: nn.
         y = _run(block, x, stats, next_norm)
     else:
         y = replay.call(settings, _run, block, x, stats, next_norm)
-    return (y, None) if next_norm is None else y
+    return y if isinstance(y, tuple) else (y, None)
 
 
 def _run(block: nn.Module, x: Tensor, stats: Given | None, next_norm: nn.Module | None) -> Output:

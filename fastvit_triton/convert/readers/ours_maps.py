@@ -18,6 +18,7 @@ from ...engine.hooks import has_hooks
 from ...engine.leaves import (
     CONVOLUTIONS,
     Foreign,
+    Layer,
     Packed,
     is_patch_conv,
     is_plain_module,
@@ -164,7 +165,7 @@ class _ConvolvedHeads:
     takes_input: ClassVar[bool] = True
 
     @property
-    def layers(self) -> tuple[nn.Module, ...]:
+    def layers(self) -> tuple[Layer, ...]:
         """The projections."""
         return self.attn.proj_q, self.attn.proj_k, self.attn.proj_v
 
@@ -227,5 +228,6 @@ def normed_patch_embed(self: Foreign, image: Tensor, pos: Tensor | None = None, 
     """Patches with a LayerNorm of their tokens; [B, C, H, W] → [B, T + N, D]."""
     if not is_fusable(self, image):
         return original(self, image, pos, prefix)
-    x = normalize(PatchEmbed.forward(self, whole_patches(image, self.patch_size)), self.norm)
+    tokens = PatchEmbed.forward(self, whole_patches(image, self.patch_size))  # type: ignore[arg-type]  # a subclass
+    x = normalize(tokens, self.norm)
     return x if pos is None and prefix is None else assemble(x, pos, prefix)

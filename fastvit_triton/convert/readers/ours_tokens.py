@@ -12,6 +12,7 @@ from ...engine.hooks import PACKAGE, can_fuse, has_hooks, type_name
 from ...engine.leaves import (
     CONVOLUTIONS,
     Foreign,
+    Layer,
     activation_of,
     is_depthwise_conv,
     is_patch_conv,
@@ -189,7 +190,7 @@ def sequence_pool(self: Foreign, x: Tensor) -> Tensor:
     return attend_to_all(x, score)
 
 
-def attend_to_all(x: Tensor, score: nn.Linear) -> Tensor:
+def attend_to_all(x: Tensor, score: Layer) -> Tensor:
     """Attention of the weights of `score` to x [B, N, D], [B, D]."""
     query = score.weight.to(x.dtype)[None, None].expand(x.shape[0], 1, 1, -1)
     return attention(query, x[:, None], x[:, None], scale=1.0)[:, 0, 0]

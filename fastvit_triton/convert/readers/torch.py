@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...engine.attention import attention_body
-from ...engine.body import Body, finish, project
+from ...engine.body import Body, Drop, finish, project
 from ...engine.branch import Branch, add_branches
 from ...engine.hooks import are_plain_tensors, has_hooks, type_name
 from ...engine.leaves import (
@@ -130,7 +130,7 @@ def _tokens_first(y: Tensor) -> Tensor:
     return y.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-def drawn_tokens_first(drop: Foreign) -> Foreign:
+def drawn_tokens_first(drop: Drop) -> Drop:
     """The dropout, with random numbers of [B, N, D] drawn in the order [N, B, D]; the module itself if inactive."""
     return drop if is_inactive(drop) else lambda y: drop(_tokens_first(y))
 
@@ -218,7 +218,7 @@ def encoder_layer(
     parts = parts._replace(drops=(drawn_tokens_first(self.dropout1),))
     act: Any = self.activation
     act = activation_of(act) if isinstance(act, nn.Module) else {F.relu: "relu", F.gelu: "gelu"}.get(act, act)
-    drops = self.dropout, self.dropout2
+    drops: tuple[Drop, Drop] = self.dropout, self.dropout2
     if not self.self_attn.batch_first:  # src is [N, B, D], and so are the values that the original drops
         drops = drawn_tokens_first(self.dropout), drawn_tokens_first(self.dropout2)
     hidden = MlpBody((self.linear1,), act, self.linear2, drops)

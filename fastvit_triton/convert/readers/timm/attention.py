@@ -15,6 +15,7 @@ from ....engine.hooks import are_plain_tensors, type_name
 from ....engine.leaves import (
     DROPOUTS,
     Foreign,
+    Layer,
     Packed,
     activation_of,
     is_identity,
@@ -253,7 +254,7 @@ def _present(self: Foreign) -> nn.Module | None:
     return None if norm is None or is_identity(norm) else norm
 
 
-def packed_projection(self: Foreign) -> nn.Module | Packed | str:
+def packed_projection(self: Foreign) -> Layer | str:
     """The packed projection; its bias may be stored as q_bias, k_bias (zeros) and v_bias."""
     if getattr(self, "q_bias", None) is None:
         return self.qkv

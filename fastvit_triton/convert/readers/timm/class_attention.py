@@ -1,13 +1,13 @@
 """Fused forwards of CaiT's, CrossViT's and VOLO's attention of one class token, timm's and ours, and of its blocks."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....engine.attention import attend, heads_of
 from ....engine.body import finish, fold_or_normalize, normalize, project
 from ....engine.branch import Branch, add_branches
 from ....engine.hooks import PACKAGE, has_hooks, is_our_forward, type_name
-from ....engine.leaves import Foreign, has_sample_scale, is_inactive, is_readable, sample_scale_of
+from ....engine.leaves import Foreign, Layer, has_sample_scale, is_inactive, is_readable, sample_scale_of
 from ....kernels.attention import attention
 from ....layers.class_attention import ClassAttention
 from ....layers.scaled_block import times
@@ -24,7 +24,7 @@ def _dropped(module: Foreign) -> str | None:
     return None if is_own(module) else dropped(module)
 
 
-def projections(attn: Foreign) -> tuple[nn.Module, tuple[nn.Module, ...]]:
+def projections(attn: Foreign) -> tuple[Layer, tuple[Layer, ...]]:
     """The projection of the queries, and those of keys and values."""
     if hasattr(attn, "wq"):
         return attn.wq, (attn.wk, attn.wv)

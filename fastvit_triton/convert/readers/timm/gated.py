@@ -3,11 +3,11 @@
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....engine.body import Body
 from ....engine.hooks import has_hooks, type_name
-from ....engine.leaves import Foreign, is_readable
+from ....engine.leaves import Foreign, Layer, is_readable
 from ....engine.mlp import MlpBody, gated_mlp_body
 from ....kernels.attention import attention
 from ...forwards import fused_body
@@ -23,7 +23,7 @@ def vitamin_parts(self: Foreign) -> MlpBody | Body:
     return gated_mlp_body((self.w0, self.w1), self.act, self.w2, (self.drop1, self.drop2), first=self.norm)
 
 
-def _linears(*layers: Foreign) -> tuple[nn.Module, ...]:
+def _linears(*layers: Foreign) -> tuple[Layer, ...]:
     """The linear layers inside those of Gemma 4; those that clip, have a hook or are of another type are called."""
     plain = (type_name(layer) == CLIPPABLE and not layer.use_clipped and not has_hooks(layer) for layer in layers)
     return tuple(layer.linear if bare else layer for layer, bare in zip(layers, plain, strict=True))

@@ -59,7 +59,9 @@ def _swin_parts(block: Foreign, grid: Grid | None, bias: Tensor, scale: float | 
     """Parts of the attention of a Swin block, for tokens of this grid."""
     attn = block.attn
     window = Window(tuple(block.window_size), tuple(block.shift_size), pad_first=False)
-    return window_body((packed_projection(attn),), attn.proj, attn.num_heads, scale, window, bias, grid=grid)
+    qkv = packed_projection(attn)
+    assert not isinstance(qkv, str)  # see `_swin_reason`
+    return window_body((qkv,), attn.proj, attn.num_heads, scale, window, bias, grid=grid)
 
 
 @fused_forward(

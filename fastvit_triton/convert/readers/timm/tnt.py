@@ -11,7 +11,7 @@ from ....engine.attention import attend, attention_body, heads_of
 from ....engine.body import Body, finish, normalize
 from ....engine.branch import Branch, add_branches, runs_plain
 from ....engine.hooks import PACKAGE, can_fuse
-from ....engine.leaves import Foreign
+from ....engine.leaves import Foreign, Layer
 from ...forwards import fused_body, fused_forward, fused_method, original
 from ...third_party import is_fusable
 from .attention import dropped, scale_of
@@ -114,7 +114,7 @@ def _branches(attn: nn.Module, norm1: Any, mlp: Any, norm2: Any, drop_path: Any)
     return Branch(attn, norm1, None, drop_path), Branch(mlp, norm2, None, drop_path)
 
 
-def merged_pixels(x: Tensor, patches: int, before: nn.Module, proj: nn.Module, after: nn.Module | None) -> Tensor:
+def merged_pixels(x: Tensor, patches: int, before: nn.Module, proj: Layer, after: nn.Module | None) -> Tensor:
     """Pixels x [B · N, n, c] of N patches → [B, N, D]: a norm, of a pixel or of all together, a projection, a norm."""
     if not can_fuse(x):
         x = before(x) if after is None else x

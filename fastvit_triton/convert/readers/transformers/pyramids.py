@@ -11,7 +11,7 @@ from ....engine.attention import reduced_body
 from ....engine.body import Body
 from ....engine.branch import Branch, add_branches
 from ....engine.hooks import is_plain_module, type_name
-from ....engine.leaves import DROPOUTS, Foreign, activation_of, is_identity, is_inactive
+from ....engine.leaves import DROPOUTS, Foreign, Layer, activation_of, is_identity, is_inactive
 from ....engine.mlp import MlpBody, depthwise_mlp_body
 from ...forwards import INNER, arguments, fused_body, fused_forward, original
 from ...third_party import is_fusable
@@ -48,7 +48,7 @@ def attention_parts(
     **more: object,
 ) -> Body | str:
     """Parts of SegFormer's attention."""
-    small: Foreign = getattr(self, "sequence_reduction", None)
+    small: Any = getattr(self, "sequence_reduction", None)
     ratio = self.sequence_reduction_ratio
     if attention_mask is not None:
         return "a mask"
@@ -128,7 +128,7 @@ def _reason(self: Foreign, dropout: Foreign, output_attentions: bool) -> str | N
 
 
 def _parts(
-    inner: Foreign, proj: nn.Module, drop: nn.Module, reduce: Any, norm: nn.Module | None, ratio: int, grid: Grid
+    inner: Foreign, proj: Layer, drop: nn.Module, reduce: Any, norm: nn.Module | None, ratio: int, grid: Grid
 ) -> Body:
     heads = inner.num_attention_heads
     scale = inner.attention_head_size**-0.5

@@ -59,6 +59,11 @@ class NormedLinear(NamedTuple):
         """That of the linear layer, whose shape is read."""
         return self.layer.weight
 
+    @property
+    def bias(self) -> Tensor | None:
+        """That of the linear layer."""
+        return self.layer.bias
+
     def __call__(self, x: Tensor) -> Tensor:
         """[..., K] → [..., F]."""
         return self.norm(self.layer(x))

@@ -77,7 +77,7 @@ def heads_reason(self: Foreign) -> str | None:
     width = next((getattr(layers[n], "out_features", None) for n in ("q_proj", "query", "q") if n in layers), None)
     if width is None and "qkv" in layers and facts.get("q_dim") == facts.get("kv_dim"):
         width = getattr(layers["qkv"], "out_features", 0) // 3 or None
-    if None in (heads, size, width) or heads * size == width:
+    if heads is None or size is None or width is None or heads * size == width:
         return None
     return f"{heads} heads of {size} channels for a projection to {width}"
 

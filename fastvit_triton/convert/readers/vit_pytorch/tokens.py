@@ -4,7 +4,7 @@ ViT, SimpleViT and the models that copy their code (T2T, MAE, PiT, ...), DeepViT
 attention that heads mix are computed by PyTorch between the fused projections.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ....engine.attention import attention_body, heads_of, merged_heads
 from ....engine.body import Body, normalize, project
 from ....engine.branch import Branch, add_branches, runs_plain
-from ....engine.hooks import has_hooks, is_plain_module, type_name
-from ....engine.leaves import DROPOUTS, IDENTITIES, Foreign, is_inactive, softmax_reason
+from ....engine.hooks import has_hooks, has_type, is_plain_module, type_name
+from ....engine.leaves import DROPOUTS, IDENTITIES, Foreign, Layer, is_inactive, softmax_reason
 from ....engine.mlp import MlpBody
 from ....engine.replay import call_block, call_branches
 from ....kernels.attention import attention
@@ -33,14 +33,14 @@ FILES = (
     "vit_1d vit_3d vit_detpool vit_for_small_dataset vit_nd vit_nd_pope vit_nd_rotary vit_with_keel_post_ln "
     "vit_with_patch_dropout vit_with_patch_merger vivit vivit_with_moss xcit"
 ).split()  # whose FeedForward is a Sequential of linear layers
-Projection = tuple[nn.Module | None, nn.Module | None]
+Projection = tuple[Layer | None, nn.Module | None]
 
 
-def _dropped(drop: Foreign) -> str | None:
+def _dropped(drop: nn.Module | None) -> str | None:
     """Why attention with this dropout must run its own forward now, or None."""
     if is_inactive(drop):
         return None
-    return f"attention dropout {drop.p}" if type_name(drop) in DROPOUTS else "dropout was replaced"
+    return f"attention dropout {drop.p}" if has_type(drop, DROPOUTS) else "dropout was replaced"
 
 
 def _projection(self: Foreign) -> Projection | str:
@@ -194,13 +194,15 @@ def _blocks(self: Foreign, x: Tensor) -> Tensor:
     return _add(self.layers, x, lambda pair: tuple(map(Branch, pair)))
 
 
-def _add(layers: Foreign, x: Tensor, branches: Callable[..., tuple[Branch, ...]], *inputs: object) -> Tensor:
+def _add(
+    layers: Iterable[nn.ModuleList], x: Tensor, branches: Callable[..., tuple[Branch, ...]], *inputs: object
+) -> Tensor:
     """Adds branches(pair, *inputs) of all pairs; each pair for itself where only its replay is faster than plain."""
     every = [branch for pair in layers for branch in branches(pair, *inputs)]
     if not runs_plain(x, *every[:2]):
         return add_branches(x, *every)
 
-    def block(pair: Foreign, x: Tensor, *inputs: object) -> Tensor:
+    def block(pair: nn.ModuleList, x: Tensor, *inputs: object) -> Tensor:
         return add_branches(x, *branches(pair, *inputs), block=pair)
 
     for pair in layers:
@@ -216,7 +218,7 @@ def navit_transformer(self: Foreign, x: Tensor, mask: Tensor | None = None, attn
     return self.norm(_add(self.layers, x, _navit_branches, mask, attn_mask))
 
 
-def _navit_branches(pair: Foreign, mask: Tensor | None, attn_mask: Tensor | None) -> tuple[Branch, ...]:
+def _navit_branches(pair: nn.ModuleList, mask: Tensor | None, attn_mask: Tensor | None) -> tuple[Branch, ...]:
     attn, mlp = pair
     return Branch(attn, call=dict(mask=mask, attn_mask=attn_mask)), Branch(mlp)
 
@@ -240,7 +242,7 @@ def cait_transformer(self: Foreign, x: Tensor, context: Tensor | None = None) ->
     return _add(self.layers, x, _cait_branches, context)
 
 
-def _cait_branches(pair: Foreign, context: Tensor | None) -> tuple[Branch, ...]:
+def _cait_branches(pair: Iterable[Foreign], context: Tensor | None) -> tuple[Branch, ...]:
     attn, mlp = pair
     call = None if context is None else {"context": context}
     first = Branch(attn.fn, layer_scale=attn.scale.flatten(), call=call)
@@ -283,11 +285,11 @@ def attend(attn: nn.Module, x: Tensor, norm: nn.Module, drop_path: nn.Module | N
     return add_branches(x, Branch(attn, norm, drop_path=drop_path), block=attn)
 
 
-def add_mlp(fc1: nn.Module, x: Tensor, *layers: Any) -> Tensor:
+def add_mlp(fc1: Foreign, x: Tensor, *layers: Any) -> Tensor:
     """x [B, N, D] plus an MLP without norm, see `mlp_branch`."""
     return add_branches(x, mlp_branch(fc1, *layers), block=fc1)
 
 
-def mlp_branch(fc1: nn.Module, drop1: nn.Module, fc2: Any, drop2: nn.Module, drop_path: nn.Module | None) -> Branch:
+def mlp_branch(fc1: Layer, drop1: nn.Module, fc2: Layer, drop2: nn.Module, drop_path: nn.Module | None) -> Branch:
     """An MLP with GELU whose layers are modules of a block."""
     return Branch(MlpBody((fc1,), "gelu", fc2, (drop1, drop2)), drop_path=drop_path)
