@@ -227,7 +227,9 @@ def forced() -> bool:
 
 def usable(x: Tensor) -> bool:
     """True if products of x may run by oneDNN in this call, if they are large enough."""
-    if x.device.type != "cpu" or launch.target is not None or backend.backend() not in ("auto", "onednn"):
+    if x.device.type != "cpu" or torch.compiler.is_compiling():  # a compiler cannot trace what reads a file
+        return False
+    if launch.target is not None or backend.backend() not in ("auto", "onednn"):
         return False
     dtype = launch.product_dtype(x)
     listed = settings.forced is None and (_name_of(dtype) in row() or bool(measured.of(x.device).ways))
