@@ -16,6 +16,7 @@ from ..engine.hooks import PACKAGE, has_hooks, is_our_forward, type_name
 from ..engine.leaves import CONVOLUTIONS, VOLUME_CONVOLUTIONS, is_readable, norm_of
 from ..engine.source import code_of
 from ..engine.ways import SIZES
+from ..kernels import onednn
 from ..kernels.backend import backend, why_not
 from . import readers  # noqa: F401  (registers the fused forwards)
 from .forwards import FORWARDS, INNER, METHODS, Forward, Parts, bind, forward_for, known_type
@@ -64,8 +65,8 @@ def optimize(
         filter_fn: called with a candidate and its path; only candidates for which it returns True are converted. A
             fused block calls the others.
         freeze: the weights are final: also call `fastvit_triton.freeze` on the model.
-        tune: an example input: also measure how the model runs fastest on this GPU, in training if it is in training
-            mode; see `fastvit_triton.tune`. Nothing is measured if no kernel can run.
+        tune: an example input: also measure how the model runs fastest on this GPU or CPU, in training if it is in
+            training mode; see `fastvit_triton.tune`. Nothing is measured if neither the kernels nor oneDNN can run.
         verify: an example input (a tensor, or a tuple or dictionary of arguments): also run each converted module and
             its original in float64 with PyTorch, on two copies of the model, and undo the conversions whose outputs
             differ; the report gives the difference.
@@ -95,7 +96,8 @@ def optimize(
             rows = _verified(model, rows, verify)
     parameter = next(model.parameters(), None)
     device = None if parameter is None or backend() == "torch" else why_not(parameter.device, parameter.dtype)
-    if tune is not None and device is None and backend() != "torch":
+    by_onednn = parameter is not None and onednn.why_not(parameter.device, parameter.dtype) is None
+    if tune is not None and (device is None or by_onednn) and backend() != "torch":
         from .. import tune as measure  # by its public name: `measure` imports this package
 
         measure(model, tune, model.training)
