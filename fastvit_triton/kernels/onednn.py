@@ -41,6 +41,7 @@ BINARY = ("add", "mul")  # post-operations with a second operand
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TABLE = Path(__file__).parent / "tuned" / "cpu.json"
 PHASES = ("inference", "frozen", "training")
+REMEDY = "run `fastvit-triton tune`, or set FASTVIT_TRITON_BACKEND=onednn"  # without a row
 
 
 class Packed(NamedTuple):
@@ -218,6 +219,38 @@ def product(
     y = y if activation is None else apply_activation(y, activation)
     y = y if gate is None else y * gate
     return y if residual is None else y + residual
+
+
+class Rule(NamedTuple):
+    """What decides whether products in a dtype run by oneDNN on this machine.
+
+    Attributes:
+        runs: True if some or all of them do.
+        why: what says so, or why none does, in a clause.
+    """
+
+    runs: bool
+    why: str
+
+
+def rule(device: torch.device, dtype: torch.dtype) -> Rule:
+    """What decides whether products in this dtype on this device run by oneDNN, for reports."""
+    if settings.forced is None and backend.backend() == "torch":
+        return Rule(False, "FASTVIT_TRITON_BACKEND is torch")
+    if (reason := why_not(device, dtype)) is not None:
+        return Rule(False, reason)
+    if forced():
+        return Rule(True, "in every block, because FASTVIT_TRITON_BACKEND is onednn")
+    ways = set(measured.of(device).ways.values())
+    if "onednn" in ways:
+        return Rule(True, "in blocks for which `fastvit-triton tune` measured that it is faster")
+    limits = row().get(_name_of(dtype), {})
+    if limits:
+        sizes = ", ".join(f"{phase} from {macs:,.0f}" for phase, macs in limits.items())
+        return Rule(True, f"by the number of multiplications of a block's mean product: {sizes}")
+    if ways:
+        return Rule(False, "`fastvit-triton tune` measured that PyTorch's products are faster")
+    return Rule(False, f"there is no row for this CPU: {REMEDY}")
 
 
 def forced() -> bool:
