@@ -23,6 +23,9 @@ import benchmarks  # noqa: F401  (must precede timm)
 from fastvit_triton.engine import ways
 from fastvit_triton.kernels import backend, fold, launch, onednn, op, settings
 
+_cache = tempfile.TemporaryDirectory(prefix="fastvit_triton_tests_")
+os.environ["FASTVIT_TRITON_CACHE"] = _cache.name  # what was measured on this machine must not change choices
+
 # sorted by CPU time of the whole file, longest first
 LONGEST = """cli backend convert parallel tune replay kernel_graphs pyramids recovery models static candidates export
 export_files interpreter freeze selftest odd_graphs rewriting features pressure benchmarks masked hub_cli claims explain

@@ -29,6 +29,7 @@ from fastvit_triton.cli.recipe_options import RECIPE_OPTIONS
 from fastvit_triton.expected import count
 from fastvit_triton.expected.count import predict
 from fastvit_triton.kernels import backend, cost, launch, plan
+from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.measure import variants
 from fastvit_triton.measure.variants import compiling
@@ -583,6 +584,35 @@ def test_doctor_names_every_op(capsys: pytest.CaptureFixture):
     assert torch.__version__ in text and "FASTVIT_TRITON_BACKEND" in text
     assert re.search(rf"^fastvit_triton +{re.escape(__version__)}$", text, re.MULTILINE)
     assert all(re.search(rf"^{op.name} +(kernel|PyTorch path: .+)$", text, re.MULTILINE) for op in OPS)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU is described")
+def test_doctor_says_which_products_run_by_onednn(capsys: pytest.CaptureFixture, monkeypatch):
+    """Oracle: the CPU's name, and the row, measurements, switch and refusals that are given."""
+    from fastvit_triton.kernels import measured, onednn
+
+    def said(row=None, ways=None, switch="auto"):
+        with onednn.using_row(row or {}), measured.using(measured.Measured(ways=ways or {})), using_backend(switch):
+            assert main(["doctor"]) == 0
+        text = capsys.readouterr().out
+        assert 'torch.set_float32_matmul_precision("medium")' in text and "bfloat16" in text.splitlines()[-1]
+        (line,) = (line for line in text.splitlines() if line.startswith("oneDNN "))
+        assert f" {onednn.name()}: " in line
+        return line
+
+    monkeypatch.setattr(onednn, "why_not", lambda device, dtype: None if dtype == torch.float32 else "no such products")
+    monkeypatch.setattr(onednn, "refusal", lambda dtype, operation: "gelu is wrong" if operation == "gelu" else None)
+    line = said()
+    assert f"float32: not used, there is no row for this CPU: {onednn.REMEDY}; gelu is wrong" in line
+    assert "float16, bfloat16: not used, no such products" in line
+    line = said(row={"float32": dict(inference=5e6)})
+    assert (
+        "float32: linear layers run by it by the number of multiplications" in line
+        and "inference from 5,000,000" in line
+    )
+    assert "tune` measured that it is faster" in said(ways={"a": "onednn", "b": "plain"})
+    assert "because FASTVIT_TRITON_BACKEND is onednn" in said(switch="onednn")
+    assert "not used, FASTVIT_TRITON_BACKEND is torch" in said(switch="torch")
 
 
 @pytest.mark.parametrize(

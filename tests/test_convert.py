@@ -35,8 +35,9 @@ from fastvit_triton.convert.forwards import FORWARDS, known_type
 from fastvit_triton.convert.reporting import NOTHING
 from fastvit_triton.engine import hooks
 from fastvit_triton.engine.leaves import activation_of
-from fastvit_triton.kernels import backend, fold, mlp
+from fastvit_triton.kernels import backend, fold, measured, mlp, onednn
 from fastvit_triton.kernels.activation import ACTIVATIONS
+from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.plan import forcing
 
 ROUNDINGS = 84  # as in test_models.py
@@ -514,12 +515,49 @@ def test_hard_activations_are_read():
     assert isinstance(activation_of(nn.Hardtanh()), nn.Hardtanh)
 
 
+UNKNOWN_CPU = f"the original code runs, because there is no row for this CPU: {onednn.REMEDY}"
+NO_ONEDNN = onednn.why_not(torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.skipif(NO_ONEDNN is not None, reason="PyTorch has no oneDNN here")
+def test_report_says_how_linear_layers_run_on_a_cpu():
+    """Oracle: the backend, rows and measurements that are given, and the bytes of a block's four linear layers."""
+    row = {"float32": dict(inference=1e6, training=0.0)}
+    cases = [
+        (dict(), UNKNOWN_CPU),
+        (dict(switch="onednn"), "linear layers run by oneDNN in every block, because FASTVIT_TRITON_BACKEND is onednn"),
+        (dict(row=row), "linear layers run by oneDNN by the number of multiplications of a block's mean product: "
+                        "inference from 1,000,000, training from 0"),
+        (dict(ways={"a": "onednn"}, row=row), "linear layers run by oneDNN in blocks for which `fastvit-triton tune` "
+                                              "measured that it is faster"),
+        (dict(ways={"a": "plain"}), "the original code runs, because `fastvit-triton tune` measured that PyTorch's "
+                                    "products are faster"),
+        (dict(dtype=torch.float64), "the original code runs, because torch.float64 always runs on PyTorch"),
+    ]  # fmt: skip
+
+    def report(switch="auto", row=None, ways=None, dtype=torch.float32, frozen=False):
+        table = measured.Measured(ways=ways or {})
+        with onednn.using_row(row or {}), measured.using(table), using_backend(switch):
+            return optimize(timm.models.vision_transformer.Block(16, 2).to(dtype), freeze=frozen)
+
+    for given, products in cases:
+        found = report(**given)
+        assert found.products == products
+        want = "torch.float64 always runs on PyTorch" if "dtype" in given else "Triton kernels need a CUDA or ROCm GPU"
+        assert str(found).partition("\n")[0].endswith(f" {found.device}; {products}.") and want in found.device
+    copies = 4 * (16 * 48 + 48 + 16 * 16 + 16 + 2 * 16 * 64 + 64 + 16) / 1e6
+    said = report(switch="onednn", frozen=True).products
+    assert said.endswith(f"; frozen, at most one more copy of {copies:.1f} MB of weights")
+    found = report(switch="torch")
+    assert str(found).partition("\n")[0].endswith("FASTVIT_TRITON_BACKEND is torch, so the original code runs.")
+
+
 @pytest.mark.fast
 def test_report_prints_a_table():
     """Oracle: the text; blocks with identical rows share a line."""
     model = COMMON["timm_cait"].make()
     lines = str(optimize(model)).splitlines()
-    device = "Triton kernels need a CUDA or ROCm GPU, this is cpu, so the original code runs."
+    device = f"Triton kernels need a CUDA or ROCm GPU, this is cpu; {UNKNOWN_CPU}."
     layers = "60 % of the weights of linear and convolution layers, with other modules over 99 %"
     assert lines[0] == f"4 of 4 blocks are converted, {layers}. {device}"
     assert [re.sub(" {2,}", "|", re.sub(r"[\d.]+ %  ", " ", line)) for line in lines[1:7]] == [

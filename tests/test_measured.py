@@ -4,6 +4,7 @@ The GPU is a stand-in: its properties are given, and CPU tensors count as its ow
 """
 
 import json
+import os
 import warnings
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import torch
 from interpreter import interpreting
 
 from fastvit_triton import linear
-from fastvit_triton.kernels import launch, measured, plan
+from fastvit_triton.kernels import launch, measured, onednn, plan
 from fastvit_triton.kernels.cost import Branch, gpus
 from fastvit_triton.kernels.measured import Measured
 
@@ -34,7 +35,8 @@ def content(rows=None, ways=None, **facts):
 def path(tmp_path, monkeypatch):
     """The measurement file of the stand-in, which does not exist yet."""
     monkeypatch.setenv("FASTVIT_TRITON_CACHE", str(tmp_path))
-    monkeypatch.setattr(measured, "facts_of", lambda device: dict(FACTS))
+    facts = measured.facts_of
+    monkeypatch.setattr(measured, "facts_of", lambda device: dict(FACTS) if device.type == "cuda" else facts(device))
     monkeypatch.setattr(launch, "_architecture", lambda kind, index: "sm_90")
     monkeypatch.setattr(plan, "gpu_on", lambda device: gpus()["h200"])
     plan.forget()
@@ -63,8 +65,8 @@ def test_exact_sizes_then_their_class_then_the_table(path):
 
 def test_ways_come_from_user_measurements_then_the_table(path, monkeypatch, tmp_path):
     """Oracle: by hand; 5 images of 197 tokens belong to the class 8 of 256."""
-    exact, near = plan.block_names(BLOCK, False)
-    assert "N=197 B=5" in exact and near == plan.block_names([b.rounded for b in BLOCK], False)[1]
+    exact, near = plan.block_names(BLOCK, "inference")
+    assert "N=197 B=5" in exact and near == plan.block_names([b.rounded for b in BLOCK], "inference")[1]
     assert plan.measured_way(GPU, (exact, near)) is None
     tables = tmp_path / "tables"
     tables.mkdir()
@@ -173,11 +175,84 @@ def test_facts_name_the_architecture(hip, name, monkeypatch):
     launch._architecture.cache_clear()
 
 
-def test_facts_of_a_cpu():
-    """Oracle: no GPU is queried; the hash of the sources changes only with them."""
+def test_facts_of_a_cpu(monkeypatch):
+    """Oracle: no GPU is queried; the CPU, its cores, and PyTorch; a file of a GPU has another name."""
     facts = measured.facts_of(CPU)
-    assert facts["gpu"] == facts["architecture"] == "cpu"
-    assert facts["torch"] == torch.__version__ and len(facts["sources"]) == 12
+    assert facts == dict(cpu=onednn.name(), cores=os.cpu_count(), torch=torch.__version__, sources=measured.sources())
+    assert len(facts["sources"]) == 12
+    path = measured.path_of(facts)
+    for name, value in dict(cpu="other", cores=0, torch="2", sources="old").items():
+        assert (measured.path_of(facts | {name: value}) == path) == (name == "sources")
+    twin = dict(FACTS, gpu=facts["cpu"])  # a GPU of the same name
+    assert measured.path_of(twin) != path
+    assert measured.facts_of(CPU, pretended=True)["gpu"] == "cpu" and "cpu" not in measured.facts_of(CPU, True)
+
+
+@pytest.fixture
+def cpu_path(tmp_path, monkeypatch):
+    """The measurement file of this CPU, which does not exist yet, in an empty folder."""
+    monkeypatch.setenv("FASTVIT_TRITON_CACHE", str(tmp_path))
+    plan.forget()
+    yield measured.path_of(measured.facts_of(CPU))
+    plan.forget()
+
+
+def cpu_content(ways, **facts):
+    """Text of a file of this CPU."""
+    held = json.loads(content(ways=ways))
+    return json.dumps(held | dict(facts=measured.facts_of(CPU) | facts))
+
+
+def test_without_a_file_of_the_cpu_nothing_is_measured(cpu_path):
+    """Oracle: no warning, and no measurement for a CPU, a pretended GPU and other devices."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert measured.of(CPU) is measured.NOTHING
+    cpu_path.write_text(cpu_content({"a": "onednn"}))
+    plan.forget()
+    assert measured.of(CPU).ways == {"a": "onednn"}
+    assert measured.of(CPU, pretended=True) is measured.of(torch.device("meta")) is measured.NOTHING
+
+
+@pytest.mark.parametrize("way", ["fused", "mixed", "fast"])
+def test_a_file_of_a_cpu_has_its_ways_only(cpu_path, way):
+    """Oracle: as for a damaged file; a file of a GPU has no way "onednn" either."""
+    cpu_path.write_text(cpu_content({"a": way}))
+    with pytest.warns(UserWarning, match="it is not a file of"):
+        assert measured.of(CPU) is measured.NOTHING
+    with pytest.raises(ValueError, match="is not a file of"):
+        measured.parse(content(ways={"a": "onednn"}))
+
+
+@pytest.mark.parametrize("change", [dict(cores=0), dict(sources="old"), dict(cpu="other")])
+def test_a_file_of_another_cpu_or_software_is_ignored(cpu_path, change):
+    """Oracle: a warning that names the difference."""
+    cpu_path.write_text(cpu_content({"a": "onednn"}, **change))
+    (name,) = change
+    with pytest.warns(UserWarning, match=f"{name} {change[name]}, here"):
+        assert measured.of(CPU) is measured.NOTHING
+
+
+@pytest.mark.skipif(onednn.why_not(CPU, torch.float32) is not None, reason="PyTorch has no oneDNN here")
+def test_ways_on_a_cpu_by_phase(cpu_path):
+    """Oracle: by hand: exact sizes, then their class; a frozen block without measurements has those of inference."""
+    x = torch.empty(5, 197, 64)
+    branches = tuple(branch._replace(itemsize=4) for branch in BLOCK)
+
+    def ways():
+        plan.forget()
+        found = [plan.way_of(x, branches, training, False, frozen) for training, frozen in PHASES]
+        return dict(zip(("training", "inference", "frozen"), found, strict=True))
+
+    PHASES = (True, False), (False, False), (False, True)
+    names = {phase: plan.block_names(branches, phase) for phase in onednn.PHASES}
+    assert set(ways().values()) == {"plain"} and not onednn.usable(x)
+    cpu_path.write_text(cpu_content({names["training"][0]: "onednn"}))
+    assert ways() == dict(training="onednn", inference="plain", frozen="plain") and onednn.usable(x)
+    cpu_path.write_text(cpu_content({names["inference"][1]: "onednn"}))
+    assert ways() == dict(training="plain", inference="onednn", frozen="onednn")
+    cpu_path.write_text(cpu_content({names["inference"][0]: "onednn", names["frozen"][0]: "plain"}))
+    assert ways() == dict(training="plain", inference="onednn", frozen="plain")
+    row = {"float32": dict.fromkeys(onednn.PHASES, 0.0)}
+    with onednn.using_row(row):  # measurements come first
+        assert ways() == dict(training="onednn", inference="onednn", frozen="plain")

@@ -183,7 +183,7 @@ def test_order_of_the_choice(monkeypatch, tmp_path):
     """Oracle: the precedence: a context, the switch, a measured row, the expected time."""
     expected = chosen("sm_90", "L", 256)
     assert expected == "mixed"
-    name = plan.block_names(vit("L", 256), False)[1]
+    name = plan.block_names(vit("L", 256), "inference")[1]
     (tmp_path / "sm_90.json").write_text(json.dumps({"ways": {"measured": {name: "plain"}}}))
     monkeypatch.setattr(launch, "TUNED", tmp_path)
     monkeypatch.setattr(plan, "gpu_on", lambda device: cost.gpus()["h200"])

@@ -16,6 +16,7 @@ import transformers
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+import fastvit_triton
 from fastvit_triton import create_model, optimize
 from fastvit_triton.convert import shares
 from fastvit_triton.convert.chosen import located, with_ways
@@ -45,6 +46,12 @@ def vit(**options: object) -> VisionTransformer:
 def image(batch: int = 1) -> torch.Tensor:
     """Images of the model's size."""
     return torch.zeros(batch, 3, SIDE, SIDE)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_measured(monkeypatch):
+    """The example of `optimize(tune=…)` is used for counting only."""
+    monkeypatch.setattr(fastvit_triton, "tune", lambda *given: None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

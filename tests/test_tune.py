@@ -15,10 +15,10 @@ from interpreter import interpreting
 from torch import nn
 
 import fastvit_triton
-from fastvit_triton import create_model, optimize
+from fastvit_triton import create_model, freeze, optimize, unfreeze
 from fastvit_triton.cli import main
 from fastvit_triton.convert.readers.timm import blocks
-from fastvit_triton.kernels import measured, plan
+from fastvit_triton.kernels import measured, onednn, plan
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.op import REGISTERED
@@ -281,15 +281,19 @@ def test_bad_arguments():
         tune([], images)
     with pytest.raises(ValueError, match="seconds is 0"):
         tune(model, images, seconds=0)
-    with pytest.raises(ValueError, match="none of our kernels on cpu"):
-        tune(model, images)
+    with pytest.raises(ValueError, match="none of our kernels on cpu, and no product by oneDNN"):
+        tune(nn.Linear(2, 2), torch.ones(1, 2))
+    with pytest.raises(ValueError, match="float64 always runs on PyTorch"):
+        tune(model.double(), images.double())
+    with using_backend("torch"), pytest.raises(ValueError, match="FASTVIT_TRITON_BACKEND is torch"):
+        tune(model.float(), images.float())
     with pytest.raises(ValueError, match="neither the model nor the example has a tensor"):
         tune(nn.Identity(), ())
     with pytest.raises(TypeError, match="example is list"):
         tune(model, [images])
     with pytest.raises(TypeError, match="model is compiled"):
         tune(torch.compile(model, backend="eager"), images)
-    optimize(model, tune=images)  # no kernel can run here
+    optimize(model.double(), tune=images.double())  # neither our kernels nor oneDNN can run
 
 
 def test_rank_0_measures_and_the_others_wait(invented, monkeypatch):
@@ -324,6 +328,117 @@ def test_rank_0_measures_and_the_others_wait(invented, monkeypatch):
     assert json.loads(found.path.read_text())["ways"] == json.loads(text)["ways"]
     with pytest.raises(RuntimeError, match="tuning failed on rank 0"):
         tune(nn.Linear(2, 2), torch.ones(1, 2))
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch, tmp_path):
+    """Installs invented timings, and a folder for this test; nothing is interpreted."""
+    if (why := onednn.why_not(torch.device("cpu"), torch.float32)) is not None:
+        pytest.skip(why)
+    monkeypatch.setenv("FASTVIT_TRITON_CACHE", str(tmp_path))
+    monkeypatch.setattr(timing, "Clock", Invented)
+    monkeypatch.setattr(Invented, "us", by_name(onednn=5.0))
+    monkeypatch.setattr(model_times, "compiled", lambda model: model)
+    plan.forget()
+    yield Invented
+    plan.forget()
+
+
+def chosen(model, images, train=False):
+    """The way of each block in a call, as a later process chooses it."""
+    plan.forget()
+    choices = []
+    with plan.observing(choices.append), torch.set_grad_enabled(train):
+        model(images)
+    return [choice.way for choice in choices if choice.branches]
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_the_fastest_way_on_a_cpu_is_saved_and_used(on_a_cpu, train):
+    """Oracle: the invented times, and the file; a call after it, without a row of the CPU, chooses oneDNN."""
+    model, images = model_and_images(train, depth=2)
+    model, images = model.float(), images.float()
+    assert chosen(model, images, train) == []
+    found = tune(model, images, train, seconds=500)
+    (block,) = found.parts
+    assert (block["name"], block["count"], block["rule"], block["way"]) == ("Block", 2, "plain", "onednn")
+    assert block["variants"].keys() == {"plain", "onednn"} and all(v["match"] for v in block["variants"].values())
+    assert block["variants"]["onednn"]["speedup"] == 2.0 and not found.launches and not found.attention
+    assert found.model.keys() == {"eager", "before", "after", "torch.compile"}
+    held = json.loads(found.path.read_text())
+    assert held["facts"]["cpu"] == onednn.name() and held["rows"] == {} and len(held["ways"]) == 2
+    assert all(("training" in shape) == train for shape in held["ways"])
+    assert chosen(model, images, train) == ["onednn"] * 2
+    with onednn.using_row({"float32": {}}):
+        assert chosen(model, images, not train) == ["plain"] * 2  # another phase
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_frozen_models_on_a_cpu(on_a_cpu, monkeypatch):
+    """Oracle: the invented times: a frozen model takes what was measured in inference, until it is measured itself."""
+    model, images = model_and_images()
+    model, images = model.float(), images.float()
+    tune(model, images, seconds=500)
+    freeze(model)
+    assert chosen(model, images) == ["onednn"]
+    monkeypatch.setattr(Invented, "us", by_name(plain=5.0))
+    (block,) = tune(model, images, seconds=500).parts
+    assert (block["rule"], block["way"]) == ("onednn", "plain") and "frozen" in block["shapes"][0]
+    assert chosen(model, images) == ["plain"]
+    unfreeze(model)
+    assert chosen(model, images) == ["onednn"]
+
+
+def test_a_wrong_product_on_a_cpu_has_no_time(on_a_cpu, monkeypatch):
+    """Oracle: a product whose result is wrong, which would be the fastest."""
+    product = onednn.product
+    monkeypatch.setattr(onednn, "product", lambda *given, **named: product(*given, **named) + 1)
+    model, images = model_and_images()
+    (block,) = tune(model.float(), images.float(), seconds=500).parts
+    assert block["way"] == "plain" and not block["variants"]["onednn"]["match"]
+    assert "us" not in block["variants"]["onednn"]
+
+
+def test_ways_on_a_cpu_are_compared_by_round(on_a_cpu, monkeypatch):
+    """Oracle: by hand: times that vary threefold, with a ratio of 1.25 in each round; equal ones keep plain."""
+    for ratio, way in ((0.8, "onednn"), (1.0, "plain")):
+        counts = dict(plain=0, onednn=0)
+
+        def us(variant, ratio=ratio, counts=counts):
+            counts[variant] = counts.get(variant, 0) + 1
+            return (10.0 + 10 * (counts[variant] % 3)) * (ratio if variant == "onednn" else 1.0)
+
+        monkeypatch.setattr(Invented, "us", staticmethod(us))
+        model, images = model_and_images()
+        assert tune(model.float(), images.float(), seconds=500).parts[0]["way"] == way
+        kept.clear()
+
+
+@pytest.mark.parametrize("switch", ["auto", "onednn"])
+def test_optimize_may_tune_on_a_cpu(on_a_cpu, switch):
+    """Oracle: the saved run and way, also where the switch would force every product; the model before is unknown."""
+    layer = nn.TransformerEncoderLayer(32, 2, 64, activation="gelu", batch_first=True, norm_first=True, dropout=0.0)
+    model, x = nn.Sequential(layer).eval(), torch.randn(2, 5, 32)
+    with using_backend(switch):
+        optimize(model, tune=x)
+    ((_, held),) = kept.files()
+    assert [run["train"] for run in held["runs"]] == [False]
+    assert {entry["way"] for entry in held["ways"].values()} == {"onednn"}
+    assert chosen(model, x) == ["onednn"]
+
+
+@pytest.mark.parametrize("words", [(), ("--freeze",), ("--train",)])
+def test_the_command_on_a_cpu(on_a_cpu, words, capsys):
+    """Oracle: the output: the CPU, its batch and dtype, both ways, no launches; --show lists the ways."""
+    command = ["tune", "--model", "vit_digits_patch2_8", "--device", "cpu", *words]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    phase = {(): "inference", ("--freeze",): "inference, frozen", ("--train",): "training"}[words]
+    assert out.startswith(f"vit_digits_patch2_8, {phase}, float32, batch 1, on {onednn.name()}\n")
+    assert "launches" not in out and "2.00" in out and "Saved in" in out
+    assert main(["tune", "--show", "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert f"cpu {onednn.name()}" in shown and "onednn ~attention" in shown
 
 
 FACTS = dict(gpu="card", units=1, driver=1, torch="2", cuda="1", cudnn=1, triton="3", sources="s")
@@ -393,7 +508,7 @@ def test_files_by_the_command(monkeypatch, tmp_path, capsys):
         out.write_text(text)
         assert why in said("--import", out, code=2)
     assert "No such file" in said("--import", tmp_path / "none", code=1)
-    assert "--dry-run" in said(code=2) and "--batch is 0" in said("--batch", 0, code=2)
+    assert "--batch is 0" in said("--batch", 0, code=2)
     assert "--seconds is -1" in said("--seconds", -1, code=2)
 
 

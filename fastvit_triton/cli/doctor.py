@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 HELP = "show which kernels run on this machine, or predict the cost of a model on a GPU"
 MODES = ("default", "max-autotune")
+MEDIUM = """
+Another way to faster linear layers on a CPU is torch.set_float32_matmul_precision("medium"): PyTorch may then compute \
+float32 products in bfloat16, on CPUs with such instructions, with lower precision; those by oneDNN keep float32."""
 VIT = "vit_base_patch16_224"  # assumed without --model
 BATCHES = (1, 8, 64, 256)
 NOTES = """
@@ -85,12 +88,34 @@ def run(args: argparse.Namespace) -> int:
     }
     paths = {dtype: f"PyTorch path: {why}" if (why := why_not(device, dtype)) else "kernel" for dtype in dtypes}
     same = len(set(paths.values())) == 1
+    if device.type == "cpu":
+        facts["oneDNN"] = _onednn(dtypes)
     for op in OPS:
         facts[op.name] = paths[dtypes[0]] if same else "; ".join(f"{dtype}: {path}" for dtype, path in paths.items())
     width = max(map(len, facts))
     for name, fact in facts.items():
         print_line(f"{name:{width}}  {fact}")
+    if device.type == "cpu":
+        print_line(MEDIUM)
     return 0
+
+
+def _onednn(dtypes: tuple) -> str:
+    """Which products run by oneDNN on this CPU, and what it cannot do, by dtype."""
+    import torch
+
+    from ..kernels import onednn
+
+    said: dict[str, list[str]] = {}
+    for dtype in dtypes:
+        runs, why = onednn.rule(torch.device("cpu"), dtype)
+        text = f"linear layers run by it {why}" if runs else f"not used, {why}"
+        if onednn.why_not(torch.device("cpu"), dtype) is None:
+            operations = (*onednn.BINARY, *onednn.POST_OPERATIONS, "packed")
+            refused = [reason for name in operations if (reason := onednn.refusal(dtype, name)) is not None]
+            text = "; ".join([text, *refused])
+        said.setdefault(text, []).append(str(dtype).removeprefix("torch."))
+    return f"{onednn.name()}: " + "; ".join(f"{', '.join(names)}: {text}" for text, names in said.items())
 
 
 def _check_gpu(option: str, name: str) -> None:

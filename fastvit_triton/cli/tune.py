@@ -1,4 +1,4 @@
-"""`tune`: finds the fastest way to run a model on this machine's GPU, and saves it for later processes."""
+"""`tune`: finds the fastest way to run a model on this machine's GPU or CPU, and saves it for later processes."""
 
 import argparse
 import contextlib
@@ -23,7 +23,7 @@ from .model_by_name import PREFIXES, NamedModel, check_name, random_model
 if TYPE_CHECKING:
     from ..measure.tune import Tuned
 
-HELP = "measure the fastest way to run a model on this GPU, and save it for later processes"
+HELP = "measure the fastest way to run a model on this machine, and save it for later processes"
 DTYPES = dict(bf16="bfloat16", fp16="float16", fp32="float32")
 TINY = dict(img_size=32, depth=2, embed_dim=32, num_heads=2, num_classes=4)  # the model of a dry run
 DRY = "FASTVIT_TRITON_DRY_RUN"  # marks the process of a dry run
@@ -34,21 +34,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = f"{PREFIXES} (default: vit_base_patch16_224)"
     add("--model", default="vit_base_patch16_224", check=check_name, help=text)
-    add("--batch", type=int, default=64, check=at_least(1), help="images per batch (default: 64)")
+    add("--batch", type=int, check=at_least(1), help="images per batch (default: 64 on a GPU, 1 elsewhere)")
     text = "image side in pixels, or HEIGHTxWIDTH (default: the model's)"
     add("--img-size", "--image-size", type=image_size, check=check_size, metavar="SIZE", help=text)
-    add("--dtype", choices=DTYPES, default="bf16", help="of weights and images (default: bf16)")
-    add("--train", action="store_true", help="training steps instead of inference")
+    add("--dtype", choices=DTYPES, help="of weights and images (default: bf16 on a GPU, fp32 elsewhere)")
+    phases = parser.add_mutually_exclusive_group()
+    phases.add_argument("--train", action="store_true", help="training steps instead of inference")
+    phases.add_argument("--freeze", action="store_true", help="inference of a frozen model")
     add(
         "--seconds", type=float, default=60.0, check=_check_seconds, help="approximate seconds to measure (default: 60)"
     )
     files = parser.add_mutually_exclusive_group()
     files.add_argument("--show", action="store_true", help="print this machine's saved measurements and exit")
     files.add_argument("--clear", action="store_true", help="remove this machine's saved measurements")
-    text = "export the measurements for this GPU and software"
+    text = "export the measurements for this GPU or CPU and software"
     files.add_argument("--export", type=Path, metavar="FILE", check=check_output, help=text)
     files.add_argument(
-        "--import", type=Path, metavar="FILE", dest="source", help="import measurements exported on an identical GPU"
+        "--import",
+        type=Path,
+        metavar="FILE",
+        dest="source",
+        help="import measurements exported on an identical machine",
     )
     files.add_argument("--dry-run", action="store_true", help="execute every step on the CPU with a tiny model")
     add_device_option(parser)
@@ -63,7 +69,8 @@ def _check_seconds(option: str, value: float) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures launch parameters, and fused, mixed and plain blocks, on this machine's GPU, and saves the fastest.
 
-    Later processes on this machine use the result for all models of the same sizes. It affects speed only.
+    On a CPU it measures plain blocks, and blocks whose linear layers run by oneDNN. Later processes on this machine use
+    the result for all models of the same sizes. It affects speed only.
     """
     from ..measure import kept
 
@@ -86,15 +93,23 @@ def run(args: argparse.Namespace) -> int:
 def _tune(args: argparse.Namespace) -> int:
     import torch
 
+    from ..convert import optimize
+    from ..kernels.measured import kind_of
     from ..measure.tune import tune
 
     device = select_device(args.device)
-    if device.type != "cuda":
-        raise ValueError("tune measures a GPU and there is none here; --dry-run executes every step on the CPU")
-    dtype = getattr(torch, DTYPES[args.dtype])
+    dtype_name, batch = ("bf16", 64) if device.type == "cuda" else ("fp32", 1)
+    dtype_name, batch = args.dtype or dtype_name, args.batch or batch
+    dtype = getattr(torch, DTYPES[dtype_name])
     built = random_model(args.model, args.img_size, device, dtype, args.train)
-    images, named = built.inputs(args.batch, partial(torch.randn, device=device, dtype=dtype))
+    images, named = built.inputs(batch, partial(torch.randn, device=device, dtype=dtype))
     example = images[0] if images else named
+    if args.freeze:
+        if device.type == "cuda":
+            raise ValueError(
+                "--freeze is for a CPU; on a GPU frozen blocks run as those that were measured in inference"
+            )
+        optimize(built.model, freeze=True)
     columns = TextColumn("{task.description:40.40}"), BarColumn(), TimeElapsedColumn()
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -106,9 +121,10 @@ def _tune(args: argparse.Namespace) -> int:
         try:
             found = tune(built.model, example, args.train, args.seconds, on_progress)
         except torch.OutOfMemoryError as error:
-            raise ValueError(f"--batch {args.batch} does not fit into memory; lower it") from error
-    phase = "training" if args.train else "inference"
-    _report(found, f"{args.model}, {phase}, {DTYPES[args.dtype]}, batch {args.batch}, on {found.facts['gpu']}", True)
+            raise ValueError(f"--batch {batch} does not fit into memory; lower it") from error
+    phase = "training" if args.train else "inference, frozen" if args.freeze else "inference"
+    place = found.facts[kind_of(found.facts)]
+    _report(found, f"{args.model}, {phase}, {DTYPES[dtype_name]}, batch {batch}, on {place}", True)
     return 0
 
 
@@ -161,25 +177,8 @@ def _report(found: "Tuned", title: str, timed: bool) -> None:
     """Prints the results for launch parameters, block variants and the whole model."""
     print_line(title)
     console = Console()
-    table = Table("launches", "tried", "new", "speedup", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for row in found.launches:
-        tried = sum("us" in one for one in row["tried"])
-        changed = row["best"] is not None and row["best"] != row["tried"][0]["config"]
-        gain = row["us_before"] / row["us"] if changed and row["us_before"] else None
-        cells = f"{tried} of {len(row['tried'])}", "yes" if changed else "no", f"{gain:.2f}" if gain and timed else "-"
-        table.add_row(f"{row['count']} × {row['row']}", *cells)
-    console.print(table)
-    late = 0
-    for row in found.launches:
-        for one in row["tried"]:
-            why = one.get("error") or (None if one.get("match", True) else "wrong result")
-            late += (why or "").startswith("Timed")
-            if why is not None and not why.startswith("Timed"):
-                print_line(f"{row['row']}: rejected {_text(one['config'])}: {why}")
-    if late:
-        print_line(f"{late} candidates were not reached in time; raise --seconds.")
-    if any("rejected" in row for row in found.launches):
-        print_line(f"No launch parameters were saved: {found.launches[0]['rejected']}.")
+    if found.launches:
+        _report_launches(found, timed, console)
     for row in found.parts:
         print_line(f"{row['count']} × {row['name']}: {row['shapes'][0]}")
         table = Table("variant", "ratio to plain", "match", "", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -205,6 +204,29 @@ def _report(found: "Tuned", title: str, timed: bool) -> None:
             print_line(f"{name}: {row['error']}")
     if timed:
         print_line(f"Saved in {found.path}; `fastvit-triton tune --show` lists it, --clear removes it.")
+
+
+def _report_launches(found: "Tuned", timed: bool, console: Console) -> None:
+    """Prints the results for launch parameters."""
+    table = Table("launches", "tried", "new", "speedup", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for row in found.launches:
+        tried = sum("us" in one for one in row["tried"])
+        changed = row["best"] is not None and row["best"] != row["tried"][0]["config"]
+        gain = row["us_before"] / row["us"] if changed and row["us_before"] else None
+        cells = f"{tried} of {len(row['tried'])}", "yes" if changed else "no", f"{gain:.2f}" if gain and timed else "-"
+        table.add_row(f"{row['count']} × {row['row']}", *cells)
+    console.print(table)
+    late = 0
+    for row in found.launches:
+        for one in row["tried"]:
+            why = one.get("error") or (None if one.get("match", True) else "wrong result")
+            late += (why or "").startswith("Timed")
+            if why is not None and not why.startswith("Timed"):
+                print_line(f"{row['row']}: rejected {_text(one['config'])}: {why}")
+    if late:
+        print_line(f"{late} candidates were not reached in time; raise --seconds.")
+    if any("rejected" in row for row in found.launches):
+        print_line(f"No launch parameters were saved: {found.launches[0]['rejected']}.")
 
 
 def _text(config: dict[str, int]) -> str:

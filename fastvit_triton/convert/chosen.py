@@ -65,7 +65,7 @@ def with_ways(report: Report, choices: Iterable[Choice], reason: Callable[[Choic
     for row in _with_ours(report.rows, made, model):
         here = made.get(first[id(model.get_submodule(row.path))], [])
         found[row.path] = row if row.became is None else _chosen(row, here, found.get(row.within or row.path), reason)
-    return replace(report, rows=tuple(found.values()), device=None)
+    return replace(report, rows=tuple(found.values()), device=None, products=None)
 
 
 def _chosen(row: Row, choices: list[Choice], around: Row | None, reason: Callable[[Choice], str]) -> Row:

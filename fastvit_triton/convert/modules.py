@@ -16,6 +16,7 @@ from ..engine.hooks import PACKAGE, has_hooks, has_type, is_our_forward, type_na
 from ..engine.leaves import CONVOLUTIONS, VOLUME_CONVOLUTIONS, is_readable, norm_of
 from ..engine.source import code_of
 from ..engine.ways import SIZES
+from ..kernels import onednn
 from ..kernels.backend import backend, why_not
 from . import readers  # noqa: F401  (registers the fused forwards)
 from .forwards import FORWARDS, INNER, METHODS, Forward, Parts, bind, forward_for, known_type
@@ -64,8 +65,8 @@ def optimize(
         filter_fn: called with a candidate and its path; only candidates for which it returns True are converted. A
             fused block calls the others.
         freeze: the weights are final: also call `fastvit_triton.freeze` on the model.
-        tune: an example input: also measure how the model runs fastest on this GPU, in training if it is in training
-            mode; see `fastvit_triton.tune`. Nothing is measured if no kernel can run.
+        tune: an example input: also measure how the model runs fastest on this GPU or CPU, in training if it is in
+            training mode; see `fastvit_triton.tune`. Nothing is measured if neither the kernels nor oneDNN can run.
         verify: an example input (a tensor, or a tuple or dictionary of arguments): also run each converted module and
             its original in float64 with PyTorch, on two copies of the model, and undo the conversions whose outputs
             differ; the report gives the difference.
@@ -94,12 +95,42 @@ def optimize(
         if verify is not None:
             rows = _verified(model, rows, verify)
     parameter = next(model.parameters(), None)
-    device = None if parameter is None or backend() == "torch" else why_not(parameter.device, parameter.dtype)
-    if tune is not None and device is None and backend() != "torch":
+    if tune is not None and (parameter is None or _can_be_tuned(parameter)):
         from .. import tune as measure  # by its public name: `measure` imports this package
 
         measure(model, tune, model.training)
-    return Report(rows, device, subject=Subject(model, tune if verify is None else verify))
+    device, products = (None, None) if parameter is None else _on_device(model, parameter, freeze)
+    return Report(rows, device, products, subject=Subject(model, tune if verify is None else verify))
+
+
+def _can_be_tuned(parameter: nn.Parameter) -> bool:
+    """True if the kernels, or oneDNN on a CPU, can run on a parameter's device."""
+    what = parameter.device, parameter.dtype
+    return backend() != "torch" and (why_not(*what) is None or onednn.why_not(*what) is None)
+
+
+def _on_device(model: nn.Module, parameter: nn.Parameter, frozen: bool) -> tuple[str | None, str | None]:
+    """`Report.device` and `Report.products`, with the memory of packed weights of a frozen model on a CPU."""
+    cpu = parameter.device.type == "cpu"
+    why_no_kernel = why_not(parameter.device, parameter.dtype) if cpu or backend() != "torch" else None
+    if why_no_kernel is None or not cpu or backend() == "torch":
+        return why_no_kernel, None
+    runs, why = onednn.rule(parameter.device, parameter.dtype)
+    if not runs:
+        return why_no_kernel, f"the original code runs, because {why}"
+    copies = f"; frozen, at most one more copy of {_linear_bytes(model) / 1e6:.1f} MB of weights" if frozen else ""
+    return why_no_kernel, f"linear layers run by oneDNN {why}{copies}"
+
+
+def _linear_bytes(model: nn.Module) -> int:
+    """Bytes of the linear layers of modules that call the engine, which `freeze` may pack for oneDNN."""
+    found: dict[int, nn.Module] = {}
+    for module in model.modules():
+        forward = forward_for(module) if is_our_forward(module.__dict__.get("forward")) else None
+        parts = _parts(forward, module) if isinstance(forward, Forward) else None
+        layers = () if parts is None or isinstance(parts, str) else parts.layers()
+        found |= {id(layer): layer for layer in layers if isinstance(layer, nn.Module) and is_readable(layer)}
+    return sum(p.numel() * p.element_size() for layer in found.values() for p in layer.parameters())
 
 
 def attach(model: nn.Module) -> None:

@@ -43,12 +43,14 @@ class Report:
     Attributes:
         rows: one for each candidate.
         device: why the kernels do not run on the parameters' device; None if they do.
+        products: on a CPU, how linear layers run there instead, in a clause; None elsewhere.
         unfused: the way of unchanged candidates.
         subject: the model, from which the shares are counted; None for a graph, whose table has no shares.
     """
 
     rows: tuple[Row, ...] = ()
     device: str | None = None
+    products: str | None = None
     unfused: str = "original"
     subject: Subject | None = field(default=None, compare=False, repr=False)
 
@@ -133,7 +135,7 @@ class Report:
         if self.subject is None or not any(row.became is not None and row.way is None for row in self.rows):
             return ""
         if self.device is not None:
-            return f"{self.device}, so the original code runs."
+            return f"{self.device}; {self.products}." if self.products else f"{self.device}, so the original code runs."
         return "Each call chooses how they run: fused, mixed or plain; `fastvit-triton doctor` predicts which."
 
     def _shown(self, row: Row) -> str:

@@ -1,8 +1,9 @@
-"""Measurements by `fastvit-triton tune` on this machine: launch parameters and ways, one file per GPU and software.
+"""What `fastvit-triton tune` measured on this machine: launch parameters and ways, a file per processor and software.
 
 The file is in $FASTVIT_TRITON_CACHE, or in the platform's cache folder, and takes precedence over the committed tables
 in tuned/. It has the tables' row names; names with exact sizes take precedence over names with sizes rounded up to
-powers of two. A file that is damaged, or of another GPU or software, is ignored with one warning.
+powers of two. A file that is damaged, or of another processor or software, is ignored with one warning. A file of a CPU
+has only ways, "plain" or "onednn".
 """
 
 import contextlib
@@ -22,7 +23,7 @@ import torch
 from . import tile
 
 FORMAT = 1
-WAYS = ("plain", "mixed", "fused")
+WAYS = {"gpu": ("plain", "mixed", "fused"), "cpu": ("plain", "onednn")}  # by the fact that names the processor
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +32,7 @@ class Measured:
 
     Attributes:
         rows: name of a row, with or without sizes → launch parameters.
-        ways: name of a block's or an op's shape → "plain", "mixed" or "fused".
+        ways: name of a block's or an op's shape → "plain", "mixed", "fused" or "onednn".
     """
 
     rows: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -45,10 +46,10 @@ in_use: object = _files  # one of these: part of the cache key of every choice
 
 
 def of(device: torch.device, pretended: bool = False) -> Measured:
-    """Measurements on this device's GPU; empty for a CPU, without a file, or if another GPU is `pretended`."""
+    """Measurements on this GPU or CPU; empty for other devices, without a file, or if another GPU is `pretended`."""
     if _override is not None:
         return _override
-    return _read(device.index) if device.type == "cuda" and not pretended else NOTHING
+    return NOTHING if pretended or device.type not in ("cuda", "cpu") else _read(device.type, device.index)
 
 
 def forget() -> None:
@@ -89,11 +90,21 @@ def path_of(facts: dict[str, object]) -> Path:
     """Path of the file for these facts; it does not depend on the version of this package's sources."""
     what = {name: value for name, value in facts.items() if name != "sources"}
     digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
-    return folder() / f"{re.sub('[^a-z0-9]+', '-', str(facts['gpu']).lower()).strip('-')}-{digest}.json"
+    name = str(facts[kind_of(facts)]).lower()
+    return folder() / f"{re.sub('[^a-z0-9]+', '-', name).strip('-')}-{digest}.json"
 
 
-def facts_of(device: torch.device) -> dict[str, object]:
-    """GPU and software for which a measurement is valid."""
+def kind_of(facts: dict[str, object]) -> str:
+    """The fact that names the processor, "gpu" or "cpu"."""
+    return "cpu" if "cpu" in facts else "gpu"
+
+
+def facts_of(device: torch.device, pretended: bool = False) -> dict[str, object]:
+    """GPU or CPU, and software, for which a measurement is valid; that of a `pretended` GPU has the name "cpu"."""
+    if device.type == "cpu" and not pretended:
+        from . import onednn  # it imports this module
+
+        return dict(cpu=onednn.name(), cores=os.cpu_count(), torch=torch.__version__, sources=sources())
     gpu = device.type == "cuda"
     properties: Any = torch.cuda.get_device_properties(device) if gpu else None
     return dict(
@@ -137,7 +148,8 @@ def parse(text: str) -> dict:
         raise ValueError(f"it is not JSON: {error}") from error
     try:
         good = held["format"] == FORMAT and isinstance(held["facts"], dict)
-        good = good and all(entry["way"] in WAYS for entry in held["ways"].values())
+        ways = WAYS[kind_of(held["facts"])] if good else ()
+        good = good and all(entry["way"] in ways for entry in held["ways"].values())
         numbers = [n for entry in held["rows"].values() for n in entry["config"].values()]
         good = good and all(type(n) is int and 0 <= n <= 4096 for n in numbers)
     except (KeyError, TypeError, AttributeError):
@@ -154,8 +166,8 @@ def difference(held: dict, facts: dict[str, object]) -> str | None:
 
 
 @functools.cache
-def _read(index: int | None) -> Measured:
-    facts = facts_of(torch.device("cuda") if index is None else torch.device("cuda", index))
+def _read(kind: str, index: int | None) -> Measured:
+    facts = facts_of(torch.device(kind) if index is None else torch.device(kind, index))
     path = path_of(facts)
     try:
         held = parse(path.read_text(encoding="utf-8"))

@@ -46,6 +46,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TABLE = Path(__file__).parent / "tuned" / "cpu.json"
 PHASES = ("inference", "frozen", "training")
 PRECISIONS = ("float32", "bf16", "int8")  # of the products of frozen models
+REMEDY = "run `fastvit-triton tune`, or set FASTVIT_TRITON_BACKEND=onednn"  # without a row
 
 
 class Packed(NamedTuple):
@@ -257,6 +258,38 @@ def _int8_product(x: Tensor, packed: Packed) -> Tensor:
     return y.mul_(scale) if packed.bias is None else torch.addcmul(packed.bias, y, scale)
 
 
+class Rule(NamedTuple):
+    """What decides whether products in a dtype run by oneDNN on this machine.
+
+    Attributes:
+        runs: True if some or all of them do.
+        why: what says so, or why none does, in a clause.
+    """
+
+    runs: bool
+    why: str
+
+
+def rule(device: torch.device, dtype: torch.dtype) -> Rule:
+    """What decides whether products in this dtype on this device run by oneDNN, for reports."""
+    if settings.forced is None and backend.backend() == "torch":
+        return Rule(False, "FASTVIT_TRITON_BACKEND is torch")
+    if (reason := why_not(device, dtype)) is not None:
+        return Rule(False, reason)
+    if forced():
+        return Rule(True, "in every block, because FASTVIT_TRITON_BACKEND is onednn")
+    ways = set(measured.of(device).ways.values())
+    if "onednn" in ways:
+        return Rule(True, "in blocks for which `fastvit-triton tune` measured that it is faster")
+    limits = row().get(_name_of(dtype), {})
+    if limits:
+        sizes = ", ".join(f"{phase} from {macs:,.0f}" for phase, macs in limits.items())
+        return Rule(True, f"by the number of multiplications of a block's mean product: {sizes}")
+    if ways:
+        return Rule(False, "`fastvit-triton tune` measured that PyTorch's products are faster")
+    return Rule(False, f"there is no row for this CPU: {REMEDY}")
+
+
 def forced() -> bool:
     """True if a context or the switch says that every product runs by oneDNN."""
     return settings.forced == "onednn" or (backend.backend() == "onednn" and settings.forced is None)
@@ -264,7 +297,9 @@ def forced() -> bool:
 
 def usable(x: Tensor) -> bool:
     """True if products of x may run by oneDNN in this call, if they are large enough."""
-    if x.device.type != "cpu" or launch.target is not None or backend.backend() not in ("auto", "onednn"):
+    if x.device.type != "cpu" or torch.compiler.is_compiling():  # a compiler cannot trace what reads a file
+        return False
+    if launch.target is not None or backend.backend() not in ("auto", "onednn"):
         return False
     if type(x) not in PLAIN:  # sharded, quantised or traced
         return False

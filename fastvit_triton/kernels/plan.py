@@ -145,7 +145,7 @@ def choose(
         exact: True if matmuls are in IEEE float32.
     """
     name = " + ".join(branch.kind for branch in branches)
-    shapes = block_names(branches, training)
+    shapes = block_names(branches, "training" if training else "inference")
     if asked is not None or switch == "triton":
         return Choice(name, "plain" if asked == "onednn" else asked or "fused", "asked for", shapes, branches, {}, {})
     if not all(branch.images * branch.tokens for branch in branches):
@@ -180,13 +180,14 @@ def _choose_on_cpu(
         switch: `backend.backend()`.
     """
     name = " + ".join(branch.kind for branch in branches)
-    shapes = block_names(branches, phase == "training")
+    shapes = block_names(branches, phase)
     if traced or not all(branch.images * branch.tokens for branch in branches):
         return Choice(name, "plain", "asked for" if traced else "empty", shapes, branches, {}, {})
     if asked is not None or switch == "onednn":
         way = "onednn" if asked in (None, "onednn") else "plain"
         return Choice(name, way, "asked for", shapes, branches, {}, {})
-    found = measured_way(torch.device("cpu"), shapes)
+    known = shapes if phase != "frozen" else (*shapes, *block_names(branches, "inference"))
+    found = measured_way(torch.device("cpu"), known)
     if found is not None:
         return Choice(name, found, "measured", shapes, branches, {}, {})
     macs = [b.images * b.tokens * b.channels * size for b in branches for size in (b.width, b.inner)]
@@ -223,9 +224,13 @@ def refusal(ours: list[Launch], plain: list[Launch], training: bool, exact: bool
     return "has more launches than plain" if len(ours) > len(plain) * (1.1 if training else 1.0) else None
 
 
-def block_names(branches: tuple[Branch, ...], training: bool) -> tuple[str, str]:
-    """Names of a block's shape in tables of measurements: with exact and with rounded sizes."""
-    phase = "training" if training else "inference"
+def block_names(branches: tuple[Branch, ...], phase: str) -> tuple[str, str]:
+    """Names of a block's shape in tables of measurements: with exact and with rounded sizes.
+
+    Args:
+        branches: of the block.
+        phase: "inference" or "training"; on a CPU one of `onednn.PHASES`.
+    """
     found = branches, [branch.rounded for branch in branches]
     exact, near = (f"{' + '.join(branch.name for branch in some)} {phase}" for some in found)
     return exact, f"~{near}"

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..engine.ways import SIZES
-from ..kernels import measured
+from ..kernels import measured, plan
 from ..kernels.backend import using_backend
 from ..kernels.launch import overriding
 from ..kernels.measured import Measured
@@ -86,6 +86,7 @@ class Part:
         named: keyword inputs.
         autocast: autocast's dtype in the model; None if it is off.
         attention: names of its attention's shape, whose kernel is a separate choice; empty for none.
+        ways: of a block, besides plain.
     """
 
     name: str
@@ -96,13 +97,14 @@ class Part:
     named: dict
     autocast: torch.dtype | None = None
     attention: tuple[str, ...] = ()
+    ways: tuple[str, ...] = ("mixed", "fused")
 
     def variants(self) -> dict[str, dict[str, str]]:
         """Variant → {shape: way}; "plain" comes first."""
         found = {"plain": dict.fromkeys(self.shapes, "plain")}
         if not isinstance(self.call, nn.Module):
             return found | {"fused": dict.fromkeys(self.shapes, "fused")}
-        for way in ("mixed", "fused"):
+        for way in self.ways:
             ways = dict.fromkeys(self.shapes, way)
             if not self.attention:
                 found[way] = ways
@@ -166,17 +168,21 @@ class Part:
         return Part(self.name, self.count, self.shapes, call, *moved)
 
 
-def parts_of(model: nn.Module, inputs: tuple, named: dict, train: bool, table: Measured) -> list[Part]:
+def parts_of(
+    model: nn.Module, inputs: tuple, named: dict, train: bool, table: Measured, ways: tuple[str, ...]
+) -> list[Part]:
     """The distinct blocks and stems of a model, most frequent first.
 
     Args:
-        model: must have run before with such inputs.
+        model: must have run before with such inputs, in one of the ways.
         inputs: positional inputs.
         named: keyword inputs.
         train: prepare the parts for training steps.
         table: measurements in use.
+        ways: of its blocks, besides plain.
     """
     found: dict[tuple, Part] = {}
+    on_cpu = "onednn" in ways
     modules = [module for module in model.modules() if SIZES in module.__dict__]
     handles = [m.register_forward_pre_hook(partial(_keep, found, train), with_kwargs=True) for m in modules]
     try:
@@ -186,9 +192,12 @@ def parts_of(model: nn.Module, inputs: tuple, named: dict, train: bool, table: M
         for handle in handles:
             handle.remove()
     for part in found.values():
-        block = next((choice for choice in _choices(part, table, train) if choice.branches), None)
-        if block is not None:
-            part.shapes, part.name = block.shapes, type(part.call).__name__
+        with plan.forcing("onednn") if on_cpu else nullcontext():  # else a CPU without measurements chooses nothing
+            block = next((choice for choice in _choices(part, table, train) if choice.branches), None)
+        if block is None:
+            continue
+        part.shapes, part.name, part.ways = block.shapes, type(part.call).__name__, ways
+        if not on_cpu:
             fused = Measured(table.rows, table.ways | dict.fromkeys(block.shapes, "fused"))
             choices = []
             with capturing({}, part.name):  # if memory is insufficient, it is not fused

@@ -1,7 +1,7 @@
-"""Measures a model's kernels and blocks on this machine's GPU and stores the fastest choices; see `kernels.measured`.
+"""Measures a model's kernels and blocks on this machine and stores the fastest choices; see `kernels.measured`.
 
-1. Launch parameters of each distinct launch: a candidate's result must match that of the parameters in use to within
-   two roundings.
+1. On a GPU, launch parameters of each distinct launch: a candidate's result must match that of the parameters in use
+   to within two roundings; see `tune_launches`.
 2. Each distinct block in each way, including host time; results are compared with a wider dtype.
 3. The whole model before and after tuning, in eager PyTorch and with torch.compile.
 
@@ -21,18 +21,22 @@ from torch.utils._pytree import tree_leaves
 
 from ..convert import optimize
 from ..deploy.warm_up import given, run, unchanged, warmup
-from ..kernels import launch, measured, plan
-from ..kernels.compiling import Collector, compiling
+from ..kernels import launch, measured, onednn, plan
+from ..kernels.backend import backend, using_backend
+from ..kernels.compiling import Collector
 from ..kernels.measured import Measured
 from .kept import add, held_in
 from .model_parts import Part, calls_of, parts_of
 from .model_times import time_attention, time_model
 from .timeout import Deadline
 from .timing import Timing, samples_of, timing_columns
-from .tuning import Candidates, fastest, row_candidates
+from .tune_launches import rows_of, tune_launches
+from .tuning import fastest
 
 SHARES = 0.45, 0.75  # fractions of the time at which steps 1 and 2 end
-REPEATS = 4  # calls of a block per sample, so that the host can run ahead of the GPU as in a model
+WAYS = {"GPU": ("mixed", "fused"), "CPU": ("onednn",)}  # besides plain
+# calls of a block per sample, so that the host can run ahead of a GPU as in a model; about how many seconds to sample
+SAMPLES = {"GPU": (4, 0.5), "CPU": (1, 4.0)}
 
 
 @dataclass
@@ -42,7 +46,7 @@ class Tuned:
     Attributes:
         name: class of the model.
         train: True if training steps were measured.
-        facts: GPU and software.
+        facts: GPU or CPU, and software.
         launches: for each distinct launch its "row", "op", "count", "best" and the candidates that were "tried".
         parts: for each distinct block or stem its "name", "count", "shapes", "rule", "way", and columns by way.
         attention: for each distinct attention its "sizes", and columns by kernel: ours and PyTorch's, for information.
@@ -61,12 +65,7 @@ class Tuned:
 
     def rows(self) -> dict[str, dict]:
         """File entries for launch parameters, by row name with exact sizes and with their size class."""
-        found: dict[str, dict] = {}
-        for one in reversed(self.launches):  # of entries with the same name, the most frequent call is written last
-            if one["best"] is not None:
-                entry = dict(config=one["best"], us=one["us"], us_before=one["us_before"])
-                found |= dict.fromkeys(_class_first(one["row"]), entry)
-        return found
+        return rows_of(self.launches)
 
     def ways(self) -> dict[str, dict]:
         """File entries for the ways of blocks, by shape."""
@@ -79,7 +78,7 @@ class Tuned:
         return all(there.get(name) == entry for found, there in pairs for name, entry in found.items())
 
     def keep(self) -> None:
-        """Adds all entries to the file of this GPU and software."""
+        """Adds all entries to the file of this processor and software."""
         run_of = dict(model=self.name, train=self.train, result=self.model)
         self.path = add(self.facts, self.rows(), self.ways(), run_of)
 
@@ -91,12 +90,13 @@ def tune(
     seconds: float = 60.0,
     on_progress: Callable[[str, float], None] = lambda stage, done: None,
 ) -> Tuned:
-    """Measures how this model runs fastest on this machine's GPU, and stores the result for later processes.
+    """Measures how this model runs fastest on this machine's GPU or CPU, and stores the result for later processes.
 
     Only this function and `fastvit-triton tune` time anything. The result applies to every model with the same sizes,
-    on this GPU with this software, and affects only speed. In a process group, call it on all ranks with the module
-    that DDP or FSDP wraps: rank 0 measures, the others wait and use its result. The group's timeout must be longer than
-    the measurement.
+    on this processor with this software, and affects only speed. On a CPU it is whether the linear layers of a block
+    run by oneDNN; a frozen model is measured frozen, and blocks without such a measurement take that of inference. In a
+    process group, call it on all ranks with the module that DDP or FSDP wraps: rank 0 measures, the others wait and use
+    its result. The group's timeout must be longer than the measurement.
 
     Args:
         model: one of ours, or one that `optimize` supports, converted or not, but not compiled; it is not changed.
@@ -107,7 +107,7 @@ def tune(
 
     Raises:
         TypeError: model is not an nn.Module or compiled, or the example is of another type.
-        ValueError: the seconds are not positive, or the model runs none of our kernels, such as on a CPU.
+        ValueError: the seconds are not positive, or the model runs neither our kernels nor products by oneDNN.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; give an nn.Module")
@@ -115,13 +115,18 @@ def tune(
         raise TypeError("model is compiled; give the model that torch.compile was given")
     if not seconds > 0:
         raise ValueError(f"seconds is {seconds}; give a positive number")
-    group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not group:
-        return _tune(model, example, train, Deadline(seconds), on_progress)
+    with using_backend("auto" if backend() == "onednn" else backend()):  # "onednn" leaves no choice
+        return _on_rank_0(partial(_tune, model, example, train, Deadline(seconds), on_progress))
+
+
+def _on_rank_0(measure: Callable[[], Tuned]) -> Tuned:
+    """What `measure` returns; in a process group rank 0 measures, and each machine keeps its result."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return measure()
     shared: list[Tuned | None] = [None]
     try:
         if torch.distributed.get_rank() == 0:
-            shared[0] = _tune(model, example, train, Deadline(seconds), on_progress)
+            shared[0] = measure()
     finally:
         torch.distributed.broadcast_object_list(shared)  # None after an error
     found = shared[0]
@@ -137,26 +142,31 @@ def _tune(
     model: nn.Module, example: Tensor | tuple | dict, train: bool, deadline: Deadline, on_progress: Callable
 ) -> Tuned:
     inputs, named = given(example)
-    device = next((t.device for t in tree_leaves((list(model.parameters()), example)) if isinstance(t, Tensor)), None)
-    if device is None:
+    tensors = [t for t in tree_leaves((list(model.parameters()), example)) if isinstance(t, Tensor)]
+    if not tensors:
         raise ValueError("neither the model nor the example has a tensor, so there is nothing to tune")
+    device = tensors[0].device
+    pretended = launch.target is not None
     measured.folder().mkdir(parents=True, exist_ok=True)  # fail early if it cannot be created
-    before = measured.of(device, launch.target is not None)
+    before = measured.of(device, pretended)
     total = deadline.left
-    found = Tuned(type(model).__name__, train, measured.facts_of(device))
+    found = Tuned(type(model).__name__, train, measured.facts_of(device, pretended))
     on_progress("compiling", 0.0)
     with unchanged(model), measured.using(before):
-        ours = _with_our_kernels(model, inputs, named, train, device)
+        ours, ways = _with_ways(model, inputs, named, train, tensors[0])
         warmup(ours, example, train)
         run(ours, inputs, named, train)
-        parts = parts_of(ours, inputs, named, train, before)
-        with plan.forcing("fused"):
-            calls = calls_of(partial(run, ours, inputs, named, train))
+        parts = parts_of(ours, inputs, named, train, before, ways)
+        calls = []
+        if ways == WAYS["GPU"]:
+            with plan.forcing("fused"):
+                calls = calls_of(partial(run, ours, inputs, named, train))
     first, second = (deadline.sooner(max(deadline.left - total * (1 - share), 0)) for share in SHARES)
     with unchanged(model):
-        arch = launch.architecture(device)
-        found.launches = _time_launches([one for c in calls for one in row_candidates(c, arch)], first, on_progress)
-        after = _checked(found, parts, before, train)
+        after = before
+        if calls:
+            progress = partial(_progress_of_launches, on_progress)
+            found.launches, after = tune_launches(calls, parts, before, train, device, first, progress)
         for i, part in enumerate(parts):
             on_progress(f"ways of {part.name}", SHARES[0] + (SHARES[1] - SHARES[0]) * i / len(parts))
             row = _time_part(part, before, after, device, train, second.sooner(second.left / (len(parts) - i)))
@@ -171,11 +181,17 @@ def _tune(
     return found
 
 
-def _with_our_kernels(model: nn.Module, inputs: tuple, named: dict, train: bool, device: torch.device) -> nn.Module:
-    """The model if it runs our kernels, else a copy converted by `optimize`.
+def _progress_of_launches(on_progress: Callable[[str, float], None], stage: str, done: float) -> None:
+    on_progress(stage, SHARES[0] * done)
+
+
+def _with_ways(
+    model: nn.Module, inputs: tuple, named: dict, train: bool, tensor: Tensor
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """(the model if it runs our kernels or oneDNN's products, else a copy converted by `optimize`; its ways in `WAYS`).
 
     Raises:
-        ValueError: the copy runs none either.
+        ValueError: the copy runs neither.
     """
     for convert in (False, True):
         ours = model
@@ -184,71 +200,54 @@ def _with_our_kernels(model: nn.Module, inputs: tuple, named: dict, train: bool,
         with plan.forcing("fused"), Collector() as collector:
             run(ours, inputs, named, train)
         if collector.launches:
-            return ours
-    raise ValueError(f"the model runs none of our kernels on {device}, so there is nothing to tune")
-
-
-def _time_launches(choices: list[Candidates], deadline: Deadline, on_progress: Callable) -> list[dict]:
-    """Times the candidates of all distinct launches while others compile; returns rows."""
-    every = [(one, text, launch) for one in choices for text, found in one.launches().items() for launch in found]
-    rows = []
-    with compiling([launch for *_, launch in every]) as futures:
-        for (one, text, _), future in zip(every, futures, strict=True):
-            one.compiled.setdefault(text, []).append(future)
-        for i, one in enumerate(choices):
-            on_progress(f"launches of {one.call.op}", SHARES[0] * i / len(choices))
-            rows.append(one.time(deadline.sooner(deadline.left / (len(choices) - i))))
-    return rows
-
-
-def _checked(found: Tuned, parts: list[Part], before: Measured, train: bool) -> Measured:
-    """`before` with the new launch parameters, or unchanged if these make the results of a part wrong."""
-    after = Measured(before.rows | {name: entry["config"] for name, entry in found.rows().items()}, before.ways)
-    for part in parts:
-        ways = {name: ways for name, ways in part.variants().items() if not name.startswith("mixed")}
-        old, new = (
-            part.compare({name: Measured(table.rows, table.ways | more) for name, more in ways.items()}, train)[0]
-            for table in (before, after)
-        )
-        if any(said.match and not (name in new and new[name].match) for name, said in old.items()):
-            for row in found.launches:
-                row |= dict(best=None, rejected=f"{part.name} is incorrect with the new launch parameters")
-            return before
-    return after
+            return ours, WAYS["GPU"]
+        choices: list[plan.Choice] = []
+        with plan.forcing("onednn"), plan.observing(choices.append):
+            run(ours, inputs, named, train)
+        if any(choice.way == "onednn" for choice in choices):
+            return ours, WAYS["CPU"]
+    why = f"the model runs none of our kernels on {tensor.device}"
+    if tensor.device.type == "cpu":
+        torch_only = "FASTVIT_TRITON_BACKEND is torch" if backend() == "torch" else None
+        reason = torch_only or onednn.why_not(tensor.device, launch.product_dtype(tensor))
+        why += ", and no product by oneDNN" + ("" if reason is None else f" ({reason})")
+    raise ValueError(f"{why}, so there is nothing to tune")
 
 
 def _time_part(
     part: Part, before: Measured, after: Measured, device: torch.device, train: bool, deadline: Deadline
 ) -> dict:
-    """Times a block or stem; returns its row. The best variant is the fastest correct one; ties keep the one in use."""
+    """Times a block or stem; returns its row. The best variant is the fastest correct one; ties keep the one in use.
+
+    On a CPU, whose clock and load vary more than variants differ, they are compared by ratios paired by round.
+    """
+    kind = "CPU" if part.ways == WAYS["CPU"] else "GPU"
+    repeats, seconds = SAMPLES[kind]
     tables = {name: Measured(after.rows, after.ways | ways) for name, ways in part.variants().items()}
     row: dict[str, Any] = dict(name=part.name, count=part.count, shapes=part.shapes, rule=part.rule(before, train))
     verdicts, errors = part.compare(tables, train)
-    steps = {name: partial(_step, part, tables[name], train) for name, said in verdicts.items() if said.match}
-    samples, late = samples_of(steps, device, deadline, seconds=0.5, rounds=(3, 30), latency=True)
+    steps = {name: partial(_step, part, tables[name], train, repeats) for name, said in verdicts.items() if said.match}
+    samples, late = samples_of(steps, device, deadline, seconds, rounds=(3, 30), latency=True)
     row["variants"] = {name: said.columns() for name, said in verdicts.items()}
     for name, taken in samples.items():
-        row["variants"][name] |= timing_columns(taken, samples.get("plain"), REPEATS)
+        row["variants"][name] |= timing_columns(taken, samples.get("plain"), repeats)
     for name, text in (errors | late).items():
         row["variants"].setdefault(name, {})["error"] = text
-    timings = {name: Timing.of([us / REPEATS for us in taken]) for name, taken in samples.items()}
-    row["way"] = best = fastest(timings, row["rule"], steps)
+    timings = {name: Timing.of([us / repeats for us in taken]) for name, taken in samples.items()}
+    compared = timings
+    if kind == "CPU" and (used := samples.get(row["rule"])) is not None:
+        pairs = {name: zip(taken, used, strict=True) for name, taken in samples.items()}
+        compared = {name: Timing.of([us / before for us, before in pair]) for name, pair in pairs.items()}
+    row["way"] = best = fastest(compared, row["rule"], steps)
     us = {name: timing.us for name, timing in timings.items()}
     row["entries"] = {} if best is None else {s: dict(way=w, us=us) for s, w in part.variants()[best].items()}
     return row
 
 
-def _step(part: Part, table: Measured, train: bool, index: int) -> Callable[[], object]:
+def _step(part: Part, table: Measured, train: bool, repeats: int, index: int) -> Callable[[], object]:
     def timed() -> None:
         with measured.using(table):
-            for _ in range(REPEATS):
+            for _ in range(repeats):
                 part.step(train)
 
     return timed
-
-
-def _class_first(name: str) -> tuple[str, ...]:
-    """(row name with its size class, row name with exact sizes); exact ones are written last."""
-    row, _, sizes = name.partition(" ")
-    exact, near, _ = measured.names(row, tuple(map(int, sizes.split(","))))
-    return near, exact
