@@ -124,13 +124,15 @@ def _on_device(model: nn.Module, parameter: nn.Parameter, frozen: bool) -> tuple
 
 def _linear_bytes(model: nn.Module) -> int:
     """Bytes of the linear layers of modules that call the engine, which `freeze` may pack for oneDNN."""
-    found: dict[int, nn.Module] = {}
+    weights: dict[int, nn.Parameter] = {}
     for module in model.modules():
         forward = forward_for(module) if is_our_forward(module.__dict__.get("forward")) else None
         parts = _parts(forward, module) if isinstance(forward, Forward) else None
         layers = () if parts is None or isinstance(parts, str) else parts.layers()
-        found |= {id(layer): layer for layer in layers if isinstance(layer, nn.Module) and is_readable(layer)}
-    return sum(p.numel() * p.element_size() for layer in found.values() for p in layer.parameters())
+        for layer in layers:
+            if isinstance(layer, nn.Module) and is_readable(layer):
+                weights |= {id(parameter): parameter for parameter in layer.parameters()}
+    return sum(weight.numel() * weight.element_size() for weight in weights.values())
 
 
 def attach(model: nn.Module) -> None:
