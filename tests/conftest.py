@@ -28,8 +28,8 @@ os.environ["FASTVIT_TRITON_CACHE"] = _cache.name  # what was measured on this ma
 
 # sorted by CPU time of the whole file, longest first
 LONGEST = """cli backend convert parallel tune replay kernel_graphs pyramids recovery models static candidates export
-export_files interpreter freeze selftest odd_graphs rewriting features pressure benchmarks masked hub_cli claims explain
-plan launches convert_hooks fake_device recipes train shards readme""".split()
+export_files interpreter freeze selftest odd_graphs rewriting features pressure benchmarks converted masked hub_cli
+claims explain plan launches convert_hooks fake_device recipes train shards readme""".split()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -122,7 +122,7 @@ def test_kernels(name, kind):
     optimize(model, freeze=kind == "frozen kernels")
     want, own = run(truth, exact), run(plain, given)
     with interpreting(), forcing("fused"), Recorder() as launched:
-        if kind == "kernels":
+        if kind == "kernels" and name not in TOWERS | PACKED | DENSE:  # whose kernels' gradients the common models show
             got = run(model, given)
         else:
             with torch.no_grad():
