@@ -1,10 +1,11 @@
-"""Layers of other libraries that have a BatchNorm, which `engine.batch_norm` folds in evaluation after `freeze`."""
+"""Layers with a BatchNorm, which `engine.batch_norm` folds in evaluation after `freeze`."""
 
-from torch import nn
+from torch import Tensor, nn
 
-from ..engine.batch_norm import NORMED
-from ..engine.leaves import Layer, Packed, activation_of
-from ..engine.mlp import MlpBody
+from ..engine.batch_norm import NORMED, folded_taps
+from ..engine.leaves import Foreign, Layer, Packed, activation_of
+from ..engine.mlp import MlpBody, taps_of
+from ..kernels.depthwise import depthwise
 
 NORMED |= {
     "timm.models.levit.LinearNorm": ("linear", "bn"),
@@ -12,6 +13,15 @@ NORMED |= {
     "transformers.models.levit.modeling_levit.MLPLayerWithBN": ("linear", "batch_norm"),
 }
 UNFOLDED = "it runs fused in evaluation after `freeze`, which folds its BatchNorms, if no layer was replaced"
+
+
+def convolve_depthwise(x: Tensor, owner: nn.Module, conv: Foreign, norm: Foreign) -> Tensor:
+    """A depthwise convolution of a map and the BatchNorm after it, both in `owner`; [B, H, W, C] → [B, H', W', C]."""
+    taps = folded_taps(owner, conv, norm)
+    if taps is not None:
+        return depthwise(x, *taps, stride=conv.stride[0])
+    y = depthwise(x, taps_of(conv), conv.bias, stride=conv.stride[0])
+    return norm(y.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
 
 def folded_mlp(

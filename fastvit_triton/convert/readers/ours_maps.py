@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...engine.attention import attend, heads_of
-from ...engine.batch_norm import convolve, folded
+from ...engine.batch_norm import convolve
 from ...engine.body import Body, finish, normalize, project
 from ...engine.branch import Branch, add_branches
 from ...engine.freeze import derived
@@ -23,12 +23,11 @@ from ...engine.leaves import (
     is_patch_conv,
     is_plain_module,
 )
-from ...engine.mlp import taps_of
 from ...kernels.attention import attention
 from ...kernels.cost import Branch as Sizes
-from ...kernels.depthwise import depthwise
 from ...kernels.patch_embed import assemble, patch_embed, whole_patches
 from ...layers.embed import PatchEmbed
+from ..batch_norm import convolve_depthwise
 from ..forwards import fused_body, fused_forward, original
 from ..third_party import is_fusable
 
@@ -195,10 +194,7 @@ def _convolved(module: Foreign, x: Tensor) -> Tensor:
     conv = module.conv
     if has_hooks(module) or not is_plain_module(conv, CONVOLUTIONS):
         return module(x)
-    if (fold := folded(module, conv, module.bn)) is not None:
-        return depthwise(x, fold.weight, fold.bias, stride=conv.stride[0])
-    x = depthwise(x, taps_of(conv), conv.bias, stride=conv.stride[0])
-    return module.bn(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+    return convolve_depthwise(x, module, conv, module.bn)
 
 
 @fused_body(

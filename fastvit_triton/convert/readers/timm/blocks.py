@@ -110,7 +110,8 @@ def scaled_block(self: Foreign, x: Tensor) -> Tensor:
 
 def scaled_branches(block: Foreign, x: Tensor) -> tuple[Branch, Branch]:
     """Attention and MLP of a pre-norm block, with their norms and factors, for x [B, N, D]."""
-    (first, second), (drop1, drop2) = factors(block, x), drop_paths(block)
+    first, second = factors(block, x)
+    drop1, drop2 = drop_paths(block)
     attn = Branch(block.attn, block.norm1, None, drop1, first)
     return attn, Branch(block.mlp, block.norm2, None, drop2, second)
 

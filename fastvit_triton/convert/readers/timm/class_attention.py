@@ -9,7 +9,6 @@ from ....engine.branch import Branch, add_branches
 from ....engine.hooks import PACKAGE, has_hooks, is_our_forward, type_name
 from ....engine.leaves import Foreign, Layer, has_sample_scale, is_inactive, is_readable, sample_scale_of
 from ....kernels.attention import attention
-from ....layers.class_attention import ClassAttention
 from ....layers.scaled_block import times
 from ...forwards import fused_forward, original
 from ...third_party import is_fusable
@@ -48,7 +47,7 @@ def class_attention(self: Foreign, x: Tensor) -> Tensor:
     query, keys = projections(self)
     (q,) = heads_of(project(x[:, :1], (query,)), self.num_heads, 1)
     o = _one_query(self, q, *heads_of(project(x, keys), self.num_heads, 2))
-    if type(self) is ClassAttention:  # one row an image, for which no kernel is faster
+    if is_own(self) and hasattr(self, "q"):  # CaiT's, whose last layer, with one row an image, is called
         return self.proj_drop(self.proj(o))
     return finish(o, self.proj, drop=self.proj_drop)
 
@@ -72,7 +71,8 @@ def class_block(self: Foreign, x: Tensor, x_cls: Tensor) -> Tensor:
     """CaiT's block of the class token; patches [B, N, D], class token [B, 1, D] → class token [B, 1, D]."""
     if not is_fusable(self, x):
         return original(self, x, x_cls)
-    (first, second), (drop1, drop2) = factors(self, x), drop_paths(self)
+    first, second = factors(self, x)
+    drop1, drop2 = drop_paths(self)
     y = self.attn(normalize(torch.cat((x_cls, x), 1), self.norm1))
     return add_branches(x_cls + drop1(times(first, y)), Branch(self.mlp, self.norm2, None, drop2, second))
 

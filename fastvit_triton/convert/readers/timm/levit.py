@@ -168,7 +168,8 @@ def levit_downsample(self: Foreign, x: Tensor) -> Tensor:
 )
 def levit_mlp_parts(self: Foreign, tokens: bool = False) -> MlpBody | str:
     """Parts of LeViT's MLP, with the BatchNorms folded into its layers; maps only as `tokens`, by the block."""
-    first, last = normed(self.ln1), normed(self.ln2)
+    first = normed(self.ln1)
+    last = normed(self.ln2)
     if is_own(self):  # a layer whose BatchNorm is not folded is called
         return MlpBody((first,), activation_of(self.act), last, (self.drop, None))
     is_map = not type_name(self.ln1).endswith("LinearNorm")

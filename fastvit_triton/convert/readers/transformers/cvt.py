@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from ....engine.attention import heads_of, merged_heads
-from ....engine.batch_norm import folded_taps
 from ....engine.body import Body, project
 from ....engine.branch import Branch, add_branches
 from ....engine.hooks import is_plain_module
 from ....engine.leaves import DROPOUTS, Foreign, activation_of, is_depthwise_conv, is_identity, is_inactive
-from ....engine.mlp import MlpBody, taps_of
+from ....engine.mlp import MlpBody
 from ....kernels.attention import attention
-from ....kernels.depthwise import depthwise
+from ...batch_norm import convolve_depthwise
 from ...forwards import INNER, fused_body, fused_forward, original
 from ...third_party import is_fusable
 from .vit import classes
@@ -78,11 +77,7 @@ def _convolved(self: Foreign, image: Tensor) -> Tensor:
     conv = inner.convolution
     if not plain or not is_depthwise_conv(conv, (1, 2)):
         return self(image.permute(0, 3, 1, 2))
-    taps = folded_taps(inner, conv, inner.normalization)
-    if taps is not None:
-        return depthwise(image, *taps, stride=conv.stride[0]).flatten(1, 2)
-    y = depthwise(image, taps_of(conv), conv.bias, stride=conv.stride[0])
-    return inner.normalization(y.permute(0, 3, 1, 2)).flatten(2).transpose(1, 2)
+    return convolve_depthwise(image, inner, conv, inner.normalization).flatten(1, 2)
 
 
 def _layer_reason(self: Foreign) -> str | None:

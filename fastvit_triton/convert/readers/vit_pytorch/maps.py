@@ -10,7 +10,7 @@ from functools import partial
 from torch import Tensor
 
 from ....engine.attention import heads_of, merged_heads, reduced_map
-from ....engine.batch_norm import folded_linear, folded_taps
+from ....engine.batch_norm import folded_linear
 from ....engine.body import Body, activate, project
 from ....engine.branch import Branch, add_branches, runs_plain
 from ....engine.freeze import derived
@@ -30,6 +30,7 @@ from ....kernels.attention import attention
 from ....kernels.depthwise import depthwise
 from ....kernels.linear import linear
 from ....kernels.window import window_attention
+from ...batch_norm import convolve_depthwise
 from ...channel_maps import REPLACED, Grid, dropped, is_norm, layers_of, map_like, map_of, normalized, packed, tokens_of
 from ...forwards import fused_forward, original
 from ...third_party import is_fusable
@@ -148,11 +149,7 @@ def _separable(self: Foreign, image: Tensor) -> Tensor:
     if found is None or last is None or not plain or not is_depthwise_conv(found[0], (1, 2)):
         return tokens_of(self(image.permute(0, 3, 1, 2)))
     conv, norm, _ = found
-    taps = folded_taps(self, conv, norm)
-    if taps is None:
-        y = depthwise(image, taps_of(conv), conv.bias, stride=conv.stride[0]).permute(0, 3, 1, 2)
-        return project(tokens_of(norm(y)), (last,))
-    return project(depthwise(image, *taps, stride=conv.stride[0]).flatten(1, 2), (last,))
+    return project(convolve_depthwise(image, self, conv, norm).flatten(1, 2), (last,))
 
 
 def _local_attention(self: Foreign, grid: Grid) -> Parts:
