@@ -20,11 +20,14 @@ from benchmarks.no_device import no_device
 from fastvit_triton.cli import check as command
 from fastvit_triton.cli import check_stage, main
 from fastvit_triton.cli.check_stage import Request
+from fastvit_triton.kernels import onednn, plan
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.measure import selftest, workers
 from fastvit_triton.measure.check import (
     BUDGETS,
+    FROZEN,
+    MEDIUM,
     Stage,
     Subject,
     _ratios,
@@ -136,6 +139,11 @@ VERDICTS = {
         dict(selftest=dict(skipped="no GPU"), tune=dict(skipped="no GPU"), compare=compared(compile=SLOW)),
         "keep torch.compile: ours is 0.97 × (0.95 to 0.99); the kernels do not run on this machine",
     ),
+    "oneDNN on a CPU": (
+        dict(selftest=dict(skipped="no GPU"), compare=compared(["onednn"], compile=FAST)),
+        "use ours: 1.12 × torch.compile (1.08 to 1.15); "
+        "the kernels do not run on this machine, linear layers run by oneDNN",
+    ),
     "ours is wrong": (
         dict(compare=compared(missing={"optimized by us": "gives a wrong result: the error of x is too large"})),
         "keep torch.compile: ours could not be measured (it gives a wrong result: the error of x is too large)",
@@ -218,14 +226,40 @@ def tiny(dtype=torch.float32, train=False, **options):
 
 @pytest.mark.parametrize("train", [pytest.param(False, marks=pytest.mark.full), True])
 def test_comparison_on_a_cpu(train):
-    """Oracle: the verdicts of float64; three variants, their ratios, and dropout that is switched off."""
+    """Oracle: the verdicts of float64; the variants, their ratios, and dropout that is switched off."""
     with compiling("aot_eager"):
         found = compare(tiny(train=train, proj_drop_rate=0.5, drop_path_rate=0.5), None, Deadline(500), 0.01, 60)
-    assert [row["arm"] for row in found["rows"]] == ["eager", "ours eager", "torch.compile"]
+    beside = [MEDIUM] if train else [FROZEN, MEDIUM]
+    assert [row["arm"] for row in found["rows"]] == ["eager", "ours eager", *beside, "torch.compile"]
+    assert list(found["beside"]) == beside and all(name in found["said"] for name in beside if name == MEDIUM)
     assert all(row["match"] and row["us"] > 0 and row["batch"] == 2 for row in found["rows"])
     assert found["ratios"].keys() == {"eager", "torch.compile"} and found["missing"] == {} and found["ways"] == []
     assert all(low <= median <= high for median, low, high in found["ratios"].values())
     assert {row["phase"] for row in found["rows"]} == {"training" if train else "forward"}
+
+
+@pytest.mark.skipif(onednn.why_not(CPU, torch.float32) is not None, reason="PyTorch has no oneDNN here")
+def test_comparison_by_onednn(monkeypatch):
+    """Oracle: the way, the packed weights of the frozen variant, and a result of lower precision that is timed."""
+    packs, pack = [], onednn.pack
+
+    class Rounded(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * (1.01 if torch.get_float32_matmul_precision() == "medium" else 1.0)
+
+    monkeypatch.setattr(onednn, "pack", lambda *given: packs.append(1) or pack(*given))
+    subject = tiny()
+    subject.model.head = Rounded(32, 4).eval()
+    with compiling("aot_eager"), onednn.using_row({"float32": dict.fromkeys(onednn.PHASES, 0.0)}):
+        found = compare(subject, None, Deadline(500), 0.01, 60)
+    assert found["ways"] == ["onednn"] and len(packs) == 8
+    assert torch.get_float32_matmul_precision() == "highest"
+    (row,) = (row for row in found["rows"] if row["arm"] == MEDIUM)
+    assert not row["match"] and row["us"] > 0
+    assert f"eager PyTorch ({found['beside'][MEDIUM][1]:.2f}" in found["said"]
+    assert (
+        f"with {row['within']:g} times the error allowed" in found["said"] and "blocks run by oneDNN" in found["said"]
+    )
 
 
 def test_comparison_without_a_device():
@@ -365,10 +399,14 @@ def here(monkeypatch, tmp_path):
         return json.loads((tmp_path / "result.json").read_text())
 
     monkeypatch.setattr(command, "_in_process", in_process)
+    monkeypatch.setenv("FASTVIT_TRITON_CACHE", str(tmp_path / "cache"))
+    plan.forget()
     folder = tmp_path / "folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    return folder
+    yield folder
+    monkeypatch.undo()
+    plan.forget()
 
 
 FOREIGN = "--model", "timm:test_vit", "--device", "cpu", "--train"
@@ -382,13 +420,16 @@ def test_a_run_on_a_cpu(here, capsys, words):
     head, *lines, last = capsys.readouterr().out.splitlines()
     assert head.startswith(f"{words[1]}, {'training' if '--train' in words else 'inference'}, float32, batch ")
     assert [line.partition(":")[0] for line in lines[:-1]] == [name for name in BUDGETS for _ in range(2)]
-    assert "skipped, because the kernels do not run here (" in lines[1] and "skipped" in lines[3]
+    assert "skipped, because the kernels do not run here (" in lines[1]
+    assert "launch" not in lines[3] and "; saved (" in lines[3]
     assert "ours is" in lines[5] and "torch.compile max-autotune" in lines[7]
     held = json.loads((here / "fastvit-triton-check.json").read_text())
-    assert last == held["check"]["verdict"] and last.endswith("; the kernels do not run on this machine")
+    assert last == held["check"]["verdict"] and "; the kernels do not run on this machine" in last
+    assert "tune" not in held and all("us" not in row for row in held["check"]["stages"]["tune"]["model"].values())
     assert held["benchmark"]["packages"]["torch"] and held["benchmark"]["command"] and held["benchmark"]["gpu"] is None
     rows = held["benchmark"]["rows"] + held["check"]["stages"]["max-autotune"]["rows"]
-    assert len(rows) == 6 and all(row["match"] and row["speedup"] > 0 and "us" not in row for row in rows)
+    assert len(rows) == (7 if "--train" in words else 8) and all(row["speedup"] > 0 and "us" not in row for row in rows)
+    assert all(row["match"] for row in rows if row["arm"] != MEDIUM)
     assert "gpu is null" in community.problems(held | dict(selftest=parts()[1]))[0] and "selftest" not in held
 
 
@@ -403,6 +444,7 @@ def results(**changes):
 def test_the_file_is_complete_after_every_stage(here, monkeypatch, capsys):
     """Oracle: what each stage, and Ctrl-C in the last one, finds in the folder: one file that loads."""
     seen = []
+    monkeypatch.setattr(onednn, "why_not", lambda device, dtype: "no oneDNN")
 
     def stage(request, variables, name, seconds):
         seen.append([path.name for path in here.iterdir()])
@@ -518,6 +560,7 @@ def test_tuning_is_summarised():
     said = check_stage._tuned(SimpleNamespace(parts=blocks, launches=launches))
     blocks = "12 × Block fused (before: mixed), 1 × stem plain, not measured in time (before: plain)"
     assert said == f"{blocks}; new launch parameters for 1 of 3 launches; saved"
+    assert check_stage._tuned(SimpleNamespace(parts=[], launches=[])).endswith("; saved")
 
 
 BAD = [

@@ -98,6 +98,7 @@ def _run(request: Request, variables: dict[str, str], out: Path | None) -> int:
     """Runs all stages, writes the file after each, and prints the verdict."""
     import torch
 
+    from ..kernels import onednn
     from ..kernels.backend import using_backend, why_not
     from ..measure.check import BUDGETS, Stage, contribution, run_stages, verdict
     from ..measure.machine import provenance
@@ -111,7 +112,10 @@ def _run(request: Request, variables: dict[str, str], out: Path | None) -> int:
         why = why_not(device, getattr(torch, DTYPES[request.dtype]))
     if why is not None and not request.dry:
         runs |= dict(selftest=lambda seconds: dict(skipped=f"the kernels do not run here ({why})"))
-        runs |= dict(tune=lambda seconds: dict(skipped="it measures the kernels, which do not run here"))
+        reason = onednn.why_not(device, getattr(torch, DTYPES[request.dtype]))
+        if reason is not None:
+            skipped = f"it measures the kernels and oneDNN's products, which do not run here ({reason})"
+            runs |= dict(tune=lambda seconds: dict(skipped=skipped))
     settings = dict(model=request.model, batch=request.batch, dtype=DTYPES[request.dtype], train=request.train)
     settings |= {} if request.size is None else dict(img_size=list(request.size))
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
@@ -119,7 +123,8 @@ def _run(request: Request, variables: dict[str, str], out: Path | None) -> int:
 
     def save(stages: dict[str, dict]) -> None:
         if out is not None:
-            held = contribution(stages, source, settings, verdict(stages), _exported(stages), request.dry)
+            tuned = _exported(stages) if gpu or request.dry else None  # it has absolute times
+            held = contribution(stages, source, settings, verdict(stages), tuned, request.dry)
             with replacing(out) as temporary:
                 temporary.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
 

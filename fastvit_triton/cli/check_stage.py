@@ -105,13 +105,17 @@ def compare(request: Request) -> dict:
 def tune(request: Request) -> dict:
     """Tunes the model; returns what was chosen, the file that holds it, and "said"."""
     from ..measure.tune import tune
+    from ..measure.variants import without_times
 
     subject = subject_of(request)
     example = subject.inputs(0)
     left = request.deadline().left  # the last candidate may take longer than tune's limit
     found = tune(subject.model, example.get("image", example), request.train, max(0.85 * left, 1.0))
     parts = [dict(name=p["name"], count=p["count"], before=p["rule"], after=p["way"]) for p in found.parts]
-    return dict(parts=parts, path=str(found.path), model=found.model, said=_tuned(found))
+    model = found.model
+    if subject.device.type == "cpu" and not request.dry:
+        model = {name: without_times([row])[0] for name, row in model.items()}
+    return dict(parts=parts, path=str(found.path), model=model, said=_tuned(found))
 
 
 def _tuned(found: "Tuned") -> str:
@@ -119,7 +123,8 @@ def _tuned(found: "Tuned") -> str:
     new = [row for row in found.launches if row["best"] is not None and row["best"] != row["tried"][0]["config"]]
     ways = [(part, part["way"] or f"{part['rule']}, not measured in time") for part in found.parts]
     said = [f"{part['count']} × {part['name']} {way} (before: {part['rule']})" for part, way in ways]
-    return f"{', '.join(said)}; new launch parameters for {len(new)} of {len(found.launches)} launches; saved"
+    launches = [f"new launch parameters for {len(new)} of {len(found.launches)} launches"] * bool(found.launches)
+    return "; ".join([", ".join(said), *launches, "saved"])
 
 
 STAGES = {"tune": tune, "compare": compare, "max-autotune": compare}

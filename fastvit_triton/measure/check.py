@@ -4,10 +4,11 @@ A stage that fails or does not end within its budget leaves the reason, and the 
 variants alternate in one process, host time included, and ratios are paired by round.
 """
 
+import contextlib
 import copy
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,10 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..convert import optimize
+from ..kernels import launch
 from ..kernels.backend import using_backend
 from ..kernels.plan import Choice, observing
 from .compare import Named
-from .libraries import ModelCall, optimized_variant
+from .libraries import ModelCall, build_variant, optimized_variant
 from .timeout import Deadline, capturing
 from .timing import Timing
 from .variants import Case, Variant, compiled, measure, without_times
@@ -30,6 +33,8 @@ AUTOTUNE = "torch.compile max-autotune"
 WRONG = "gives a wrong result"
 FEWEST = 3  # rounds of a ratio with a spread
 OURS = ("ours eager", "optimized by us")  # variants: a model of ours, and one of another package
+FROZEN = "ours frozen"
+MEDIUM = 'torch.set_float32_matmul_precision("medium")'
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,8 @@ def compare(subject: Subject, mode: str | None, deadline: Deadline, seconds: flo
 
     Returns:
         "rows" by variant; "ratios": other variant → median and quartiles of ours' speed relative to it; "missing":
-        variant → why it has none; "ways": how the blocks of ours run, most frequent first; and "said".
+        variant → why it has none; "ways": how the blocks of ours run, most frequent first; and "said". On a CPU also
+        "beside": `FROZEN` and `MEDIUM` → median and quartiles of their speed relative to eager PyTorch.
     """
     case = _case(subject, mode)
     ours = case.variants[1]
@@ -146,7 +152,12 @@ def compare(subject: Subject, mode: str | None, deadline: Deadline, seconds: flo
     asked = [row for row in rows if "us" not in row or row["arm"] == ours.name]
     missing = {row["arm"]: why for row in asked if (why := _why_missing(row, budget)) is not None}
     ways = _ways(ours.call, subject) if ours.name in found.samples else []
-    answer = dict(rows=rows, ratios=_ratios(found.samples, ours.name), missing=missing, ways=ways)
+    samples = {name: taken for name, taken in found.samples.items() if name not in (FROZEN, MEDIUM)}
+    answer = dict(rows=rows, ratios=_ratios(samples, ours.name), missing=missing, ways=ways)
+    beside = {name: found.samples[name] for name in (FROZEN, MEDIUM) if name in found.samples}
+    if beside:
+        eager = found.samples.get(case.variants[0].name, ())
+        answer["beside"] = {name: one for name, taken in beside.items() if (one := _ratio(eager, taken)) is not None}
     return answer | dict(said=_compared(answer))
 
 
@@ -162,11 +173,37 @@ def _case(subject: Subject, mode: str | None) -> Case:
     ours = Variant(OURS[0], None, ModelCall(model, auto)) if subject.ours else optimized_variant(model)
     compiling = ModelCall(model, *contexts, run=compiled(model, mode, fullgraph=False))
     variants = [eager, ours, Variant(AUTOTUNE if mode else COMPILE, None, compiling)]
+    if subject.device.type == "cpu" and mode is None and launch.target is None:
+        variants[2:2] = _on_a_cpu(subject, contexts, auto)
     truth = ModelCall(copy.deepcopy(model).double(), *contexts)
     facts = dict(model=subject.name, batch=subject.batch)
     phase = "training" if training else "forward"
     name = f"{subject.name} batch {subject.batch}"
     return Case(name, subject.dtype, subject.inputs, variants, truth, (phase,), facts, deep=True, learning=_learning)
+
+
+def _on_a_cpu(subject: Subject, contexts: tuple, auto: Callable) -> Iterator[Variant]:
+    """Yields ours frozen in inference, whose linear layers keep packed weights, and PyTorch in lower precision."""
+
+    def frozen() -> ModelCall:
+        optimize(model := copy.deepcopy(subject.model), freeze=True)
+        return ModelCall(model, *[auto] * subject.ours)
+
+    if not subject.model.training:
+        yield build_variant(FROZEN, None, frozen)
+    if subject.dtype == torch.float32:
+        yield Variant(MEDIUM, None, ModelCall(subject.model, *contexts, _medium), reduced=True)
+
+
+@contextlib.contextmanager
+def _medium() -> Iterator[None]:
+    """Context of PyTorch's float32 products in lower precision, such as bfloat16 on CPUs that have it."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _eager(name: str) -> str:
@@ -204,12 +241,16 @@ def _ratios(samples: Mapping[str, Sequence[float]], ours: str) -> dict[str, list
 
     Empty with fewer than `FEWEST` rounds.
     """
-    found = {}
-    for name, taken in samples.items():
-        if name != ours and len(samples.get(ours, ())) >= FEWEST:
-            pairs = Timing.of([theirs / us for theirs, us in zip(taken, samples[ours], strict=True)])
-            found[name] = [round(value, 3) for value in (pairs.us, pairs.q1, pairs.q3)]
-    return found
+    found = {name: _ratio(taken, samples.get(ours, ())) for name, taken in samples.items() if name != ours}
+    return {name: ratio for name, ratio in found.items() if ratio is not None}
+
+
+def _ratio(slow: Sequence[float], fast: Sequence[float]) -> list[float] | None:
+    """[median, first quartile, third quartile] of slow / fast, paired by round; None with too few rounds."""
+    if min(len(slow), len(fast)) < FEWEST:
+        return None
+    pairs = Timing.of([theirs / us for theirs, us in zip(slow, fast, strict=True)])
+    return [round(value, 3) for value in (pairs.us, pairs.q1, pairs.q3)]
 
 
 def _ways(call: ModelCall, subject: Subject) -> list[str]:
@@ -224,8 +265,13 @@ def _compared(found: dict) -> str:
     """What a comparison found, in one line."""
     said = [_speed(ratio, f" {_rival(name)}") for name, ratio in found["ratios"].items()]
     text = [f"ours is {', '.join(said)}"] if said else []
+    within = {row["arm"]: row.get("within") for row in found["rows"] if row.get("match") is False}
+    for name, ratio in found.get("beside", {}).items():
+        error = f", with {within[name]:g} times the error allowed" if within.get(name) is not None else ""
+        text.append(f"{'frozen' if name == FROZEN else name} is {_speed(ratio, ' eager PyTorch')}{error}")
     text += [f"{_who(name)} {why}" for name, why in found["missing"].items()]
-    return "; ".join(text + [f"blocks run {' and '.join(found['ways'])}"] * bool(found["ways"]))
+    ways = ["by oneDNN" if way == "onednn" else way for way in found["ways"]]
+    return "; ".join(text + [f"blocks run {' and '.join(ways)}"] * bool(ways))
 
 
 def _speed(ratio: Sequence[float], rival: str = "") -> str:
@@ -259,7 +305,9 @@ def verdict(stages: Mapping[str, dict]) -> str:
     if failed:
         wrong = "1 check of the kernels" if len(failed) == 1 else f"{len(failed)} checks of the kernels"
         return f"keep torch.compile: {wrong} failed on this machine, the first is {failed[0]}"
-    notes = ["the kernels do not run on this machine"] * ("skipped" in stages.get("selftest", {}))
+    ways: list[str] = next((row["ways"] for row in compared if row.get("ways")), [])
+    by_onednn = ", linear layers run by oneDNN" if "onednn" in ways else ""
+    notes = [f"the kernels do not run on this machine{by_onednn}"] * ("skipped" in stages.get("selftest", {}))
     notes += [f"{name} {row['error']}" for name, row in stages.items() if "error" in row]
     ours_missing = [missing.pop(name) for name in OURS if name in missing]
     if not ratios or any(why.startswith(WRONG) for why in ours_missing):  # also if it was right in another stage
@@ -267,8 +315,7 @@ def verdict(stages: Mapping[str, dict]) -> str:
         return f"keep torch.compile: ours could not be measured ({'; '.join(why) or 'nothing was timed'})"
     rivals = {name: ratio for name, ratio in ratios.items() if name.startswith(COMPILE)} or ratios
     rival, ratio = min(rivals.items(), key=lambda item: item[1][0])
-    ways: list[str] = next((row["ways"] for row in compared if row.get("ways")), [])
-    ours = " and ".join(ways) if ways and ways != ["plain"] else "ours"
+    ours = "ours" if ways == ["plain"] or by_onednn else " and ".join(ways) or "ours"
     if ratio[1] > 1:
         said = f"use {ours}: {_speed(ratio, f' {_rival(rival)}')}"
     else:

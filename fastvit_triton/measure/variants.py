@@ -28,11 +28,13 @@ class Variant:
         name: name in tables; the first variant of a case is the baseline, eager PyTorch.
         reason: why it cannot run here, or None.
         call: function of the case's arguments by name; None if it cannot run.
+        reduced: True if it computes with lower precision on request: it is timed also if its result does not match.
     """
 
     name: str
     reason: str | None
     call: Any = None
+    reduced: bool = False
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,7 @@ def measure(
     on_progress: Callable[[str], None] = lambda stage: None,
     share: float = 0.8,
 ) -> Measured:
-    """Compares every variant with float64, then times those that match.
+    """Compares every variant with float64, then times those that match, and those of reduced precision.
 
     Args:
         case: the computation.
@@ -225,7 +227,9 @@ def measure(
     verdicts, errors = compare_variants(case, sets[0], phase, deadline.sooner(share * deadline.left), on_progress)
     for name, found in verdicts.items():
         rows[name] |= found.columns() | _memory(case, calls[name], sets[0], device, phase)
-    right = {name: step_of(case, calls[name], sets, phase) for name, found in verdicts.items() if found.match}
+    reduced = {a.name for a in case.variants if a.reduced}
+    timed = [name for name, found in verdicts.items() if found.match or name in reduced]
+    right = {name: step_of(case, calls[name], sets, phase) for name in timed}
     on_progress("timing")
     samples, failed = samples_of(right, device, deadline, seconds, copies=copies, latency=latency)
     for name, text in (errors | failed).items():
