@@ -227,6 +227,8 @@ def forced() -> bool:
 
 def usable(x: Tensor) -> bool:
     """True if products of x may run by oneDNN in this call, if they are large enough."""
+    if torch.compiler.is_compiling():  # Dynamo cannot trace what follows
+        return False
     if x.device.type != "cpu" or launch.target is not None or backend.backend() not in ("auto", "onednn"):
         return False
     dtype = launch.product_dtype(x)
