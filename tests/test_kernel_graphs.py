@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fastvit_triton as f
 from fastvit_triton import create_model
-from fastvit_triton.kernels import OPS, backend, fold, op
+from fastvit_triton.kernels import OPS, backend, fold, onednn, op
 from fastvit_triton.kernels.argument import Norm
 from fastvit_triton.kernels.layer_norm import row_stats
 
@@ -59,6 +59,7 @@ def recorded():
         with torch.no_grad():
             for biases in ((None, None), (torch.randn(3).half(), None)):
                 fold.packed((torch.randn(3, 4).half(), torch.randn(2, 4).half()), biases)
+        onednn.product_in_graph(randn(2, 5, 4), randn(3, 4), randn(3)).square().sum().backward()
 
     def kind(a):
         return a if isinstance(a, (bool, str)) else a is None

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 import fastvit_triton
 from fastvit_triton import create_model, freeze, optimize, revert, unfreeze
 from fastvit_triton.engine import freeze as freeze_file
-from fastvit_triton.kernels import linear, mlp, onednn, plan
+from fastvit_triton.kernels import linear, mlp, onednn, plan, settings
 from fastvit_triton.kernels.backend import using_backend
 
 CPU = torch.device("cpu")
@@ -252,6 +252,20 @@ def test_traces_modes_and_transforms_see_pytorch(run, vit, calls):
         run(model, x)
     inside = [] if run is not _faked else calls[:8]
     assert calls == inside
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_dynamo_traces_models_on_this_cpu(ours, vit, monkeypatch):
+    """Oracle: the model in eager; the row is that of this machine's CPU, as outside of tests, so a file names it."""
+    monkeypatch.setattr(settings, "cpu_row", None)
+    model, x = vit if ours else (build("timm_vit", torch.float32).eval(), inputs("timm_vit", torch.float32))
+    with torch.no_grad():
+        want = model(x)
+        optimize(model)
+        for function in (onednn._model, onednn.rows, onednn._row_of):
+            function.cache_clear()
+        got = torch.compile(model, backend="eager", fullgraph=True)(x)
+    assert (got - telling(want)).norm() <= 64 * 2**-23 * want.norm()
 
 
 def test_backend_torch_is_eager_bit_for_bit(vit, calls):

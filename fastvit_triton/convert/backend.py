@@ -1,9 +1,9 @@
 """`torch.compile(model, backend="fastvit_triton")`: our kernels for matching subgraphs, Inductor for the rest.
 
 The graph captured by Dynamo is rewritten before autograd is traced, so the kernels' own backward passes run; the rest
-goes to Inductor with the caller's mode and options. A graph in which no kernel can run is passed on unchanged, and so
-is one whose rewriting fails, with a warning. Every decision is logged to "fastvit_triton.convert.backend" at level
-INFO, and is in `report`.
+goes to Inductor with the caller's mode and options. On a CPU, linear layers are replaced by oneDNN's products where
+`plan` chooses these. A graph in which neither can run is passed on unchanged, and so is one whose rewriting fails, with
+a warning. Every decision is logged to "fastvit_triton.convert.backend" at level INFO, and is in `report`.
 """
 
 import copy
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ..kernels import onednn
 from ..kernels.backend import why_not
 from .graph.nodes import kind, value
 from .graph.rewrite import Rewriter
@@ -83,7 +84,7 @@ def _identity() -> str:
 
 
 def rewrite(graph: fx.GraphModule) -> Report:
-    """Rewrites a captured graph and its checkpointed subgraphs in place, where kernels can run.
+    """Rewrites a captured graph and its checkpointed subgraphs in place, where kernels or oneDNN's products can run.
 
     Copies are rewritten first, so if this raises an error, all graphs are unchanged.
     """
@@ -105,15 +106,23 @@ def _rewritten(graph: fx.Graph, rows: list[Row]) -> fx.Graph | None:
     candidates = [(node.name, _path(node), name) for node in graph.nodes if (name := kind(node)) in CANDIDATES]
     found = [t for node in graph.nodes if (t := value(node)) is not None and t.is_floating_point()]
     reasons = [why_not(device, dtype) for device, dtype in dict.fromkeys((t.device, t.dtype) for t in found)]
-    if not candidates or all(reasons):
-        why = next(iter(reasons), "it computes nothing in floating point")
-        rows += [Row(path, call, why=why) for _, path, call in candidates]
+    kernels = not all(reasons)
+    devices = {t.device for t in found}
+    products = any(onednn.unlisted(device, dtype) is None for device in devices for dtype in onednn.DTYPES)
+    otherwise = "it has nothing to be fused with"
+    if not kernels:
+        otherwise = next(iter(reasons), None) or "it computes nothing in floating point"
+    if not candidates or not (kernels or products):
+        rows += [Row(path, call, why=otherwise) for _, path, call in candidates]
         return None
     rewriter = Rewriter(_copied(graph))
-    rewriter.run()
+    if kernels:
+        rewriter.run()
+    if products:
+        rewriter.insert_products()
     for name, path, call in candidates:
         became = rewriter.became.get(name)
-        why = rewriter.why.get(name, "it has nothing to be fused with")
+        why = rewriter.why.get(name, otherwise)
         rows.append(Row(path, call, became, why=None if became else why))
     return rewriter.graph if rewriter.became else None
 

@@ -11,6 +11,7 @@ Kernels   torch.ops.mkldnn._linear_pointwise. PyTorch's own float32 products on 
           `.grad` None), so nothing else in the package calls it, and each pair of dtype and post-operation is tried
           on a small product before it is used. Products of float32 are in float32 unless the user lets PyTorch reduce
           them, by torch.set_float32_matmul_precision("medium") on a CPU with bfloat16 instructions.
+Graphs    In graphs of torch.compile the product is one opaque op, `product_in_graph`, with the same gradients.
 Saved     x and W, as eager PyTorch.
 Cost      2·M·K·F flops; without packing, W is copied into oneDNN's layout in each call.
 """
@@ -20,7 +21,7 @@ import functools
 import json
 import math
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,9 +30,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import backend, launch, measured, settings
 from .activation import ACTIVATIONS, apply_activation
+from .op import cast, register
 
 POST_OPERATIONS = {  # activation → the operator's names of it and of its form
     "gelu": ("gelu", "none"),
@@ -127,11 +130,11 @@ def refusal(dtype: torch.dtype, operation: str | None = None) -> str | None:
     """
     if not torch.backends.mkldnn.is_available():
         return "this build of PyTorch has no oneDNN"
-    generator = torch.Generator().manual_seed(0)
-    x, weight, other = (torch.randn(16, 16, generator=generator).to(dtype) for _ in range(3))
-    bias = torch.randn(16, generator=generator).to(dtype)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.device("cpu"), _disable_current_modes():  # the answer is kept, whoever asks first
+            generator = torch.Generator().manual_seed(0)
+            x, weight, other = (torch.randn(16, 16, generator=generator).to(dtype) for _ in range(3))
+            bias = torch.randn(16, generator=generator).to(dtype)
             if operation == "packed":
                 got = _call(x, _pack(weight, 16), bias)
             elif operation == "int8":
@@ -227,7 +230,7 @@ def product(
     if not x.numel() or weight.dtype != x.dtype:
         y = F.linear(x, weight, bias)
     elif learns:
-        y = _Product.apply(x, weight, bias)
+        y = _Product.apply(x, weight, bias, _call)
     else:
         fits = other is None or (other.dtype == x.dtype and other.shape[:-1] == x.shape[:-1])
         if operation is not None and fits and refusal(x.dtype, operation) is None:
@@ -290,22 +293,42 @@ def rule(device: torch.device, dtype: torch.dtype) -> Rule:
     return Rule(False, f"there is no row for this CPU: {REMEDY}")
 
 
+def product_in_graph(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` as one opaque op, which runs oneDNN's product; for graphs of compilers, also on fake tensors.
+
+    Args:
+        x: [..., K].
+        weight: [F, K].
+        bias: [F], or None.
+    """
+    if bias is None:
+        return _Product.apply(*cast(x, weight), None, _product_op)
+    return _Product.apply(*cast(x, weight, bias), _product_op)
+
+
 def forced() -> bool:
     """True if a context or the switch says that every product runs by oneDNN."""
     return settings.forced == "onednn" or (backend.backend() == "onednn" and settings.forced is None)
 
 
+def unlisted(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why nothing asks for oneDNN's products in this dtype; None if a context, the switch or a measurement does."""
+    if device.type != "cpu" or launch.target is not None:
+        return "oneDNN's products run on a CPU"
+    if backend.backend() not in ("auto", "onednn"):
+        return "FASTVIT_TRITON_BACKEND excludes oneDNN's products"
+    if forced() or settings.reduced:
+        return None
+    listed = settings.forced is None and (_name_of(dtype) in row() or bool(measured.of(device).ways))
+    return None if listed else "no measurement says that oneDNN's products are faster on this CPU"
+
+
 def usable(x: Tensor) -> bool:
     """True if products of x may run by oneDNN in this call, if they are large enough."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling():  # a compiler cannot trace what reads a file
-        return False
-    if launch.target is not None or backend.backend() not in ("auto", "onednn"):
-        return False
-    if type(x) not in PLAIN:  # sharded, quantised or traced
+    if torch.compiler.is_compiling() or type(x) not in PLAIN:  # a trace cannot follow; sharded, quantised or traced
         return False
     dtype = launch.product_dtype(x)
-    listed = settings.forced is None and (_name_of(dtype) in row() or bool(measured.of(x.device).ways))
-    return (listed or forced() or settings.reduced) and not is_observed() and why_not(x.device, dtype) is None
+    return unlisted(x.device, dtype) is None and not is_observed() and why_not(x.device, dtype) is None
 
 
 def _call(
@@ -323,34 +346,49 @@ def _call(
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, post, [], form)
 
 
+def _in_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The operator, or PyTorch's product where it does not run: a compiled graph may outlive what it was chosen for."""
+    if x.numel() and weight.numel() and why_not(x.device, x.dtype) is None:
+        return _call(x, weight, bias)
+    return F.linear(x, weight, bias).contiguous()
+
+
+def _in_op_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+_product_op = register("product", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _in_op, _in_op_fake)
+
+
 class _Product(torch.autograd.Function):
-    """x Wᵀ + b with gradients, which can be differentiated again."""
+    """x Wᵀ + b by `_call` or by the op, with gradients by the same, which can be differentiated again."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias):
+    def forward(ctx, x, weight, bias, call):
         ctx.save_for_backward(x, weight)
-        return _call(x, weight, bias)
+        ctx.call = call
+        return call(x, weight, bias)
 
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        need_x, need_weight, need_bias = ctx.needs_input_grad
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         rows = dy.reshape(-1, dy.shape[-1])
         dx = None
         dw = None
         db = None
         if need_x:
-            dx = _differentiable(dy, weight.t())
+            dx = _differentiable(dy, weight.t(), ctx.call)
         if need_weight:
-            dw = _differentiable(rows.t(), x.reshape(-1, x.shape[-1]).t())
+            dw = _differentiable(rows.t(), x.reshape(-1, x.shape[-1]).t(), ctx.call)
         if need_bias:
             db = rows.sum(0)
-        return dx, dw, db
+        return dx, dw, db, None
 
 
-def _differentiable(x: Tensor, weight: Tensor) -> Tensor:
+def _differentiable(x: Tensor, weight: Tensor, call: Callable[..., Tensor]) -> Tensor:
     """x Wᵀ, recorded if gradients of gradients are wanted."""
-    return _Product.apply(x, weight, None) if torch.is_grad_enabled() else _call(x, weight, None)
+    return _Product.apply(x, weight, None, call) if torch.is_grad_enabled() else call(x, weight, None)
 
 
 def _pack(weight: Tensor, rows: int) -> Tensor:

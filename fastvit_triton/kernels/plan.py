@@ -250,6 +250,27 @@ def measured_way(device: torch.device, shapes: tuple[str, ...]) -> str | None:
     return next((ways[shape] for ways in tables for shape in shapes if shape in ways), None)
 
 
+def product_refusal(x: Tensor, weight: Tensor, training: bool) -> str | None:
+    """Why a linear layer of a captured graph stays PyTorch's; None if oneDNN's product replaces it.
+
+    Args:
+        x: [..., K]; for a symbolic number of rows, that of `TRACED` is used, so that the choice adds no guard.
+        weight: [F, K].
+        training: True if gradients of its output are wanted.
+    """
+    dtype = launch.product_dtype(x)
+    reason = onednn.unlisted(x.device, dtype) or onednn.why_not(x.device, dtype)
+    if reason is None and not all(t.layout is torch.strided for t in (x, weight)):
+        reason = "it is not dense"
+    if reason is not None or onednn.forced():
+        return reason
+    if not all(isinstance(size, int) for size in weight.shape):
+        return "its weight has symbolic sizes"
+    rows = math.prod(x.shape[:-1] if all(isinstance(size, int) for size in x.shape) else TRACED)
+    pays = onednn.pays(dtype, rows * math.prod(weight.shape), "training" if training else "inference")
+    return None if pays else "no measurement says that oneDNN's product of this size is faster on this CPU"
+
+
 def rows_of(rows: int) -> int:
     """Number of rows by which an operand's path is chosen; constant while tracing."""
     return math.prod(TRACED) if torch.compiler.is_compiling() else rows

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from ...kernels import onednn
 from ...kernels.activation import GATED
 from ...kernels.layer_norm import layer_norm
 from ...kernels.linear import linear
@@ -31,7 +32,10 @@ class Call(NamedTuple):
 
 @dataclass
 class Match:
-    """A call function(*args, **kwargs) that could replace `anchor` and the nodes `inner` above it."""
+    """A call function(*args, **kwargs) that could replace `anchor` and the nodes `inner` above it.
+
+    A report calls it `name`, or by the name of the function.
+    """
 
     anchor: fx.Node
     function: Callable
@@ -39,6 +43,7 @@ class Match:
     kwargs: dict = field(default_factory=dict)
     inner: list[fx.Node] = field(default_factory=list)
     head_dim: int = 0
+    name: str = ""
 
 
 def branch(anchor: fx.Node) -> Iterator[Match | str]:
@@ -166,6 +171,16 @@ def _activated(node: Argument) -> tuple[str | None, fx.Node, list[fx.Node]]:
                 if tuple(read(times).values()) in ((x, 1.702), (1.702, x)):
                     return "quick_gelu", x, [node, gate, times]
     return None, node, []
+
+
+def multiply(anchor: fx.Node) -> Iterator[Match | str]:
+    """Matches of a linear layer by itself, which oneDNN can run on a CPU."""
+    if kind(anchor) != "linear":
+        return
+    if _plain(anchor):
+        yield Match(anchor, onednn.product_in_graph, _linear(anchor), name="product by oneDNN")
+    else:
+        yield "its input has one axis, or its weight and bias not the usual ones"
 
 
 def normalize(anchor: fx.Node) -> Iterator[Match | str]:

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from ...kernels import onednn, plan
 from ...kernels.backend import why_not
 from .attention_patterns import attend, attend_packed, unlike_self_attention
 from .nodes import equal, kind, operands, order, outside, read, shape, tensors, value
-from .patterns import Call, Match, branch, embed, normalize
+from .patterns import Call, Match, branch, embed, multiply, normalize
 from .regions import Regions
 
 FUSED = ("fused_linear", "fused_mlp")
@@ -38,7 +39,7 @@ class Rewriter:
         self.regions = Regions(graph, self.fake)
 
     def run(self) -> None:
-        """Makes all rewrites, in an order in which none prevents another."""
+        """Makes all rewrites to kernels, in an order in which none prevents another."""
         for node in self.graph.find_nodes(op="call_method", target="new_empty"):
             self._unbind(node)
         for node in self._all("multi_head_attention"):
@@ -56,6 +57,12 @@ class Rewriter:
             else:
                 self.why[node.name] = "no neighbour runs on a kernel, so Inductor fuses it"
         self._hand_on_statistics()
+        self.graph.lint()
+
+    def insert_products(self) -> None:
+        """Replaces linear layers by oneDNN's product, where it is chosen."""
+        for node in self._all("linear"):
+            self._first(node, (multiply,))
         self.graph.lint()
 
     def _all(self, name: str) -> list[fx.Node]:
@@ -76,7 +83,7 @@ class Rewriter:
         """Rewrites a match; if it may not, records the reason and returns False."""
         anchor = match.anchor
         inner = [n for n in dict.fromkeys(match.inner) if n is not match.anchor]
-        name = match.function.__name__
+        name = match.name or match.function.__name__
         reason = self._hindrance(match, inner)
         if reason is not None:
             for node in (anchor, *inner):
@@ -96,11 +103,10 @@ class Rewriter:
         """Why a rewrite is not allowed (not equivalent, or not run by a kernel); None if it is."""
         anchor = match.anchor
         want = value(match.anchor)
-        x, *_ = map(value, match.args)
         read_nodes = {n for node in (anchor, *inner) for n in node.all_input_nodes} - {anchor, *inner}
         if any(isinstance(n.meta.get("example_value"), torch.Tensor) and value(n) is None for n in read_nodes):
             return "it reads a subclass of Tensor"
-        if (reason := why_not(x.device, x.dtype, match.head_dim)) is not None:
+        if (reason := self._refusal(match)) is not None:
             return reason
         other = next((n for n in operands(match.args, match.kwargs) if n in inner), None) or outside(inner, anchor)
         if other is not None:
@@ -117,6 +123,14 @@ class Rewriter:
         if got.dtype != want.dtype or not equal(tuple(got.shape), tuple(want.shape)):
             return f"it would return {list(got.shape)} of {got.dtype}, not {list(want.shape)} of {want.dtype}"
         return None
+
+    def _refusal(self, match: Match) -> str | None:
+        """Why the kernel or the product that a match calls does not run; None if it does."""
+        x, *others = map(value, match.args)
+        if match.function is not onednn.product_in_graph:
+            return why_not(x.device, x.dtype, match.head_dim)
+        with self.regions.modes(match.anchor):
+            return plan.product_refusal(x, others[0], value(match.anchor).requires_grad)
 
     def _insert(self, anchor: fx.Node, function: Callable, *args: Any, **kwargs: Any) -> fx.Node:
         """Inserts a call before the anchor, with its example value."""
