@@ -119,9 +119,9 @@ def _run(request: Request, variables: dict[str, str], out: Path | None) -> int:
 
     def save(stages: dict[str, dict]) -> None:
         if out is not None:
-            held = contribution(stages, source, settings, verdict(stages), _exported(stages), request.dry)
+            content = contribution(stages, source, settings, verdict(stages), _exported(stages), request.dry)
             with replacing(out) as temporary:
-                temporary.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+                temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     phase = "training" if request.train else "inference"
     model = "dry run: a tiny model in Triton's interpreter" if request.dry else request.model

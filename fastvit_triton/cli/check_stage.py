@@ -108,18 +108,18 @@ def tune(request: Request) -> dict:
 
     subject = subject_of(request)
     example = subject.inputs(0)
-    left = request.deadline().left  # the last candidate may take longer than tune's limit
-    found = tune(subject.model, example.get("image", example), request.train, max(0.85 * left, 1.0))
-    parts = [dict(name=p["name"], count=p["count"], before=p["rule"], after=p["way"]) for p in found.parts]
-    return dict(parts=parts, path=str(found.path), model=found.model, said=_tuned(found))
+    remaining = request.deadline().left  # the last candidate may take longer than tune's limit
+    tuned = tune(subject.model, example.get("image", example), request.train, max(0.85 * remaining, 1.0))
+    parts = [dict(name=p["name"], count=p["count"], before=p["rule"], after=p["way"]) for p in tuned.parts]
+    return dict(parts=parts, path=str(tuned.path), model=tuned.model, said=_tuned(tuned))
 
 
-def _tuned(found: "Tuned") -> str:
+def _tuned(tuned: "Tuned") -> str:
     """What `tune` found, in one line."""
-    new = [row for row in found.launches if row["best"] is not None and row["best"] != row["tried"][0]["config"]]
-    ways = [(part, part["way"] or f"{part['rule']}, not measured in time") for part in found.parts]
+    new = [row for row in tuned.launches if row["best"] is not None and row["best"] != row["tried"][0]["config"]]
+    ways = [(part, part["way"] or f"{part['rule']}, not measured in time") for part in tuned.parts]
     said = [f"{part['count']} × {part['name']} {way} (before: {part['rule']})" for part, way in ways]
-    return f"{', '.join(said)}; new launch parameters for {len(new)} of {len(found.launches)} launches; saved"
+    return f"{', '.join(said)}; new launch parameters for {len(new)} of {len(tuned.launches)} launches; saved"
 
 
 STAGES = {"tune": tune, "compare": compare, "max-autotune": compare}

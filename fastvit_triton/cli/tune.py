@@ -104,11 +104,11 @@ def _tune(args: argparse.Namespace) -> int:
             bar.update(stage, completed=done, description=what)
 
         try:
-            found = tune(built.model, example, args.train, args.seconds, on_progress)
+            tuned = tune(built.model, example, args.train, args.seconds, on_progress)
         except torch.OutOfMemoryError as error:
             raise ValueError(f"--batch {args.batch} does not fit into memory; lower it") from error
     phase = "training" if args.train else "inference"
-    _report(found, f"{args.model}, {phase}, {DTYPES[args.dtype]}, batch {args.batch}, on {found.facts['gpu']}", True)
+    _report(tuned, f"{args.model}, {phase}, {DTYPES[args.dtype]}, batch {args.batch}, on {tuned.facts['gpu']}", True)
     return 0
 
 
@@ -125,8 +125,8 @@ def _dry_run(args: argparse.Namespace) -> int:
     from ..measure.tune import tune
 
     with pretending():
-        found = tune(tiny_model(args.train).model, torch.randn(2, 3, 32, 32).half(), args.train, args.seconds)
-    _report(found, "dry run: a tiny model in Triton's interpreter", False)
+        tuned = tune(tiny_model(args.train).model, torch.randn(2, 3, 32, 32).half(), args.train, args.seconds)
+    _report(tuned, "dry run: a tiny model in Triton's interpreter", False)
     print_line("Every step was executed. Times in the interpreter are meaningless; nothing was saved.")
     return 0
 
@@ -157,12 +157,12 @@ def tiny_model(train: bool) -> NamedModel:
     return NamedModel(model, (3, 32, 32), ours=True)
 
 
-def _report(found: "Tuned", title: str, timed: bool) -> None:
+def _report(tuned: "Tuned", title: str, timed: bool) -> None:
     """Prints the results for launch parameters, block variants and the whole model."""
     print_line(title)
     console = Console()
     table = Table("launches", "tried", "new", "speedup", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for row in found.launches:
+    for row in tuned.launches:
         tried = sum("us" in one for one in row["tried"])
         changed = row["best"] is not None and row["best"] != row["tried"][0]["config"]
         gain = row["us_before"] / row["us"] if changed and row["us_before"] else None
@@ -170,7 +170,7 @@ def _report(found: "Tuned", title: str, timed: bool) -> None:
         table.add_row(f"{row['count']} × {row['row']}", *cells)
     console.print(table)
     late = 0
-    for row in found.launches:
+    for row in tuned.launches:
         for one in row["tried"]:
             why = one.get("error") or (None if one.get("match", True) else "wrong result")
             late += (why or "").startswith("Timed")
@@ -178,9 +178,9 @@ def _report(found: "Tuned", title: str, timed: bool) -> None:
                 print_line(f"{row['row']}: rejected {_text(one['config'])}: {why}")
     if late:
         print_line(f"{late} candidates were not reached in time; raise --seconds.")
-    if any("rejected" in row for row in found.launches):
-        print_line(f"No launch parameters were saved: {found.launches[0]['rejected']}.")
-    for row in found.parts:
+    if any("rejected" in row for row in tuned.launches):
+        print_line(f"No launch parameters were saved: {tuned.launches[0]['rejected']}.")
+    for row in tuned.parts:
         print_line(f"{row['count']} × {row['name']}: {row['shapes'][0]}")
         table = Table("variant", "ratio to plain", "match", "", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for name, columns in row["variants"].items():
@@ -192,19 +192,19 @@ def _report(found: "Tuned", title: str, timed: bool) -> None:
         for name, columns in row["variants"].items():
             if "error" in columns:
                 print_line(f"{name}: {columns['error']}")
-    for row in found.attention if timed else ():
+    for row in tuned.attention if timed else ():
         times = ", ".join(f"{name} {columns['us']:.0f} µs" for name, columns in row["variants"].items())
         print_line(f"attention {row['sizes']}: {times}")
     table = Table("the whole model", *["ms"] * timed, "ratio to eager", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name, row in found.model.items():
+    for name, row in tuned.model.items():
         ms = [f"{row['us'] / 1e3:.3f}" if "us" in row else "-"] * timed
         table.add_row(name, *ms, f"{row['speedup']:.2f}" if timed and "speedup" in row else "-")
     console.print(table)
-    for name, row in found.model.items():
+    for name, row in tuned.model.items():
         if "error" in row:
             print_line(f"{name}: {row['error']}")
     if timed:
-        print_line(f"Saved in {found.path}; `fastvit-triton tune --show` lists it, --clear removes it.")
+        print_line(f"Saved in {tuned.path}; `fastvit-triton tune --show` lists it, --clear removes it.")
 
 
 def _text(config: dict[str, int]) -> str:
@@ -219,15 +219,15 @@ def _show() -> int:
     files = kept.files()
     if not files:
         print_line(f"nothing was measured on this machine: {measured.folder()} has no files")
-    for path, held in files:
-        print_line(f"{path}{' is damaged; --clear removes it' if held is None else ''}")
-        if held is None:
+    for path, content in files:
+        print_line(f"{path}{' is damaged; --clear removes it' if content is None else ''}")
+        if content is None:
             continue
-        print_line("  " + ", ".join(f"{name} {value}" for name, value in held["facts"].items()))
-        for one in held["runs"]:
+        print_line("  " + ", ".join(f"{name} {value}" for name, value in content["facts"].items()))
+        for one in content["runs"]:
             print_line(f"  {one['date']}: {one['model']}, {'training' if one['train'] else 'inference'}")
-        for name, entry in held["ways"].items():
+        for name, entry in content["ways"].items():
             print_line(f"  {entry['way']:6} {name}")
-        for name, entry in held["rows"].items():
+        for name, entry in content["rows"].items():
             print_line(f"  {name}: {_text(entry['config'])}")
     return 0
