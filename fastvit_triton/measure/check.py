@@ -141,12 +141,12 @@ def compare(subject: Subject, mode: str | None, deadline: Deadline, seconds: flo
     case = _case(subject, mode)
     ours = case.variants[1]
     share = max(1 - seconds / max(deadline.left, 1e-9), 0.0)
-    found = measure(case, case.phases[0], subject.device, deadline, seconds, 2, latency=True, share=share)
-    rows = list(found.rows.values())
+    measured = measure(case, case.phases[0], subject.device, deadline, seconds, 2, latency=True, share=share)
+    rows = list(measured.rows.values())
     asked = [row for row in rows if "us" not in row or row["arm"] == ours.name]
     missing = {row["arm"]: why for row in asked if (why := _why_missing(row, budget)) is not None}
-    ways = _ways(ours.call, subject) if ours.name in found.samples else []
-    answer = dict(rows=rows, ratios=_ratios(found.samples, ours.name), missing=missing, ways=ways)
+    ways = _ways(ours.call, subject) if ours.name in measured.samples else []
+    answer = dict(rows=rows, ratios=_ratios(measured.samples, ours.name), missing=missing, ways=ways)
     return answer | dict(said=_compared(answer))
 
 
@@ -204,12 +204,12 @@ def _ratios(samples: Mapping[str, Sequence[float]], ours: str) -> dict[str, list
 
     Empty with fewer than `FEWEST` rounds.
     """
-    found = {}
+    ratios = {}
     for name, taken in samples.items():
         if name != ours and len(samples.get(ours, ())) >= FEWEST:
             pairs = Timing.of([theirs / us for theirs, us in zip(taken, samples[ours], strict=True)])
-            found[name] = [round(value, 3) for value in (pairs.us, pairs.q1, pairs.q3)]
-    return found
+            ratios[name] = [round(value, 3) for value in (pairs.us, pairs.q1, pairs.q3)]
+    return ratios
 
 
 def _ways(call: ModelCall, subject: Subject) -> list[str]:
@@ -220,12 +220,12 @@ def _ways(call: ModelCall, subject: Subject) -> list[str]:
     return [way for way, _ in Counter(choice.way for choice in choices if choice.branches).most_common()]
 
 
-def _compared(found: dict) -> str:
+def _compared(answer: dict) -> str:
     """What a comparison found, in one line."""
-    said = [_speed(ratio, f" {_rival(name)}") for name, ratio in found["ratios"].items()]
+    said = [_speed(ratio, f" {_rival(name)}") for name, ratio in answer["ratios"].items()]
     text = [f"ours is {', '.join(said)}"] if said else []
-    text += [f"{_who(name)} {why}" for name, why in found["missing"].items()]
-    return "; ".join(text + [f"blocks run {' and '.join(found['ways'])}"] * bool(found["ways"]))
+    text += [f"{_who(name)} {why}" for name, why in answer["missing"].items()]
+    return "; ".join(text + [f"blocks run {' and '.join(answer['ways'])}"] * bool(answer["ways"]))
 
 
 def _speed(ratio: Sequence[float], rival: str = "") -> str:
@@ -300,15 +300,15 @@ def contribution(
         rows = stages.get(stage, {}).get("rows", [])
         return rows if source["gpu"] else without_times(rows)
 
-    found: dict[str, Any] = dict(format=FORMAT, benchmark=source | dict(rows=rows_of("compare")))
-    found["benchmark"] |= dict(dry_run=True) if dry else {}
+    content: dict[str, Any] = dict(format=FORMAT, benchmark=source | dict(rows=rows_of("compare")))
+    content["benchmark"] |= dict(dry_run=True) if dry else {}
     tests = stages.get("selftest", {})
     if "passed" in tests:
-        found["selftest"] = source | {name: tests[name] for name in ("passed", "failed", "not_reached")}
+        content["selftest"] = source | {name: tests[name] for name in ("passed", "failed", "not_reached")}
     if tuned is not None:
-        found["tune"] = tuned
+        content["tune"] = tuned
     kept = {name: {n: v for n, v in row.items() if n != "rows"} for name, row in stages.items()}
     if "max-autotune" in kept:
         kept["max-autotune"]["rows"] = rows_of("max-autotune")
-    found["check"] = settings | dict(verdict=said, stages=kept)
-    return found
+    content["check"] = settings | dict(verdict=said, stages=kept)
+    return content

@@ -99,17 +99,17 @@ class Part:
 
     def variants(self) -> dict[str, dict[str, str]]:
         """Variant → {shape: way}; "plain" comes first."""
-        found = {"plain": dict.fromkeys(self.shapes, "plain")}
+        by_variant = {"plain": dict.fromkeys(self.shapes, "plain")}
         if not isinstance(self.call, nn.Module):
-            return found | {"fused": dict.fromkeys(self.shapes, "fused")}
+            return by_variant | {"fused": dict.fromkeys(self.shapes, "fused")}
         for way in ("mixed", "fused"):
             ways = dict.fromkeys(self.shapes, way)
             if not self.attention:
-                found[way] = ways
+                by_variant[way] = ways
                 continue
             for end, kernel in (("our attention", "fused"), ("SDPA", "plain")):
-                found[f"{way}, {end}"] = ways | dict.fromkeys(self.attention, kernel)
-        return found
+                by_variant[f"{way}, {end}"] = ways | dict.fromkeys(self.attention, kernel)
+        return by_variant
 
     def rule(self, table: Measured, train: bool) -> str:
         """Name of the variant that the plan chooses, given these measurements."""
@@ -121,10 +121,12 @@ class Part:
     def step(self, train: bool) -> None:
         """Runs one call, if `train` with its backward pass."""
         with torch.set_grad_enabled(train):
-            made = [t for t in self._outputs() if t.requires_grad]
+            differentiable = [t for t in self._outputs() if t.requires_grad]
             learn = list(self._learning().values())
-            if train and made and learn:
-                torch.autograd.grad(made, learn, list(map(torch.ones_like, made)), allow_unused=True)
+            if train and differentiable and learn:
+                torch.autograd.grad(
+                    differentiable, learn, list(map(torch.ones_like, differentiable)), allow_unused=True
+                )
 
     def compare(self, tables: dict[str, Measured], train: bool) -> tuple[dict[str, Verdict], dict[str, str]]:
         """Compares the results with each table to a wider dtype; the baseline is "plain", the part's original code.
@@ -135,7 +137,7 @@ class Part:
             (verdicts, errors of tables that failed); no verdicts if the wider computation fails.
         """
         dtype = self.autocast or _stream(self).dtype
-        found: dict[str, Verdict] = {}
+        verdicts: dict[str, Verdict] = {}
         errors: dict[str, str] = {}
         with capturing(errors, "plain"), _evaluating(self.call):
             with using_backend("torch"):
@@ -144,8 +146,8 @@ class Part:
                 baseline = self._found(train)
             for name, table in tables.items():
                 with capturing(errors, name), measured.using(table):
-                    found[name] = verdict(self._found(train), truth, baseline, dtype)
-        return found, errors
+                    verdicts[name] = verdict(self._found(train), truth, baseline, dtype)
+        return verdicts, errors
 
     def _outputs(self) -> list[Tensor]:
         with torch.autocast(_stream(self).device.type, self.autocast, enabled=self.autocast is not None):
@@ -176,16 +178,16 @@ def parts_of(model: nn.Module, inputs: tuple, named: dict, train: bool, table: M
         train: prepare the parts for training steps.
         table: measurements in use.
     """
-    found: dict[tuple, Part] = {}
+    distinct: dict[tuple, Part] = {}
     modules = [module for module in model.modules() if SIZES in module.__dict__]
-    handles = [m.register_forward_pre_hook(partial(_keep, found, train), with_kwargs=True) for m in modules]
+    handles = [m.register_forward_pre_hook(partial(_keep, distinct, train), with_kwargs=True) for m in modules]
     try:
         with measured.using(table), torch.no_grad():
             model(*inputs, **named)
     finally:
         for handle in handles:
             handle.remove()
-    for part in found.values():
+    for part in distinct.values():
         block = next((choice for choice in _choices(part, table, train) if choice.branches), None)
         if block is not None:
             part.shapes, part.name = block.shapes, type(part.call).__name__
@@ -194,7 +196,7 @@ def parts_of(model: nn.Module, inputs: tuple, named: dict, train: bool, table: M
             with capturing({}, part.name):  # if memory is insufficient, it is not fused
                 choices = _choices(part, fused, train)
             part.attention = next((choice.shapes for choice in choices if choice.name == "attention"), ())
-    parts = [part for part in found.values() if part.shapes]
+    parts = [part for part in distinct.values() if part.shapes]
     return [*sorted(parts, key=lambda part: -part.count), *_stems(model, inputs, named, train, table)]
 
 
@@ -212,8 +214,8 @@ def _stems(model: nn.Module, inputs: tuple, named: dict, train: bool, table: Mea
     for call in calls:
         if call.op == "patch_embed_fwd":
             image, weight, *rest = call.arguments
-            given = (image, *(_leaf(t, train) for t in (weight, *rest)))
-            yield Part("stem", call.count, shapes, _stem, given, {})
+            operands = (image, *(_leaf(t, train) for t in (weight, *rest)))
+            yield Part("stem", call.count, shapes, _stem, operands, {})
 
 
 def _stem(
@@ -223,25 +225,25 @@ def _stem(
 
 
 def _choices(part: Part, table: Measured, train: bool) -> list[Choice]:
-    found: list[Choice] = []
-    with measured.using(table), observing(found.append):
+    choices: list[Choice] = []
+    with measured.using(table), observing(choices.append):
         part.step(train)
-    return found
+    return choices
 
 
-def _keep(found: dict[tuple, Part], train: bool, module: nn.Module, inputs: tuple, named: dict) -> None:
+def _keep(distinct: dict[tuple, Part], train: bool, module: nn.Module, inputs: tuple, named: dict) -> None:
     streams = _floating(inputs, named)
     if not streams:
         return
     kind = streams[0].device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     key = module.__dict__[SIZES], autocast, *map(_layout, tree_leaves((inputs, named)))
-    if key in found:
-        found[key].count += 1
+    if key in distinct:
+        distinct[key].count += 1
         return
     leaf = _leaf(streams[0], train)
     inputs, named = tree_map(lambda value: leaf if value is streams[0] else _detached(value), (inputs, named))
-    found[key] = Part("", 1, (), module, inputs, named, autocast)
+    distinct[key] = Part("", 1, (), module, inputs, named, autocast)
 
 
 def _stream(part: Part) -> Tensor:

@@ -61,12 +61,12 @@ class Tuned:
 
     def rows(self) -> dict[str, dict]:
         """File entries for launch parameters, by row name with exact sizes and with their size class."""
-        found: dict[str, dict] = {}
+        entries: dict[str, dict] = {}
         for one in reversed(self.launches):  # of entries with the same name, the most frequent call is written last
             if one["best"] is not None:
                 entry = dict(config=one["best"], us=one["us"], us_before=one["us_before"])
-                found |= dict.fromkeys(_class_first(one["row"]), entry)
-        return found
+                entries |= dict.fromkeys(_class_first(one["row"]), entry)
+        return entries
 
     def ways(self) -> dict[str, dict]:
         """File entries for the ways of blocks, by shape."""
@@ -74,9 +74,9 @@ class Tuned:
 
     def is_kept(self) -> bool:
         """True if this machine's file contains all entries."""
-        held = held_in(measured.path_of(self.facts)) or dict(rows={}, ways={})
-        pairs = ((self.rows(), held["rows"]), (self.ways(), held["ways"]))
-        return all(there.get(name) == entry for found, there in pairs for name, entry in found.items())
+        content = held_in(measured.path_of(self.facts)) or dict(rows={}, ways={})
+        pairs = ((self.rows(), content["rows"]), (self.ways(), content["ways"]))
+        return all(there.get(name) == entry for here, there in pairs for name, entry in here.items())
 
     def keep(self) -> None:
         """Adds all entries to the file of this GPU and software."""
@@ -124,13 +124,13 @@ def tune(
             shared[0] = _tune(model, example, train, Deadline(seconds), on_progress)
     finally:
         torch.distributed.broadcast_object_list(shared)  # None after an error
-    found = shared[0]
-    if found is None:
+    tuned = shared[0]
+    if tuned is None:
         raise RuntimeError("tuning failed on rank 0; see its error")
-    if torch.distributed.get_node_local_rank(fallback_rank=0) == 0 and not found.is_kept():  # on another machine
-        found.keep()
+    if torch.distributed.get_node_local_rank(fallback_rank=0) == 0 and not tuned.is_kept():  # on another machine
+        tuned.keep()
     plan.forget()
-    return found
+    return tuned
 
 
 def _tune(
@@ -143,7 +143,7 @@ def _tune(
     measured.folder().mkdir(parents=True, exist_ok=True)  # fail early if it cannot be created
     before = measured.of(device, launch.target is not None)
     total = deadline.left
-    found = Tuned(type(model).__name__, train, measured.facts_of(device))
+    tuned = Tuned(type(model).__name__, train, measured.facts_of(device))
     on_progress("compiling", 0.0)
     with unchanged(model), measured.using(before):
         ours = _with_our_kernels(model, inputs, named, train, device)
@@ -155,20 +155,20 @@ def _tune(
     first, second = (deadline.sooner(max(deadline.left - total * (1 - share), 0)) for share in SHARES)
     with unchanged(model):
         arch = launch.architecture(device)
-        found.launches = _time_launches([one for c in calls for one in row_candidates(c, arch)], first, on_progress)
-        after = _checked(found, parts, before, train)
+        tuned.launches = _time_launches([one for c in calls for one in row_candidates(c, arch)], first, on_progress)
+        after = _checked(tuned, parts, before, train)
         for i, part in enumerate(parts):
             on_progress(f"ways of {part.name}", SHARES[0] + (SHARES[1] - SHARES[0]) * i / len(parts))
             row = _time_part(part, before, after, device, train, second.sooner(second.left / (len(parts) - i)))
-            found.parts.append(row)
+            tuned.parts.append(row)
             after = Measured(after.rows, after.ways | {shape: entry["way"] for shape, entry in row["entries"].items()})
         on_progress("the whole model", SHARES[1])
-        found.attention = time_attention(calls, after, device, deadline.sooner(0.2 * deadline.left))
+        tuned.attention = time_attention(calls, after, device, deadline.sooner(0.2 * deadline.left))
         try:
-            found.model = time_model((ours, model), inputs, named, train, (before, after), device, deadline)
+            tuned.model = time_model((ours, model), inputs, named, train, (before, after), device, deadline)
         finally:
-            found.keep()
-    return found
+            tuned.keep()
+    return tuned
 
 
 def _with_our_kernels(model: nn.Module, inputs: tuple, named: dict, train: bool, device: torch.device) -> nn.Module:
@@ -190,7 +190,7 @@ def _with_our_kernels(model: nn.Module, inputs: tuple, named: dict, train: bool,
 
 def _time_launches(choices: list[Candidates], deadline: Deadline, on_progress: Callable) -> list[dict]:
     """Times the candidates of all distinct launches while others compile; returns rows."""
-    every = [(one, text, launch) for one in choices for text, found in one.launches().items() for launch in found]
+    every = [(one, text, launch) for one in choices for text, launches in one.launches().items() for launch in launches]
     rows = []
     with compiling([launch for *_, launch in every]) as futures:
         for (one, text, _), future in zip(every, futures, strict=True):
@@ -201,9 +201,9 @@ def _time_launches(choices: list[Candidates], deadline: Deadline, on_progress: C
     return rows
 
 
-def _checked(found: Tuned, parts: list[Part], before: Measured, train: bool) -> Measured:
+def _checked(tuned: Tuned, parts: list[Part], before: Measured, train: bool) -> Measured:
     """`before` with the new launch parameters, or unchanged if these make the results of a part wrong."""
-    after = Measured(before.rows | {name: entry["config"] for name, entry in found.rows().items()}, before.ways)
+    after = Measured(before.rows | {name: entry["config"] for name, entry in tuned.rows().items()}, before.ways)
     for part in parts:
         ways = {name: ways for name, ways in part.variants().items() if not name.startswith("mixed")}
         old, new = (
@@ -211,7 +211,7 @@ def _checked(found: Tuned, parts: list[Part], before: Measured, train: bool) -> 
             for table in (before, after)
         )
         if any(said.match and not (name in new and new[name].match) for name, said in old.items()):
-            for row in found.launches:
+            for row in tuned.launches:
                 row |= dict(best=None, rejected=f"{part.name} is incorrect with the new launch parameters")
             return before
     return after

@@ -127,15 +127,15 @@ def absent(module: str, package: str | None = None) -> str | None:
 
 def step_of(case: Case, call: Callable, sets: list[dict], phase: str) -> Setup:
     """Set-up of a variant for one phase, which does the untimed work and returns the call to time."""
-    given: list[torch.Tensor] = []
+    along: list[torch.Tensor] = []
 
     def outputs(copy: int) -> list[torch.Tensor]:
-        found = [t for t in leaves(call(**sets[copy])) if t.requires_grad]
-        given[:] = given or cotangents(found)
-        return found
+        tensors = [t for t in leaves(call(**sets[copy])) if t.requires_grad]
+        along[:] = along or cotangents(tensors)
+        return tensors
 
     def gradients(copy: int, of: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(of, list(case.learning(call, sets[copy]).values()), given, allow_unused=True)
+        return torch.autograd.grad(of, list(case.learning(call, sets[copy]).values()), along, allow_unused=True)
 
     def forward(copy: int) -> Callable[[], object]:
         def timed() -> object:
@@ -145,8 +145,8 @@ def step_of(case: Case, call: Callable, sets: list[dict], phase: str) -> Setup:
         return timed
 
     def backward(copy: int) -> Callable[[], object]:
-        found = outputs(copy)
-        return lambda: gradients(copy, found)
+        tensors = outputs(copy)
+        return lambda: gradients(copy, tensors)
 
     def training(copy: int) -> Callable[[], object]:
         return lambda: gradients(copy, outputs(copy))
@@ -170,19 +170,19 @@ def compare_variants(
         Verdicts by variant, and the errors of variants that failed. Errors of the truth or the baseline are raised.
     """
 
-    def found(call: Callable, given: dict) -> Named:
-        return outcome(call, given, None if phase == "forward" else case.learning(call, given))
+    def results(call: Callable, operands: dict) -> Named:
+        return outcome(call, operands, None if phase == "forward" else case.learning(call, operands))
 
     on_progress("float64")
-    truth = found(case.truth, converted(arguments, torch.float64))
+    truth = results(case.truth, converted(arguments, torch.float64))
     on_progress(case.variants[0].name)
-    baseline = found(case.variants[0].call, arguments)
+    baseline = results(case.variants[0].call, arguments)
     verdicts = {case.variants[0].name: verdict(baseline, truth, baseline, case.dtype, case.deep)}
     errors: dict[str, str] = {}
     for variant in (a for a in case.variants[1:] if a.reason is None):
         on_progress(variant.name)
         with capturing(errors, variant.name), deadline:
-            verdicts[variant.name] = verdict(found(variant.call, arguments), truth, baseline, case.dtype, case.deep)
+            verdicts[variant.name] = verdict(results(variant.call, arguments), truth, baseline, case.dtype, case.deep)
     return verdicts, errors
 
 
@@ -223,9 +223,9 @@ def measure(
         compile_kernels(case, sets[0], phase)
     torch.compiler.reset()  # Dynamo limits recompilations of one function, and cases share functions
     verdicts, errors = compare_variants(case, sets[0], phase, deadline.sooner(share * deadline.left), on_progress)
-    for name, found in verdicts.items():
-        rows[name] |= found.columns() | _memory(case, calls[name], sets[0], device, phase)
-    right = {name: step_of(case, calls[name], sets, phase) for name, found in verdicts.items() if found.match}
+    for name, comparison in verdicts.items():
+        rows[name] |= comparison.columns() | _memory(case, calls[name], sets[0], device, phase)
+    right = {name: step_of(case, calls[name], sets, phase) for name, comparison in verdicts.items() if comparison.match}
     on_progress("timing")
     samples, failed = samples_of(right, device, deadline, seconds, copies=copies, latency=latency)
     for name, text in (errors | failed).items():
@@ -245,9 +245,9 @@ def compile_kernels(case: Case, arguments: dict, phase: str) -> int:
     launches: dict[tuple, Launch] = {}
     for variant in case.variants:
         if variant.reason is None and "compile" not in variant.name and "graph" not in variant.name:
-            with Collector() as found:
+            with Collector() as collector:
                 step_of(case, variant.call, [arguments], phase)(0)()
-            launches |= {one.key: one for one in found.launches}
+            launches |= {one.key: one for one in collector.launches}
     with compiling_ahead(list(launches.values())) as futures:
         for future in futures:
             future.exception()  # a failure is raised again at the launch
@@ -265,8 +265,8 @@ def _memory(case: Case, call: Callable, arguments: dict, device: torch.device, p
     whole = step_of(case, call, [arguments], "training" if backward else "forward")(0)
     columns = dict(peak_bytes=peak_bytes(whole, device))
     if backward:
-        held = [*named_leaves(arguments).values(), *case.learning(call, arguments).values()]
-        columns["saved_bytes"] = saved_bytes(lambda: call(**arguments), held)
+        tensors = [*named_leaves(arguments).values(), *case.learning(call, arguments).values()]
+        columns["saved_bytes"] = saved_bytes(lambda: call(**arguments), tensors)
     return columns
 
 
