@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from budget import assert_within_budget, telling
-from foreign import build, inputs, outputs
+from catalogue import build, inputs, outputs
 from test_backend import Eager, cast, results
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd

@@ -58,16 +58,16 @@ class Layout:
         key = self.number(key)
         for path in self.blocks.split():
             pattern = re.escape(path).replace(r"\{\}", r"(\d+)") + r"\.(.+)"
-            if found := re.fullmatch(pattern, key):
-                *numbers, rest = found.groups()
+            if match := re.fullmatch(pattern, key):
+                *numbers, rest = match.groups()
                 home = self.home.format(*numbers[-self.home.count("{}") :])
                 return f"{home}.{_look_up({their: our for our, their in _rows(self.block)}, rest)}"
         return _look_up({their: our for our, their in _rows(self.stem)}, key)
 
     def theirs(self, key: str) -> str:
         """Converts our key to theirs, without prefix; uses the first of several names."""
-        if found := re.fullmatch(re.escape(self.home).replace(r"\{\}", r"(\d+)") + r"\.(.+)", key):
-            *numbers, rest = found.groups()
+        if match := re.fullmatch(re.escape(self.home).replace(r"\{\}", r"(\d+)") + r"\.(.+)", key):
+            *numbers, rest = match.groups()
             path = self.blocks.split()[0].format(*numbers)
             return f"{path}.{_look_up(dict(reversed([*_rows(self.block)])), rest)}"
         return _look_up(dict(reversed([*_rows(self.stem)])), key)

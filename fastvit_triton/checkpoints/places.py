@@ -98,8 +98,8 @@ class Repository(Place):
 
     def __init__(self, text: str, options: dict[str, Any]) -> None:
         self.name, _, revision = text.partition("@")
-        given = {key: value for key, value in options.items() if value is not None}
-        self.options = {"revision": revision or None, **given}
+        chosen = {key: value for key, value in options.items() if value is not None}
+        self.options = {"revision": revision or None, **chosen}
         revision = self.options["revision"]
         super().__init__(f"hf-hub:{self.name}@{revision}" if revision else f"hf-hub:{self.name}", Path())
         self.unreachable = ""
@@ -236,12 +236,12 @@ def read_json(path: Path) -> dict[str, Any]:
         WeightsError: it holds no JSON object.
     """
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(f"{path} is not readable as JSON: {reason(error)}") from error
-    if not isinstance(held, dict):
-        raise WeightsError(f"{path} holds a {type(held).__name__}; expected a JSON object")
-    return held
+    if not isinstance(content, dict):
+        raise WeightsError(f"{path} holds a {type(content).__name__}; expected a JSON object")
+    return content
 
 
 def reason(error: BaseException) -> str:

@@ -77,16 +77,16 @@ def run(args: argparse.Namespace) -> int:
             def on_progress(what: str) -> None:
                 bar.update(stage, advance=1, description=what)
 
-            found = measure(case, phase, device, deadline, 0.15 * SECONDS, COPIES, on_progress=on_progress)
+            measured = measure(case, phase, device, deadline, 0.15 * SECONDS, COPIES, on_progress=on_progress)
     except TimedOut as error:
         raise ValueError(f"{name} at batch {batch} takes longer than {SECONDS:.0f} s; lower --batch") from error
     except RuntimeError as error:  # there is no OutOfMemoryError on a CPU
         if "allocate memory" not in str(error):
             raise
         raise ValueError(f"--batch {batch} does not fit into memory; lower it") from error
-    _report(case, phase, list(found.rows.values()), gpu)
+    _report(case, phase, list(measured.rows.values()), gpu)
     if args.out is not None:
-        _write(args, list(found.rows.values()), gpu)
+        _write(args, list(measured.rows.values()), gpu)
         print_line(f"{args.out} holds these rows and the hardware and versions they were measured on")
     return 0
 
@@ -97,8 +97,8 @@ def _case(name: str, batch: int, training: bool, dtype: str, device: "torch.devi
 
     from ..measure.model_cases import Run, case, least_bytes
 
-    made = case(Run(name, batch, training), getattr(torch, dtype), device)
-    needed = least_bytes(made, COPIES)
+    model_case = case(Run(name, batch, training), getattr(torch, dtype), device)
+    needed = least_bytes(model_case, COPIES)
     there = memory_of(device)
     if needed > there:
         fits = max(int(batch * there / needed), 1)
@@ -106,12 +106,12 @@ def _case(name: str, batch: int, training: bool, dtype: str, device: "torch.devi
             f"--batch {batch} needs more than {needed / 2**30:.0f} GiB for {name}, and {device} has "
             f"{there / 2**30:.0f} GiB; at most {fits} can fit"
         )
-    eager = made.variants[0]
-    timm = next((variant for variant in made.variants if variant.name == "timm" and variant.reason is None), None)
-    others = [variant for variant in made.variants if variant not in (eager, timm)]
+    eager = model_case.variants[0]
+    timm = next((variant for variant in model_case.variants if variant.name == "timm" and variant.reason is None), None)
+    others = [variant for variant in model_case.variants if variant not in (eager, timm)]
     others.sort(key=lambda variant: "compile" in variant.name)
     first = replace(timm, name="eager (timm)") if timm else eager
-    return replace(made, variants=[first, *others])
+    return replace(model_case, variants=[first, *others])
 
 
 def memory_of(device: "torch.device") -> int:

@@ -135,7 +135,7 @@ def _default_model() -> str:
     return VIT if absent("timm") else f"timm:{VIT}"
 
 
-def _predict(found: NamedModel, args: argparse.Namespace, gpu: "Gpu") -> None:
+def _predict(named_model: NamedModel, args: argparse.Namespace, gpu: "Gpu") -> None:
     """Converts a model, and prints for each batch size how its modules run and the predicted cost."""
     import torch
 
@@ -148,7 +148,7 @@ def _predict(found: NamedModel, args: argparse.Namespace, gpu: "Gpu") -> None:
     from ..kernels.cost import gpus
     from ..measure.verdict import of_prediction
 
-    model, shape = found.model, found.shape
+    model, shape = named_model.model, named_model.shape
     what = f"{args.model}: {type(model).__name__}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters"
     report = optimize(model)
     if report.is_empty:
@@ -162,13 +162,13 @@ def _predict(found: NamedModel, args: argparse.Namespace, gpu: "Gpu") -> None:
     dtype = torch.float32 if args.amp else torch.bfloat16
     make = partial(torch.empty, dtype=dtype, device="meta")
     model.to(dtype)
-    positional, named = found.inputs(1, make)
+    positional, named = named_model.inputs(1, make)
     report = dataclasses.replace(report, subject=Subject(model, named or positional))
     amp = torch.autocast("cpu", getattr(torch, args.amp)) if args.amp else contextlib.nullcontext()  # counted on a CPU
     numbers = f"autocast to {args.amp}" if args.amp else "bfloat16"
     phase = "training step" if args.train else "inference"
     for batch in BATCHES if args.batch is None else (args.batch,):
-        positional, named = found.inputs(batch, make)
+        positional, named = named_model.inputs(batch, make)
         try:
             with located(model), amp:
                 prediction = predict(model, gpu, args.train, *positional, **named)
@@ -197,28 +197,28 @@ def _reason(choice: "Choice") -> str:
     return f"least expected µs: {'; '.join(times)}"
 
 
-def _print_table(found: "Prediction", batch: int, modes: tuple[str, ...]) -> None:
+def _print_table(prediction: "Prediction", batch: int, modes: tuple[str, ...]) -> None:
     """Prints launches, bytes, saved activations and expected times, ours and PyTorch's."""
-    counts = {"PyTorch": found.eager, "torch.compile": found.compiled, "by default": found.ours}
-    if found.frozen is not None:
-        counts["frozen"] = found.frozen
+    counts = {"PyTorch": prediction.eager, "torch.compile": prediction.compiled, "by default": prediction.ours}
+    if prediction.frozen is not None:
+        counts["frozen"] = prediction.frozen
     rows = {
         name: {"launches": f"{n.launches}", "MB per image": _megabytes(n.nbytes, batch)} for name, n in counts.items()
     }
-    if found.training:
-        rows["PyTorch"]["MB per image saved"] = _megabytes(found.saved_bytes("plain"), batch)
-        rows["by default"]["MB per image saved"] = _megabytes(found.saved_bytes(), batch)
+    if prediction.training:
+        rows["PyTorch"]["MB per image saved"] = _megabytes(prediction.saved_bytes("plain"), batch)
+        rows["by default"]["MB per image saved"] = _megabytes(prediction.saved_bytes(), batch)
         modes = ("default",)  # what templates compute is not known for the backward pass
-    expected = "expected ms" + " of the blocks" * found.training
-    if found.blocks or not found.training:
-        rows["PyTorch"][expected] = _milliseconds(found.eager_us())
-        rows["torch.compile"][expected] = _milliseconds(found.compiled_us())
+    expected = "expected ms" + " of the blocks" * prediction.training
+    if prediction.blocks or not prediction.training:
+        rows["PyTorch"][expected] = _milliseconds(prediction.eager_us())
+        rows["torch.compile"][expected] = _milliseconds(prediction.compiled_us())
         for name in list(counts)[2:]:
-            most, between, least = found.ours_us(name == "frozen")
+            most, between, least = prediction.ours_us(name == "frozen")
             span = f" ({_milliseconds(least)} to {_milliseconds(most)})" if most > least else ""
             rows[name][expected] = _milliseconds(between) + span
     if "max-autotune" in modes:
-        best = {"max-autotune": {expected: _milliseconds(found.compiled_us("max-autotune"))}}
+        best = {"max-autotune": {expected: _milliseconds(prediction.compiled_us("max-autotune"))}}
         rows = {name: rows.pop(name) for name in ("PyTorch", "torch.compile")} | best | rows
     if "default" not in modes:
         del rows["torch.compile"]

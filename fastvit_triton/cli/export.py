@@ -52,6 +52,6 @@ def run(args: argparse.Namespace) -> int:
         print_line("not compared with PyTorch: onnxruntime is not installed")
     else:
         batches = " and ".join(map(str, BATCHES))
-        found = f"largest difference from PyTorch, for batches of {batches}: {done.difference:.1e}"
-        print_line(f"{found} (rounding explains up to {done.allowed:.1e})")
+        comparison = f"largest difference from PyTorch, for batches of {batches}: {done.difference:.1e}"
+        print_line(f"{comparison} (rounding explains up to {done.allowed:.1e})")
     return 0

@@ -65,23 +65,23 @@ def load_trained(source: str, mean: str | None = None, std: str | None = None) -
     from ..preparation import data_config
     from ..train.checkpoint import checksum
 
-    held, header = load_model(source)
-    model = held
-    if isinstance(held, NaFlexVisionTransformer):
-        model = held.for_images(data_config(held)["input_size"][1:])
+    loaded, header = load_model(source)
+    model = loaded
+    if isinstance(loaded, NaFlexVisionTransformer):
+        model = loaded.for_images(data_config(loaded)["input_size"][1:])
     try:
         trained, crc32 = _read_training(model, header.get("training", "{}"))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{source} has a header that train did not write: {str(error)[:300]}") from error
-    if crc32 is not None and crc32 != checksum(held):
+    if crc32 is not None and crc32 != checksum(loaded):
         raise ValueError(f"{source} is damaged: the checksum of its tensors is wrong")
-    given = {"mean": mean, "std": std}
-    return trained._replace(transform=_override(trained.transform, given, source))
+    statistics = {"mean": mean, "std": std}
+    return trained._replace(transform=_override(trained.transform, statistics, source))
 
 
-def _override(transform: "Transform", given: dict[str, str | None], source: str) -> "Transform":
+def _override(transform: "Transform", statistics: dict[str, str | None], source: str) -> "Transform":
     """The transform with given means and deviations; warns where they differ from those of the checkpoint."""
-    for name, text in given.items():
+    for name, text in statistics.items():
         if text is not None:
             own = getattr(transform, name)
             values = channels(text)
@@ -96,8 +96,8 @@ def _override(transform: "Transform", given: dict[str, str | None], source: str)
 def warn_of_clash(name: str, values: tuple[float, ...], own: tuple[float, ...]) -> None:
     """Prints a warning if a given mean or standard deviation is not that of the weights."""
     if tuple(values) != tuple(own):
-        given, theirs = (",".join(f"{value:g}" for value in numbers) for numbers in (values, own))
-        print_warning(f"--{name} is {given}, but the weights were trained with {theirs}; {given} is used")
+        chosen, theirs = (",".join(f"{value:g}" for value in numbers) for numbers in (values, own))
+        print_warning(f"--{name} is {chosen}, but the weights were trained with {theirs}; {chosen} is used")
 
 
 def follow_weights(source: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -115,26 +115,28 @@ def follow_weights(source: str, given: dict[str, Any]) -> dict[str, Any]:
     from ..preparation import DEFAULTS
     from ..train.settings import RECIPES
 
-    if (found := describe(find_place(source))) is None:
+    if (description := describe(find_place(source))) is None:
         return given
-    known = {key: found.pretrained_cfg[key] for key in DEFAULTS if found.pretrained_cfg.get(key) is not None}
-    for name in {"mean", "std"} & given.keys() & known.keys():
-        warn_of_clash(name, given[name], known[name])
-    needed = {name: known[name] for name in ("mean", "std") if len(known.get(name, ())) == 3}
-    theirs = model_config(found.name, **found.options)
-    usual = model_config(found.name)
-    if given.get("model", found.name) == found.name:
+    preprocessing = {
+        key: description.pretrained_cfg[key] for key in DEFAULTS if description.pretrained_cfg.get(key) is not None
+    }
+    for name in {"mean", "std"} & given.keys() & preprocessing.keys():
+        warn_of_clash(name, given[name], preprocessing[name])
+    needed = {name: preprocessing[name] for name in ("mean", "std") if len(preprocessing.get(name, ())) == 3}
+    theirs = model_config(description.name, **description.options)
+    usual = model_config(description.name)
+    if given.get("model", description.name) == description.name:
         changed = {key: value for key, value in vars(theirs).items() if value != getattr(usual, key)}
         changed = {key: value for key, value in changed.items() if key not in RUN and not key.endswith("_rate")}
         needed |= {
-            "model": found.name,
+            "model": description.name,
             "options": changed | (RECIPES[given["recipe"]].options if "recipe" in given else {}),
         }
     if "recipe" not in given:
         height, width = sides(theirs.img_size)
         needed |= {"img_size": height} if height == width else {}
         names = {"crop_pct": "eval_crop", "crop_mode": "crop_mode", "interpolation": "interpolation"}
-        needed |= {ours: known[key] for key, ours in names.items() if key in known}
+        needed |= {ours: preprocessing[key] for key, ours in names.items() if key in preprocessing}
     return {**needed, **given}
 
 
@@ -162,8 +164,8 @@ def _read_training(model: "VisionTransformer", text: str) -> tuple[TrainedModel,
     if len(classes) != config.num_classes and config.num_classes:  # pre-training saves no head
         raise ValueError(f"it names {len(classes):,} classes, and the head has {config.num_classes:,}")
     if transform.size != size or len(transform.mean) != channels:
-        found = f"its images have size {transform.size} and {len(transform.mean)} channels"
-        raise ValueError(f"{found}, the model's {size} and {channels}")
+        images = f"its images have size {transform.size} and {len(transform.mean)} channels"
+        raise ValueError(f"{images}, the model's {size} and {channels}")
     rest = entries.get("data"), entries.get("batch_size", 64), entries.get("skip_bad_images", False)
     return TrainedModel(model, classes, transform, *rest), entries.get("crc32")
 
@@ -176,10 +178,10 @@ def find_images(paths: list[Path]) -> list[Path]:
     """
     from ..train.data.folder import list_images
 
-    found = [file for path in paths for file in (list_images(path) if path.is_dir() else [path])]
-    if not found:
+    files = [file for path in paths for file in (list_images(path) if path.is_dir() else [path])]
+    if not files:
         raise ValueError(f"there is no image in {', '.join(map(str, paths))}")
-    return found
+    return files
 
 
 def readable_images(files: list[Path], max_pixels: int) -> Iterator[Path]:

@@ -113,9 +113,9 @@ def build_model(name: str, size: Size | None = None, device: "torch.device | str
     check_name("--model", name)
     build = {"timm": _timm, "torchvision": _torchvision, "hf-config": _transformers}.get(prefix, _ours)
     with torch.device(device):
-        found = build(rest if colon else name, size)
-    found.model.eval()
-    return found
+        named_model = build(rest if colon else name, size)
+    named_model.model.eval()
+    return named_model
 
 
 def random_model(
@@ -166,8 +166,8 @@ def _transformers(name: str, size: Size | None) -> NamedModel:
     config, cls = _read_config(transformers, name)
     if hasattr(config, "vision_config"):
         config, cls = config.vision_config, None
-    known = transformers.AutoModel._model_mapping
-    cls = cls or (known[type(config)] if type(config) in known else _tower(config))
+    model_classes = transformers.AutoModel._model_mapping
+    cls = cls or (model_classes[type(config)] if type(config) in model_classes else _tower(config))
     if "grid_thw" in inspect.signature(cls.forward).parameters:
         return _packed(cls, config, size)
     if size is not None and hasattr(config, "image_size"):
@@ -181,9 +181,9 @@ def _transformers(name: str, size: Size | None) -> NamedModel:
         raise ValueError(f"--img-size is {_words(size)}, and {why}") from error
     if model.main_input_name != "pixel_values":
         raise ValueError(f"{type(model).__name__} takes {model.main_input_name}, not images; name a vision model")
-    held = getattr(config, "image_size", size or 224)
-    held = (held, held) if isinstance(held, int) else tuple(held)
-    return NamedModel(model, (getattr(config, "num_channels", 3), *held), "pixel_values")
+    image_size = getattr(config, "image_size", size or 224)
+    image_size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+    return NamedModel(model, (getattr(config, "num_channels", 3), *image_size), "pixel_values")
 
 
 def _tower(config: Any) -> Any:
@@ -210,8 +210,8 @@ def _packed(cls: Any, config: Any, size: Size | None) -> NamedModel:
     frames = getattr(config, "temporal_patch_size", 1)
     merged = getattr(config, "spatial_merge_size", 1)
     side = merged * config.patch_size
-    held = getattr(config, "image_size", 448)
-    wanted = size or ((held, held) if isinstance(held, int) else tuple(held))
+    image_size = getattr(config, "image_size", 448)
+    wanted = size or ((image_size, image_size) if isinstance(image_size, int) else tuple(image_size))
     height, width = (max(round(pixels / side), 1) * side for pixels in wanted)
     channels = getattr(config, "in_channels", getattr(config, "in_chans", getattr(config, "num_channels", 3)))
     patches = Patches((rows, "grid_thw"), config.patch_size, frames, merged)
@@ -230,13 +230,13 @@ def _read_config(transformers: ModuleType, name: str) -> tuple[Any, Any]:
         return cls(), None
     strict = getattr(importlib.import_module("huggingface_hub.errors"), "StrictDataclassError", ValueError)
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-        config = transformers.CONFIG_MAPPING[held["model_type"]].from_dict(held)
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        config = transformers.CONFIG_MAPPING[entries["model_type"]].from_dict(entries)
     except KeyError as error:
         raise ValueError(f"{path} has no model_type that transformers knows: {error} is missing or unknown") from error
     except (ValueError, TypeError, strict) as error:
         raise ValueError(f"{path} is not a configuration of transformers: {str(error).splitlines()[0]}") from error
-    return config, getattr(transformers, (held.get("architectures") or [""])[0], None)
+    return config, getattr(transformers, (entries.get("architectures") or [""])[0], None)
 
 
 def _package(name: str) -> ModuleType:

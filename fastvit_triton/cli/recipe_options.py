@@ -106,10 +106,10 @@ def _values(recipe: "Recipe | argparse.Namespace", usual: dict[str, object]) -> 
     for option in RECIPE_OPTIONS:
         name = option.replace("-", "_")
         value = getattr(recipe, name)
-        known = usual.get(name)
+        default = usual.get(name)
         if name == "warmup" and recipe.warmup_unit != "run":
             lengths.append(f"warm-up of {value:,} {recipe.warmup_unit}")
-        elif value != known and not (value in off and known in off):
+        elif value != default and not (value in off and default in off):
             words.append(f"--{option} {quote(value) if isinstance(value, str) else f'{value:.7g}'}")
     if recipe.steps:
         lengths.append(f"{recipe.steps:,} steps in all")

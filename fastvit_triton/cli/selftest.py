@@ -191,6 +191,6 @@ def _write(path: Path, checks: Checks) -> None:
     """Writes rows with their provenance as JSON."""
     from ..measure.machine import provenance
 
-    held = provenance() | checks.facts() | dict(rows=checks.rows)
+    content = provenance() | checks.facts() | dict(rows=checks.rows)
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(held, indent=1) + "\n")
+        temporary.write_text(json.dumps(content, indent=1) + "\n")

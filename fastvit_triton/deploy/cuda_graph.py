@@ -93,8 +93,8 @@ class GraphedModel:
 
     def _state(self) -> tuple[list, list]:
         """(addresses, version counters) of all parameters and buffers."""
-        held = [*self.model.parameters(), *self.model.buffers()]
-        return [t.data_ptr() for t in held], [0 if t.is_inference() else t._version for t in held]
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        return [t.data_ptr() for t in tensors], [0 if t.is_inference() else t._version for t in tensors]
 
     def _follow_weights(self) -> None:
         """Drops all graphs if a weight has moved to another address."""

@@ -193,11 +193,11 @@ def _onnx(program: torch.export.ExportedProgram, images: Tensor, metadata: Mappi
     names: dict[str, Any] = dict(input_names=["images"], output_names=["logits"])
     names["dynamic_shapes"] = ({0: "batch"},)  # the name of the axis in the file
     options: dict[str, Any] = dict(dynamo=True, verbose=False, opset_version=metadata["opset"])
-    found: Any = torch.onnx.export(program, (images,), **names, **options)
-    for node in found.model.graph:
+    onnx_program: Any = torch.onnx.export(program, (images,), **names, **options)
+    for node in onnx_program.model.graph:
         node.metadata_props.clear()  # stack traces, with paths of this machine
-    found.model.metadata_props.update(_texts(metadata))
-    return found.model_proto.SerializeToString()
+    onnx_program.model.metadata_props.update(_texts(metadata))
+    return onnx_program.model_proto.SerializeToString()
 
 
 def _load_onnx(path: Path) -> Run | None:

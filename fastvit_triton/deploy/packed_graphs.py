@@ -105,9 +105,9 @@ def cuda_graph_packed(
     if not all(map(graphs.can_capture, tokens)):
         raise ValueError(f"example is on {tokens[0].device}; CUDA graphs need a model and an example on a GPU")
     numbers = dict(token_budgets=tuple(token_budgets), max_images=(max_images,), max_graphs=(max_graphs,))
-    for name, given in numbers.items():
-        if not given or min(given) < 1:
-            raise ValueError(f"{name} must be positive, got {given if name == 'token_budgets' else given[0]}")
+    for name, values in numbers.items():
+        if not values or min(values) < 1:
+            raise ValueError(f"{name} must be positive, got {values if name == 'token_budgets' else values[0]}")
     if {max_images, max_images + 1} & set(token_budgets):
         raise ValueError(f"max_images is {max_images}; token_budgets must not contain it or {max_images + 1}")
     graphs.check(model, tokens)

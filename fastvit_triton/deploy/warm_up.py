@@ -45,9 +45,9 @@ def warmup(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; give an nn.Module")
     start, inputs, named = time.perf_counter(), *given(example)
-    with unchanged(model), Collector() as found:
+    with unchanged(model), Collector() as collector:
         run(model, inputs, named, train)
-    with compiling(found.launches) as futures:
+    with compiling(collector.launches) as futures:
         for done, future in enumerate(as_completed(futures), 1):
             future.result()
             on_progress(done, len(futures))
@@ -68,18 +68,20 @@ def run(model: nn.Module, inputs: tuple, named: dict, train: bool) -> object:
     with torch.set_grad_enabled(train):
         outputs = model(*inputs, **named)
         if train:
-            made = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
+            differentiable = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
             learn = [p for p in model.parameters() if p.requires_grad]
-            if made and learn:
-                torch.autograd.grad(made, learn, [torch.ones_like(t) for t in made], allow_unused=True)
+            if differentiable and learn:
+                torch.autograd.grad(
+                    differentiable, learn, [torch.ones_like(t) for t in differentiable], allow_unused=True
+                )
     return outputs
 
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Context that restores buffers and random states at its end, and invalidates cached folds."""
-    held = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-    before = [(*place, place[2].clone()) for place in held]
+    places = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    before = [(*place, place[2].clone()) for place in places]
     devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.is_cuda}
     try:
         with torch.random.fork_rng([d.index for d in devices]):

@@ -80,9 +80,9 @@ class Prediction:
         """
         host = sum(self._host_us(choice, choice.way) for choice in self.blocks)
         if not self.training:
-            found = work.ours(self.traces[2 if frozen else 1].events)
+            counted = work.ours(self.traces[2 if frozen else 1].events)
             rates = (times.with_ours(self.gpu, ratio) for ratio in (0, 1, 2))
-            low, expected, best = (max(times.call_us(found, self._device, 0, fitted=one), host) for one in rates)
+            low, expected, best = (max(times.call_us(counted, self._device, 0, fitted=one), host) for one in rates)
             return low, expected, best
         low, expected, best = (
             sum(max(self._block_us(c, c.way, frozen, ratio), self._host_us(c, c.way)) for c in self.blocks)

@@ -66,20 +66,20 @@ def _parts(event: Event) -> list[Event]:
 
 def _groups(events: list[Event]) -> list[int]:
     """For each event, the index of the first event in its kernel."""
-    found: list[int] = []
+    groups: list[int] = []
     written: dict[int, tuple[int, int]] = {}  # storage → (its last writer, number of EXTERN ops up to there)
     for n, event in enumerate(events):
         sources = [written[piece.storage] for piece in event.reads if piece.storage in written]
         products = max((count for _, count in sources), default=0) + (event.name in EXTERN)
         group = n
         if event.name not in EXTERN and event.name != COLUMN:
-            near = {found[m] for m, count in sources if count == products and events[m].name not in EXTERN}
+            near = {groups[m] for m, count in sources if count == products and events[m].name not in EXTERN}
             group = min(near, default=n)
-            found = [group if g in near else g for g in found]
-        found.append(group)
+            groups = [group if g in near else g for g in groups]
+        groups.append(group)
         for piece in event.writes:
             written[piece.storage] = n, products
-    return found
+    return groups
 
 
 def _kernel(events: list[Event], group: int, readers: dict[int, set[int]]) -> Kernel:

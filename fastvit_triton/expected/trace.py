@@ -152,21 +152,21 @@ class _Tracer(TorchDispatchMode):
             return function(*arguments, **named)
         if name in ALLOCATE:
             return mark(function(*arguments, **named), False)
-        known = is_known(function, name, tensors)
+        values_known = is_known(function, name, tensors)
         call = (arguments, named)
-        if not known:
+        if not values_known:
             call = arguments, {k: torch.device("meta") if k == "device" and v else v for k, v in named.items()}
             call = tree_map_only(Tensor, described, call)
         outputs = results = function(*call[0], **call[1])
         memory = {t.untyped_storage()._cdata for t in _tensors(call)}
         if function._schema.is_mutable:
-            outputs = results if known else written_arguments(function, arguments, named, results)
+            outputs = results if values_known else written_arguments(function, arguments, named, results)
         elif all(t.untyped_storage()._cdata in memory for t in _tensors(results)):  # such as _unsafe_view
-            return results if known else function(*arguments, **named)
-        elif not known:
+            return results if values_known else function(*arguments, **named)
+        elif not values_known:
             outputs = tree_map_only(Tensor, reserved, results)
         for t in _tensors(outputs):
-            mark(t, known)
+            mark(t, values_known)
         written = outputs[:2] if name in FLASH else outputs  # the others hold the state of random numbers
         name += "_tanh" if named.get("approximate") == "tanh" else ""
         if name == "upsample_bilinear2d" and suggest_memory_format(tensors[0]) != torch.channels_last:
@@ -191,9 +191,9 @@ class _Tracer(TorchDispatchMode):
         finally:
             self.op = outer
         self.trace.events.append(Event(name, name, True, 0, (), (), flops))
-        found, wanted = ([_facts(t) for t in tree_leaves(part)] for part in (outputs, expected))
-        if found != wanted:
-            self.trace.findings.append(f"{name} gives {found}, its fake {wanted}")
+        got, wanted = ([_facts(t) for t in tree_leaves(part)] for part in (outputs, expected))
+        if got != wanted:
+            self.trace.findings.append(f"{name} gives {got}, its fake {wanted}")
         return outputs
 
     def read(self, name: str, *tensors: Tensor) -> None:
@@ -279,9 +279,9 @@ def tracing() -> Iterator[Trace]:
             delattr(owner, name) if own is None else setattr(owner, name, own)
 
 
-def _tensors(held: object) -> list[Tensor]:
+def _tensors(structure: object) -> list[Tensor]:
     """The tensors in a structure, each once."""
-    return list({id(t): t for t in tree_leaves(held) if isinstance(t, Tensor)}.values())
+    return list({id(t): t for t in tree_leaves(structure) if isinstance(t, Tensor)}.values())
 
 
 @functools.cache

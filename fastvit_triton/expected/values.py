@@ -57,8 +57,8 @@ def is_known(function: OpOverload, name: str, tensors: list[Tensor]) -> bool:
 def written_arguments(function: OpOverload, arguments: tuple, named: dict, results: object) -> object:
     """The results of an operator that writes to its arguments: these arguments, and new tensors for other results."""
     schema = function._schema
-    given = dict(zip((a.name for a in schema.arguments), arguments, strict=False)) | named
-    owners = {frozenset(a.alias_info.before_set): given.get(a.name) for a in schema.arguments if a.alias_info}
+    by_name = dict(zip((a.name for a in schema.arguments), arguments, strict=False)) | named
+    owners = {frozenset(a.alias_info.before_set): by_name.get(a.name) for a in schema.arguments if a.alias_info}
     several = results if isinstance(results, (tuple, list)) else (results,)
     pairs = zip(schema.returns, several, strict=False)
     outputs = tuple(
@@ -70,10 +70,10 @@ def written_arguments(function: OpOverload, arguments: tuple, named: dict, resul
 
 def positions(indices: list[Tensor | None]) -> list[Tensor | None]:
     """Boolean indices whose values are known as integers, which index tensors without values, too."""
-    found: list[Tensor | None] = []
+    integers: list[Tensor | None] = []
     for index in indices:
-        found += index.nonzero().unbind(1) if index is not None and index.dtype == torch.bool else (index,)
-    return found
+        integers += index.nonzero().unbind(1) if index is not None and index.dtype == torch.bool else (index,)
+    return integers
 
 
 class _Weightless(TorchFunctionMode):

@@ -141,20 +141,20 @@ def work_of_events(events: list[Event], grows: Collection[int] = ()) -> Call:
 
 def ours(events: Iterable[Event]) -> tuple[tuple[Work, int], ...]:
     """The work of the events of a converted model's call, of this number of images."""
-    found: Counter[Work] = Counter()
+    counts: Counter[Work] = Counter()
     for event in events:
         if event.launches:
-            found[_launch(event) if event.ours else _operator(event, ())] += 1
-    return tuple(found.items())
+            counts[_launch(event) if event.ours else _operator(event, ())] += 1
+    return tuple(counts.items())
 
 
 def growing(events: Iterable[Event], *inputs: Tensor) -> set[int]:
     """Storages whose size grows with the number of images: the inputs, and what is computed from them."""
-    found = {facts["number"] for t in inputs if "number" in (facts := vars(t.untyped_storage()))}
+    storages = {facts["number"] for t in inputs if "number" in (facts := vars(t.untyped_storage()))}
     for event in events:
-        if any(piece.storage in found for piece in event.reads):
-            found |= {piece.storage for piece in event.writes}
-    return found
+        if any(piece.storage in storages for piece in event.reads):
+            storages |= {piece.storage for piece in event.writes}
+    return storages
 
 
 def _launch(event: Event) -> Work:

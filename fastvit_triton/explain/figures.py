@@ -219,16 +219,16 @@ def draw_published() -> "Figure":
     page = figure(WIDTH, 10.5)
     first, second, third = page.subplots(3, 1, height_ratios=(1, 1, 1.5))
     for i, (name, values) in enumerate(TABLE_2.items()):
-        known = [(at + 0.12 * (i - 2), value) for at, value in enumerate(values) if value is not None]
+        points = [(at + 0.12 * (i - 2), value) for at, value in enumerate(values) if value is not None]
         colour = (BLUE, GREEN, ORANGE, MUTED, INK)[i]
-        first.plot([at for at, _ in known], [value for _, value in known], "o", color=colour, label=name)
+        first.plot([at for at, _ in points], [value for _, value in points], "o", color=colour, label=name)
     dress(first, "Table 2 (published)", "accuracy, %", "")
     first.set_xticks(range(len(TASKS)), TASKS, fontsize=9, rotation=30, ha="right", rotation_mode="anchor")
     first.set_ylim(60, 101)
     first.legend(frameon=False, labelcolor=INK, fontsize=9, loc="lower left", ncols=2)
     for (name, values), colour in zip(TABLE_5.items(), (MUTED, ORANGE, BLUE), strict=True):
-        known = [(at, value) for at, value in enumerate(values) if value is not None]
-        second.plot([at for at, _ in known], [value for _, value in known], "o", color=colour, label=name)
+        points = [(at, value) for at, value in enumerate(values) if value is not None]
+        second.plot([at for at, _ in points], [value for _, value in points], "o", color=colour, label=name)
     dress(second, "Table 5 (published)", "ImageNet top-1, %", "ViT, by pre-training data")
     second.set_xticks(range(len(MODELS)), MODELS)
     second.set_ylim(60, 92)

@@ -163,16 +163,16 @@ def attention_distance(
     return total / count
 
 
-def _whole(given: Tensor | AttentionLayer) -> Tensor:
+def _whole(attention: Tensor | AttentionLayer) -> Tensor:
     """The attention map [B, H, N, N] over all tokens of an image."""
-    if isinstance(given, AttentionLayer):
-        if given.why_not_square is not None:
-            raise ValueError(f"{given.why_not_square}; rollout needs maps over all tokens of an image")
-        given = given.map()
-    N, M = given.shape[-2:]
+    if isinstance(attention, AttentionLayer):
+        if attention.why_not_square is not None:
+            raise ValueError(f"{attention.why_not_square}; rollout needs maps over all tokens of an image")
+        attention = attention.map()
+    N, M = attention.shape[-2:]
     if N != M:
         raise ValueError(f"a map has queries × keys = {N} × {M}; rollout needs maps over all tokens of an image")
-    return given
+    return attention
 
 
 def _then(total: Tensor | None, first: Tensor, step: Tensor, add: bool = False) -> Tensor:

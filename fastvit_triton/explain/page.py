@@ -50,12 +50,12 @@ def write_report(panels: Iterable[Panel], out: Path, title: str) -> Path:
     entries = []
     sections = []
     for panel in panels:
-        held = BytesIO()
-        panel.figure.savefig(held, format="png", dpi=DPI)
+        buffer = BytesIO()
+        panel.figure.savefig(buffer, format="png", dpi=DPI)
         with replacing(out / f"{panel.name}.png") as temporary:
-            temporary.write_bytes(held.getvalue())
+            temporary.write_bytes(buffer.getvalue())
         entries.append((panel.image, panel.name, panel.title))
-        sections.append(_section(panel, base64.b64encode(held.getvalue()).decode()))
+        sections.append(_section(panel, base64.b64encode(buffer.getvalue()).decode()))
     page = out / "report.html"
     with replacing(page) as temporary:
         temporary.write_text(

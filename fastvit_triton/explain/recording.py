@@ -124,13 +124,13 @@ def _enter(
     named: dict,
 ) -> None:
     """Forward pre-hook of an attention layer: stores its input."""
-    found = read(*inputs, **named)
-    if found is not None:
+    reading = read(*inputs, **named)
+    if reading is not None:
         recording.found.pop(path, None)  # a repeated call moves to the end of the call order
-    if isinstance(found, str):
-        recording.left[path] = found
-    elif found is not None:
-        x, parts, position = found
+    if isinstance(reading, str):
+        recording.left[path] = reading
+    elif reading is not None:
+        x, parts, position = reading
         recording.found[path] = AttentionLayer(path, x.detach(), parts, norm, position, recording.images)
 
 

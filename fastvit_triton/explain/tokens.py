@@ -161,8 +161,8 @@ def position_table(model: nn.Module, where: Geometry) -> Tensor | None:
     """The absolute position embedding of each patch, [h·w, D]; None if the model has none for this grid."""
     positions: Any = getattr(model, "positions", None)
     if positions is not None:
-        found = positions(where.grid)
-        return None if found is None else found[0, -where.count :].detach()
+        grid_positions = positions(where.grid)
+        return None if grid_positions is None else grid_positions[0, -where.count :].detach()
     for module in model.modules():
         for name in ("pos_embed", "position_embeddings", "position_embedding", "pos_embedding"):
             table = getattr(module, name, None)

@@ -137,7 +137,7 @@ CANDIDATES: dict[str, dict[str, tuple[Config, ...]]] = {
 
 def candidates(row: str, architecture: str) -> list[Config]:
     """Launch parameters to try for a row on an architecture such as "sm_90", best guesses first."""
-    return [c for archs, found in CANDIDATES[row].items() if {architecture, ANY} & {*archs.split()} for c in found]
+    return [c for archs, configs in CANDIDATES[row].items() if {architecture, ANY} & {*archs.split()} for c in configs]
 
 
 @dataclass(frozen=True)
@@ -164,26 +164,27 @@ def targets(dry: bool = False) -> list[Target]:
     C = shrink(768)
     N = shrink(197)
     F = shrink(3072)
-    found = [Target("linear", dict(B=B, N=N, K=C, F=F, norm=1), "linear.fwd.half")]
+    ordered = [Target("linear", dict(B=B, N=N, K=C, F=F, norm=1), "linear.fwd.half")]
     two = ("bwd_dq", "bwd_dkdv")  # where a program cannot hold a whole head
     attentions = ((64, N, ("fwd", "bwd")), (80, N, ("fwd", *two)), (64, 577, two))
     for width, length, kernels in attentions if not dry else ((16, N, ("fwd", "bwd")), (48, N, two)):
         case = dict(B=B, H=12 if not dry else 1, Nq=length, Nk=length, D=width, Dv=width)
         for kernel in kernels:
-            found.append(Target("attention", case, f"attention.{kernel}", kernel != "fwd"))
+            ordered.append(Target("attention", case, f"attention.{kernel}", kernel != "fwd"))
     patches = dict(
         B=B, C=3, H=shrink(224) // 8 * 8, W=shrink(224) // 8 * 8, P=16 if not dry else 8, D=C, T=1, pos_prefix=1
     )
-    found.append(Target("mlp", dict(B=B, N=N, D=C, F=shrink(2048), gated=0), "linear.fwd.gated"))
-    found.append(Target("mlp", dict(B=B, N=N, D=shrink(192), F=shrink(768), recompute=1), "mlp.fwd"))
-    found.append(Target("patch_embed", patches, "patch_embed.fwd.half"))
+    ordered.append(Target("mlp", dict(B=B, N=N, D=C, F=shrink(2048), gated=0), "linear.fwd.gated"))
+    ordered.append(Target("mlp", dict(B=B, N=N, D=shrink(192), F=shrink(768), recompute=1), "mlp.fwd"))
+    ordered.append(Target("patch_embed", patches, "patch_embed.fwd.half"))
     for side, window, kind in ((56, 7, ""), (48, 12, ".large")):
         size, n, heads, D = (side, window, 3, 32) if not dry else (2 * window, window, 1, 16)
         swin = dict(B=B, H=size, W=size, heads=heads, D=D, h=n, w=n, sy=n // 2, sx=n // 2, bias=1)
-        found.append(Target("window_attention", swin, f"window.fwd{kind}"))
-        found.append(Target("window_attention", swin, f"window.bwd{kind}", True))
-    found.append(Target("patch_embed", patches, "patch_embed.bwd.half", True))
+        ordered.append(Target("window_attention", swin, f"window.fwd{kind}"))
+        ordered.append(Target("window_attention", swin, f"window.bwd{kind}", True))
+    ordered.append(Target("patch_embed", patches, "patch_embed.bwd.half", True))
     grid = dict(B=B, H=28 if not dry else 5, W=28 if not dry else 5, C=shrink(512), K=3)
-    found.append(Target("depthwise", grid | dict(gelu=1), "depthwise.fwd.half"))
-    found.append(Target("depthwise", grid | dict(gelu=1), "depthwise.bwd.half", True))
-    return [*found, Target("linear", dict(B=B, N=1, K=C, F=1000 if not dry else 20), "linear.fwd.odd")]  # a classifier
+    ordered.append(Target("depthwise", grid | dict(gelu=1), "depthwise.fwd.half"))
+    ordered.append(Target("depthwise", grid | dict(gelu=1), "depthwise.bwd.half", True))
+    classifier = dict(B=B, N=1, K=C, F=1000 if not dry else 20)
+    return [*ordered, Target("linear", classifier, "linear.fwd.odd")]

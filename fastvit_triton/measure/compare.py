@@ -27,8 +27,8 @@ class Verdict:
 
     def columns(self) -> dict:
         """Columns of a row: "match", "within" (the error), and "worst" if there is no match."""
-        found = dict(match=self.match, within=round(self.error, 3) if math.isfinite(self.error) else None)
-        return found if self.match else found | dict(worst=self.worst)
+        row = dict(match=self.match, within=round(self.error, 3) if math.isfinite(self.error) else None)
+        return row if self.match else row | dict(worst=self.worst)
 
 
 def leaves(value: object) -> Iterator[torch.Tensor]:
@@ -59,20 +59,20 @@ def cotangents(outputs: list[torch.Tensor], seed: int = 7) -> list[torch.Tensor]
 
 def named_leaves(arguments: dict) -> Named:
     """The tensors in a function's arguments that require gradients, by argument and position."""
-    found = {f"{n}[{i}]": t for n, v in arguments.items() for i, t in enumerate(leaves(v))}
-    return {n: t for n, t in found.items() if t.requires_grad}
+    tensors = {f"{n}[{i}]": t for n, v in arguments.items() for i, t in enumerate(leaves(v))}
+    return {n: t for n, t in tensors.items() if t.requires_grad}
 
 
 def outcome(function: Callable, arguments: dict, learning: Named | None, along: Callable = cotangents) -> Named:
     """A function's outputs by name and, unless `learning` is None, gradients for output gradients `along(outputs)`."""
     with torch.set_grad_enabled(learning is not None):
         outputs = [t for t in leaves(function(**arguments)) if t.is_floating_point()]
-    found = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
+    results = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
     if learning is None:
-        return found
+        return results
     outputs = [t for t in outputs if t.requires_grad]
     grads = torch.autograd.grad(outputs, list(learning.values()), along(outputs), allow_unused=True)
-    return found | {f"gradient of {n}": g for n, g in zip(learning, grads, strict=True) if g is not None}
+    return results | {f"gradient of {n}": g for n, g in zip(learning, grads, strict=True) if g is not None}
 
 
 def largest(tensor: torch.Tensor) -> float:
@@ -83,8 +83,8 @@ def largest(tensor: torch.Tensor) -> float:
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     """The largest difference in the dtype of b, computed in slices to save memory."""
     pairs = zip(a.flatten().split(2**26), b.flatten().split(2**26), strict=True)
-    found = [largest(x.to(b.dtype) - y) for x, y in pairs]
-    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
+    distances = [largest(x.to(b.dtype) - y) for x, y in pairs]
+    return math.nan if any(map(math.isnan, distances)) else max(distances, default=0.0)
 
 
 def relative_errors(found: Named, truth: Named) -> dict[str, float]:
@@ -127,8 +127,8 @@ def verdict(
         if got[name].shape != want.shape:
             return Verdict(False, math.inf, name)
         budget = 2 * (max(own[name], floor[name] * scale[name]) + torch.finfo(dtype).eps * scale[name])
-        found = _distance(got[name], want)
-        error = found / budget if budget else (0.0 if not found else math.inf)
+        distance = _distance(got[name], want)
+        error = distance / budget if budget else (0.0 if not distance else math.inf)
         if math.isnan(error):
             error = math.inf
         if error > worst.error:

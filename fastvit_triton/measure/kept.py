@@ -27,14 +27,14 @@ def add(facts: dict, rows: dict[str, dict], ways: dict[str, dict], run: dict) ->
     path = measured.path_of(facts)
     date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     with _locked(path):
-        held = held_in(path)
-        if held is None or measured.difference(held, facts) is not None:
-            held = dict(format=measured.FORMAT, facts=facts, runs=[], rows={}, ways={})
-        held["runs"].append(dict(date=date, **run, **driver()))
-        held["rows"] |= rows
-        held["ways"] |= ways
+        content = held_in(path)
+        if content is None or measured.difference(content, facts) is not None:
+            content = dict(format=measured.FORMAT, facts=facts, runs=[], rows={}, ways={})
+        content["runs"].append(dict(date=date, **run, **driver()))
+        content["rows"] |= rows
+        content["ways"] |= ways
         with replacing(path) as temporary:
-            temporary.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+            temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     plan.forget()
     return path
 
@@ -77,10 +77,10 @@ def import_from(source: Path, device: torch.device) -> Path:
     facts = measured.facts_of(device)
     try:
         text = source.read_text(encoding="utf-8")
-        held = measured.parse(text)
+        content = measured.parse(text)
     except ValueError as error:  # also if it is not UTF-8
         raise ValueError(f"{source} cannot be imported: {error}") from error
-    if (why := measured.difference(held, facts)) is not None:
+    if (why := measured.difference(content, facts)) is not None:
         raise ValueError(f"{source} is of another GPU or software: {why}")
     path = measured.path_of(facts)
     with _locked(path), replacing(path) as temporary:

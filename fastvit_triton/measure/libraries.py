@@ -163,8 +163,8 @@ def no_fast_path(base: VisionTransformer) -> str | None:
     if base.config.num_heads % 2:
         return "the fast path does not support an odd number of heads"
     plain = base.config.replace(img_size=224, num_classes=1000, depth=12)
-    known = ViTConfig(embed_dim=plain.embed_dim, num_heads=plain.num_heads, depth=12)
-    if plain != known.replace(patch_size=plain.patch_size):
+    supported = ViTConfig(embed_dim=plain.embed_dim, num_heads=plain.num_heads, depth=12)
+    if plain != supported.replace(patch_size=plain.patch_size):
         return "only a plain ViT equals an nn.TransformerEncoder"
     return None
 

@@ -46,7 +46,7 @@ def provenance() -> dict:
         hip=torch.version.hip,
         threads=torch.get_num_threads(),
     )
-    facts["packages"] = {name: found for name in PACKAGES if (found := installed(name))}
+    facts["packages"] = {name: release for name in PACKAGES if (release := installed(name))}
     return facts | driver()
 
 
@@ -54,8 +54,8 @@ def _commit() -> str | None:
     """Commit of the source tree, with suffix "-dirty" if files differ from it; None outside git."""
     if not (ROOT / ".git").exists():  # an installed package may be inside another repository
         return None
-    found = _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
-    return found.strip() or None
+    commit = _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    return commit.strip() or None
 
 
 def driver() -> dict:

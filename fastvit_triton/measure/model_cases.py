@@ -167,12 +167,12 @@ def _timm(run: Run) -> tuple[nn.Module, tuple[int, int, int]]:
 
 def _graphed(base: nn.Module, run: Run) -> ModelCall:
     """The model run by a CUDA graph, which the first call captures."""
-    made: list[GraphedModel] = []
+    graphs: list[GraphedModel] = []
 
     def call(image: torch.Tensor) -> object:
-        if not made:
-            made.append(cuda_graph(base, image, batch_sizes=(run.batch,), max_graphs=1))
-        return made[0](image)
+        if not graphs:
+            graphs.append(cuda_graph(base, image, batch_sizes=(run.batch,), max_graphs=1))
+        return graphs[0](image)
 
     return ModelCall(base, partial(using_backend, "auto"), run=call)
 

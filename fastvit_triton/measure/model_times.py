@@ -35,7 +35,7 @@ def time_attention(calls: list[Call], after: Measured, device: torch.device, dea
         device: where it runs.
         deadline: no round starts after it, except the first.
     """
-    found = []
+    rows = []
     for call in (call for call in calls if call.op == "attention_fwd"):
         q, k, v, bias, kv_lens, cu_seqlens, _, scale = call.arguments
         if kv_lens is not None or cu_seqlens is not None:
@@ -59,8 +59,8 @@ def time_attention(calls: list[Call], after: Measured, device: torch.device, dea
         steps = {"ours": ours, **steps}
         samples, errors = samples_of(steps, device, deadline, seconds=0.1, rounds=(3, 30))
         columns = {name: timing_columns(taken, None) for name, taken in samples.items()}
-        found.append(dict(sizes=[*q.shape, k.shape[2]], count=call.count, variants=columns, errors=errors))
-    return found
+        rows.append(dict(sizes=[*q.shape, k.shape[2]], count=call.count, variants=columns, errors=errors))
+    return rows
 
 
 def time_model(

@@ -40,16 +40,16 @@ TOKENS = (63, 64, 65, 128, 197, 257)
 
 def planned(device: torch.device) -> dict[str, Check]:
     """Name → check, most important first: on a GPU shapes of real models, on a CPU the first case of every op."""
-    found: dict[str, Check] = {}
+    checks: dict[str, Check] = {}
 
     def every(kind: str, dtype: torch.dtype, shapes: Callable[[Op], dict]) -> None:
         for op in OPS:
             for name, case in shapes(op).items():
                 title = f"{op.name} {kind}{name} {dtype}".replace("torch.", "")
-                found[title] = partial(_near, op, case, dtype, device)
+                checks[title] = partial(_near, op, case, dtype, device)
 
     def beyond(what: str) -> None:
-        found.update({f"{far[0]} {what}": partial(_beyond, *far, device) for far in _far(device)})
+        checks.update({f"{far[0]} {what}": partial(_beyond, *far, device) for far in _far(device)})
 
     if device.type != "cuda":
         for place in range(max(len(op.cases) for op in OPS)):
@@ -57,34 +57,34 @@ def planned(device: torch.device) -> dict[str, Check]:
                 every("tiny ", dtype, partial(_tiny, place=place))
             if place == 0:
                 beyond("last images")
-        return found
+        return checks
     every("", torch.bfloat16, lambda op: REAL[op.name])
     firsts = [(op, next(iter(REAL[op.name].values()))) for op in OPS]
     for kind, mode in {"on a stream": on_stream, "in a CUDA graph": in_graph, "in threads": in_threads}.items():
-        found |= {f"{op.name} {kind}": partial(_mode, mode, op, case, device) for op, case in firsts}
+        checks |= {f"{op.name} {kind}": partial(_mode, mode, op, case, device) for op, case in firsts}
     for model, batch in TRAINED:
-        found[f"memory of a block of {model}"] = partial(check_memory, model, batch, device)
+        checks[f"memory of a block of {model}"] = partial(check_memory, model, batch, device)
     last = torch.device("cuda", torch.cuda.device_count() - 1)
     if last != device:
         for op, case in firsts:
-            found[f"{op.name} on {last}"] = partial(_near, op, case, torch.bfloat16, last)
+            checks[f"{op.name} on {last}"] = partial(_near, op, case, torch.bfloat16, last)
     beyond("beyond 2^31 values")
     for width in WIDTHS:
         for N in TOKENS:
             case = dict(B=2, H=2, Nq=N, Nk=N, D=width, Dv=width)
-            found[f"attention D={width} N={N}"] = partial(_near, BY_NAME["attention"], case, torch.bfloat16, device)
+            checks[f"attention D={width} N={N}"] = partial(_near, BY_NAME["attention"], case, torch.bfloat16, device)
     for dtype in DTYPES:
         every("small ", dtype, lambda op: op.ragged)
         every("tiny ", dtype, _tiny)
     for dtype in (torch.float16, torch.float32):
         every("", dtype, lambda op: REAL[op.name])
-    return found
+    return checks
 
 
 def _tiny(op: Op, place: int | None = None) -> dict[str, dict]:
     """The op's cases without "shift": on few values far from 0, PyTorch's error, our limit, may be small by chance."""
-    found = [(name, case) for name, case in op.cases.items() if not case.get("shift")]
-    return dict(found if place is None else found[place : place + 1])
+    cases = [(name, case) for name, case in op.cases.items() if not case.get("shift")]
+    return dict(cases if place is None else cases[place : place + 1])
 
 
 @contextlib.contextmanager
@@ -104,21 +104,21 @@ def _folding() -> Iterator[None]:
 def check(op: Op, arguments: dict, dtype: torch.dtype, device: torch.device, repeats: int = 3) -> dict:
     """Runs one check: columns of the verdict on outputs and gradients, and "bitwise", equality of repeated runs."""
 
-    def found(function: Callable, given: dict, seed: int = 7) -> Named:
-        return outcome(function, given, named_leaves(given), partial(cotangents, seed=seed))
+    def results(function: Callable, operands: dict, seed: int = 7) -> Named:
+        return outcome(function, operands, named_leaves(operands), partial(cotangents, seed=seed))
 
     exact = converted(arguments, torch.float64)
-    truth = found(op.reference, exact)
-    baseline = found(op.reference, arguments)
+    truth = results(op.reference, exact)
+    baseline = results(op.reference, arguments)
     usual: dict[str, float] = {}
     for seed in (8, 9) if device.type == "cpu" else ():  # few values
-        errors = relative_errors(found(op.reference, arguments, seed), found(op.reference, exact, seed))
+        errors = relative_errors(results(op.reference, arguments, seed), results(op.reference, exact, seed))
         usual = {name: max(usual.get(name, 0.0), error) for name, error in errors.items()}
     with _folding():
-        runs = [found(op.run, arguments)]
+        runs = [results(op.run, arguments)]
         for _ in range(repeats - 1):
             fill(device)
-            runs.append(found(op.run, arguments))
+            runs.append(results(op.run, arguments))
     said = verdict(runs[0], truth, baseline, dtype, usual=usual)
     return said.columns() | dict(bitwise=all(same(run, runs[0]) for run in runs[1:]))
 
@@ -162,38 +162,38 @@ def _tensors(arguments: dict) -> list[torch.Tensor]:
 
 def on_stream(op: Op, arguments: dict, want: Named) -> bool:
     """True if results are equal on another stream, which writes the arguments late: other streams would read NaN."""
-    given = _tensors(arguments)
-    values = [t.clone() for t in given]
-    for t in given:
+    tensors = _tensors(arguments)
+    values = [t.clone() for t in tensors]
+    for t in tensors:
         t.fill_(math.nan)
-    stream = torch.cuda.Stream(given[0].device)
-    stream.wait_stream(torch.cuda.current_stream(given[0].device))
+    stream = torch.cuda.Stream(tensors[0].device)
+    stream.wait_stream(torch.cuda.current_stream(tensors[0].device))
     with torch.cuda.stream(stream):
         torch.cuda._sleep(LATE)
-        for t, value in zip(given, values, strict=True):
+        for t, value in zip(tensors, values, strict=True):
             t.copy_(value)
-        found = outcome(op.run, arguments, named_leaves(arguments))
+        got = outcome(op.run, arguments, named_leaves(arguments))
     stream.synchronize()
-    return same(found, want)
+    return same(got, want)
 
 
 def in_graph(op: Op, arguments: dict, want: Named) -> bool:
     """True if results of both passes are equal when replayed from a CUDA graph captured with zeros."""
-    given = _tensors(arguments)
+    tensors = _tensors(arguments)
     learning = named_leaves(arguments)
-    values = [t.clone() for t in given]
+    values = [t.clone() for t in tensors]
     along = list[torch.Tensor]()
     outcome(op.run, arguments, learning, lambda outputs: along.__iadd__(cotangents(outputs)))
-    for t in given:
+    for t in tensors:
         t.zero_()
-    found, replay = capture(lambda: outcome(op.run, arguments, learning, lambda outputs: along), None)
-    for t, value in zip(given, values, strict=True):
+    got, replay = capture(lambda: outcome(op.run, arguments, learning, lambda outputs: along), None)
+    for t, value in zip(tensors, values, strict=True):
         t.copy_(value)
-    for t in found.values():
+    for t in got.values():
         t.fill_(math.nan)
     replay()
-    wait(given[0].device)
-    return same(found, want)
+    wait(tensors[0].device)
+    return same(got, want)
 
 
 def in_threads(op: Op, arguments: dict, want: Named) -> bool:
@@ -203,9 +203,9 @@ def in_threads(op: Op, arguments: dict, want: Named) -> bool:
     def work(_: int) -> bool:
         stream = torch.cuda.Stream(device)
         with torch.cuda.stream(stream):
-            found = [outcome(op.run, arguments, named_leaves(arguments)) for _ in range(ROUNDS)]
+            results = [outcome(op.run, arguments, named_leaves(arguments)) for _ in range(ROUNDS)]
             stream.synchronize()
-            return all(same(each, want) for each in found)
+            return all(same(each, want) for each in results)
 
     with ThreadPoolExecutor(THREADS) as pool:
         return all(list(pool.map(work, range(THREADS))))

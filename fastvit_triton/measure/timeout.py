@@ -42,19 +42,19 @@ class Deadline:
     def __enter__(self) -> "Deadline":
         before = None
         if hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread():
-            left = signal.getitimer(signal.ITIMER_REAL)[0]
-            before = signal.signal(signal.SIGALRM, _late), left, time.monotonic()
-            _alarm(min(self.left, left or self.left))
+            remaining = signal.getitimer(signal.ITIMER_REAL)[0]
+            before = signal.signal(signal.SIGALRM, _late), remaining, time.monotonic()
+            _alarm(min(self.left, remaining or self.left))
         self._outer.append(before)
         return self
 
     def __exit__(self, *_: object) -> None:
         before = self._outer.pop()
         if before is not None:
-            handler, left, since = before
+            handler, remaining, since = before
             _stop(handler)
-            if left:  # an enclosing deadline
-                _alarm(left - (time.monotonic() - since))
+            if remaining:  # an enclosing deadline
+                _alarm(remaining - (time.monotonic() - since))
 
 
 def _alarm(seconds: float) -> None:

@@ -75,12 +75,12 @@ class Clock:
         """Microseconds by variant, of the samples since the last call."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        found: dict[str, list[float]] = {}
+        times: dict[str, list[float]] = {}
         for variant, *taken in self._pending:
             us = taken[0] * 1e6 if len(taken) == 1 else taken[0].elapsed_time(taken[1]) * 1e3
-            found.setdefault(variant, []).append(us)
+            times.setdefault(variant, []).append(us)
         self._pending.clear()
-        return found
+        return times
 
 
 def order(variants: list[str], turn: int) -> list[str]:
@@ -178,7 +178,7 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
 
 def saved_bytes(call: Callable[[], object], held: list[torch.Tensor]) -> int:
     """Bytes that a forward pass saves for the backward pass; each storage counts once, those of `held` not."""
-    known = {t.untyped_storage().data_ptr() for t in held}
+    excluded = {t.untyped_storage().data_ptr() for t in held}
     kept: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -188,7 +188,7 @@ def saved_bytes(call: Callable[[], object], held: list[torch.Tensor]) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         alive = call()
-    total = sum(storage.nbytes() for at, storage in kept.items() if at not in known)
+    total = sum(storage.nbytes() for at, storage in kept.items() if at not in excluded)
     del alive
     return total
 

@@ -35,14 +35,14 @@ def with_ways(table: dict, rows: Sequence[dict], **facts: object) -> dict:
         rows: dicts of "shape" and "way"; the first one of each shape is used.
         facts: entries for each new way, such as its source; stored separately by shape.
     """
-    found = {row["shape"]: row["way"] for row in reversed(rows)}
+    by_shape = {row["shape"]: row["way"] for row in reversed(rows)}
     before = table.get("ways", {})
-    if not found:
+    if not by_shape:
         return table
-    ways = {"measured": before.get("measured", {}) | found}
-    known = {shape: said for shape, said in before.get("facts", {}).items() if shape not in found}
-    known |= dict.fromkeys(found, facts) if facts else {}
-    return table | {"ways": ways | ({"facts": known} if known else {})}
+    ways = {"measured": before.get("measured", {}) | by_shape}
+    facts_by_shape = {shape: said for shape, said in before.get("facts", {}).items() if shape not in by_shape}
+    facts_by_shape |= dict.fromkeys(by_shape, facts) if facts else {}
+    return table | {"ways": ways | ({"facts": facts_by_shape} if facts_by_shape else {})}
 
 
 def write(
@@ -72,11 +72,11 @@ def best_rows(rows: Sequence[dict]) -> dict[str, Config]:
 
     If several shapes use one row, the first is used, in which ViTs spend most time.
     """
-    found: dict[str, Config] = {}
+    best: dict[str, Config] = {}
     for row in rows:
         if row.get("best"):  # way rows have none
-            found.setdefault(row["row"], row["best"])
-    return found
+            best.setdefault(row["row"], row["best"])
+    return best
 
 
 def adopt(path: Path, folder: Path = launch.TUNED) -> list[str]:
@@ -92,33 +92,33 @@ def adopt(path: Path, folder: Path = launch.TUNED) -> list[str]:
         ValueError: the file has no measurement of a GPU.
     """
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
-    held = held.get("tune", held) if isinstance(held, dict) else {}
-    if "facts" in held:
+    content = content.get("tune", content) if isinstance(content, dict) else {}
+    if "facts" in content:
         try:
-            return _adopt_exported(measured.parse(json.dumps(held)), path.name, folder)
+            return _adopt_exported(measured.parse(json.dumps(content)), path.name, folder)
         except ValueError as error:
             raise ValueError(f"{path} cannot be adopted: {error}") from error
-    if held.get("part") != "tuning" or held.get("dry_run") or not held.get("gpu"):
+    if content.get("part") != "tuning" or content.get("dry_run") or not content.get("gpu"):
         raise ValueError(
             f"{path} is not a tuning result of a GPU; python -m benchmarks.gpu --only tuning makes one, and so does "
             "fastvit-triton tune --export"
         )
-    rows = [row for row in held["rows"] if "arch" in row]
+    rows = [row for row in content["rows"] if "arch" in row]
     ways = [row for row in rows if "way" in row]
     return _taken(rows[0]["arch"], best_rows(rows), ways, folder, source=path.name) if rows else []
 
 
-def _adopt_exported(held: dict, source: str, folder: Path) -> list[str]:
+def _adopt_exported(content: dict, source: str, folder: Path) -> list[str]:
     """Adopts the parsed content of a file exported by `fastvit-triton tune`; returns the names of the rows."""
-    arch = str(held["facts"].get("architecture"))
-    gpu = held["facts"].get("gpu")
+    arch = str(content["facts"].get("architecture"))
+    gpu = content["facts"].get("gpu")
     if not re.fullmatch(r"sm_\d+|gfx\w+", arch):  # it is part of a file name
         raise ValueError(f"its architecture is {arch}, not one of a GPU such as sm_89; export it with this version")
-    rows = {name: entry["config"] for name, entry in held["rows"].items() if " ~" in name}
-    ways = [dict(shape=name, way=entry["way"]) for name, entry in held["ways"].items() if "~" in name]
+    rows = {name: entry["config"] for name, entry in content["rows"].items() if " ~" in name}
+    ways = [dict(shape=name, way=entry["way"]) for name, entry in content["ways"].items() if "~" in name]
     if not rows and not ways:
         raise ValueError("it has no entry for a class of sizes (a name with a ~)")
     return _taken(arch, rows, ways, folder, gpu=gpu, source=source)

@@ -89,9 +89,9 @@ def time_candidates(
             tried[key] = dict(config=config)
             failed: dict[str, str] = {}
             with capturing(failed, "error"), deadline, overriding({name: config}):
-                found = verdict(outcome(op.run, arguments, learning), truth, baseline, dtype)
-                tried[key] |= found.columns()
-                if found.match:
+                comparison = verdict(outcome(op.run, arguments, learning), truth, baseline, dtype)
+                tried[key] |= comparison.columns()
+                if comparison.match:
                     steps[key] = partial(_step, name, config, op.run, arguments, target.backward)
             tried[key] |= failed
         timings, errors = alternate(steps, device, deadline, seconds=1.0, rounds=(1, 1) if most else (3, 30))
@@ -134,12 +134,12 @@ class Candidates:
 
     def launches(self) -> dict[str, list[Launch]]:
         """Launches to compile for each candidate, by text."""
-        found = {}
+        by_text = {}
         for text, config in self.configs.items():
             with capturing(self.errors, text), overriding({self.row: config}), Collector() as collected:
                 self.call()
-                found[text] = collected.launches
-        return found
+                by_text[text] = collected.launches
+        return by_text
 
     def time(self, deadline: Deadline) -> dict:
         """Times candidates that compile without register spills and whose results match those of the parameters in use.
@@ -162,10 +162,10 @@ class Candidates:
             with capturing(errors, text), overriding({self.row: config}):
                 for future in self.compiled.get(text, ()):
                     refuse_spills(_result(future, None if text == current else deadline.left))
-                found = {f"output {i}": t for i, t in enumerate(leaves(self.call())) if t.is_floating_point()}
-                truth = truth or {name: t.double() for name, t in found.items()}
-                dtype = next(iter(found.values())).dtype
-                said = verdict(found, truth, {n: t.to(found[n].dtype) for n, t in truth.items()}, dtype)
+                outputs = {f"output {i}": t for i, t in enumerate(leaves(self.call())) if t.is_floating_point()}
+                truth = truth or {name: t.double() for name, t in outputs.items()}
+                dtype = next(iter(outputs.values())).dtype
+                said = verdict(outputs, truth, {n: t.to(outputs[n].dtype) for n, t in truth.items()}, dtype)
                 tried[text] |= said.columns()
                 if said.match:
                     steps[text] = partial(_call_step, self.call, {self.row: config})
@@ -188,22 +188,22 @@ class Candidates:
 
 def row_candidates(call: Call, arch: str) -> list[Candidates]:
     """Launch parameters to try on an architecture for each row that a call of an op reads."""
-    found = []
+    choices = []
     for row, used in call.rows.items():
         current = {name: value for name, value in used.items() if name != "enable_fp_fusion"}
         others = [c for c in candidates_for(row, arch) if c != current and c.get("BLOCK_F") != 0]  # 0: another op
         if call.op == "linear_fwd" and call.arguments[-1]:  # the shape of row statistics is fixed
             others = [c for c in others if c["BLOCK_F"] == current["BLOCK_F"]]
         if others:
-            found.append(Candidates(call, row, {json.dumps(config): config for config in (current, *others)}))
-    return found
+            choices.append(Candidates(call, row, {json.dumps(config): config for config in (current, *others)}))
+    return choices
 
 
 def candidates_for(row: str, arch: str) -> list[Config]:
     """The candidates for a row name that includes sizes and, for attention, the width."""
     name = row.partition(" ")[0]
-    known = next((key for key in CANDIDATES if name == key or name.startswith(f"{key}.")), None)
-    return [] if known is None else candidates(known, arch)
+    table_row = next((key for key in CANDIDATES if name == key or name.startswith(f"{key}.")), None)
+    return [] if table_row is None else candidates(table_row, arch)
 
 
 def _result(future: Future, seconds: float | None) -> Any:
@@ -238,10 +238,10 @@ def _step(name: str, config: Config, run: Callable, arguments: dict, backward: b
         return forward
     outputs = [t for t in forward() if t.requires_grad]
     learn = list(named_leaves(arguments).values())
-    given = [torch.ones_like(t) for t in outputs]
+    ones = [torch.ones_like(t) for t in outputs]
 
     def timed() -> object:
         with overriding({name: config}):
-            return torch.autograd.grad(outputs, learn, given)
+            return torch.autograd.grad(outputs, learn, ones)
 
     return timed

@@ -94,9 +94,9 @@ def expected(
     dtype = torch.bfloat16 if autocast is None else torch.float32
     inputs, named = arguments(tree_map_only(Tensor, lambda t: _images(t, batch, dtype), example))
     with contextlib.nullcontext() if autocast is None else torch.autocast("cpu", autocast):
-        found = predict(copy.deepcopy(model).eval().to(dtype), rates, False, *inputs, **named)
+        prediction = predict(copy.deepcopy(model).eval().to(dtype), rates, False, *inputs, **named)
     numbers = "bfloat16" if autocast is None else f"autocast to {str(autocast).removeprefix('torch.')}"
-    return of_prediction(found, report, batch, numbers)
+    return of_prediction(prediction, report, batch, numbers)
 
 
 def local_gpu() -> Gpu:
@@ -118,8 +118,8 @@ def of_prediction(found: "Prediction", report: Report, batch: int, numbers: str)
 
 def _timms_name(model: nn.Module | None) -> str | None:
     """The name of one of timm's models, or of ours of the same name."""
-    known: Any = getattr(model, "pretrained_cfg", None) or {}
-    return known.get("architecture") if isinstance(known, Mapping) else None
+    cfg: Any = getattr(model, "pretrained_cfg", None) or {}
+    return cfg.get("architecture") if isinstance(cfg, Mapping) else None
 
 
 def _images(t: Tensor, batch: int, dtype: torch.dtype) -> Tensor:

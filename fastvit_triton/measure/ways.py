@@ -48,10 +48,10 @@ def blocks_of(name: str, device: torch.device, **options: object) -> tuple[nn.Mo
 
 def chosen_way(blocks: nn.Module, x: torch.Tensor, training: bool) -> tuple[str, str]:
     """(name of the block's shape in tables, the way that the plan selects)."""
-    found: list[Choice] = []
-    with observing(found.append), torch.set_grad_enabled(training):
+    choices: list[Choice] = []
+    with observing(choices.append), torch.set_grad_enabled(training):
         blocks(x)
-    first = next(choice for choice in found if choice.branches)
+    first = next(choice for choice in choices if choice.branches)
     return first.shapes[-1], first.way
 
 
@@ -103,5 +103,5 @@ def time_ways(
     return columns | dict(way=min(right, key=lambda way: timings[way].us, default="plain"))
 
 
-def _step(found: Callable, blocks: nn.Module, way: str, x: torch.Tensor, copy: int) -> Callable[[], object]:
-    return partial(found, blocks, way, x)
+def _step(call: Callable, blocks: nn.Module, way: str, x: torch.Tensor, copy: int) -> Callable[[], object]:
+    return partial(call, blocks, way, x)

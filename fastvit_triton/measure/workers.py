@@ -238,17 +238,17 @@ def count(device: torch.device) -> int:
 
 def row_of(name: str, check: Check, device: torch.device) -> dict:
     """Runs a check and returns its row, with "error" if it raised and "lost" if the device is no longer usable."""
-    found: dict[str, object] = dict(case=name)
-    with capturing(found, "error"):
+    row: dict[str, object] = dict(case=name)
+    with capturing(row, "error"):
         try:
-            found |= check()
+            row |= check()
         except torch.OutOfMemoryError:
-            found["skipped"] = "it does not fit into the memory of the device"
-    if "error" in found and not device_answers(device):
-        found["lost"] = True
+            row["skipped"] = "it does not fit into the memory of the device"
+    if "error" in row and not device_answers(device):
+        row["lost"] = True
     elif device.type == "cuda":
         torch.cuda.empty_cache()  # for the other processes
-    return found
+    return row
 
 
 def main() -> None:

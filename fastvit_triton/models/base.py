@@ -108,8 +108,8 @@ class ImageModel(HubMethods, Fusable):
         """
         take, _ = feature_take_indices(len(self.feature_info), indices)
         check_format(output_fmt, self.feature_formats)
-        found, features, i = self.collect(x, take, norm, stop_early)
-        pairs = [self.to_map(y, x, output_fmt) for y in found]
+        taken, features, i = self.collect(x, take, norm, stop_early)
+        pairs = [self.to_map(y, x, output_fmt) for y in taken]
         maps = [y for y, _ in pairs]
         prefixes = [prefix for _, prefix in pairs if prefix is not None]
         paired = return_prefix_tokens and bool(prefixes)
@@ -123,15 +123,15 @@ class ImageModel(HubMethods, Fusable):
         self, image: Tensor, take: list[int], norm: bool, stop_early: bool, stages: Iterator[Any] | None = None
     ) -> tuple[list[Any], Any, int]:
         """(outputs of the stages to take, output of the last one that ran, its number), see `forward_intermediates`."""
-        found = []
+        outputs = []
         x = image
         i = 0
         for i, x in enumerate(self.stages(image) if stages is None else stages):
             if i in take:
-                found.append(self.normalize_stage(x, i) if norm else x)
+                outputs.append(self.normalize_stage(x, i) if norm else x)
             if stop_early and i == max(take):
                 break
-        return found, x, i
+        return outputs, x, i
 
     def get_intermediate_layers(
         self,

@@ -149,15 +149,15 @@ class BranchModel(ImageModel):
         self, image: Tensor, take: list[int], norm: bool, stop_early: bool, stages: Iterator[Any] | None = None
     ) -> tuple[list[Any], Any, int]:
         """See `ImageModel.collect`; an output is (tokens, branch)."""
-        found = {}
+        outputs = {}
         xs = None
         i = 0
         for i, xs in enumerate(self.stages(image) if stages is None else stages):
             for branch, x in enumerate(self.stage_features(xs, i) if norm else xs):
-                found[branch * self.num_blocks + i] = x, branch
+                outputs[branch * self.num_blocks + i] = x, branch
             if stop_early and i == max(index % self.num_blocks for index in take):
                 break
-        return [found[index] for index in sorted(set(take))], xs, i
+        return [outputs[index] for index in sorted(set(take))], xs, i
 
     def to_map(self, x: Any, image: Tensor, output_fmt: str) -> tuple[Tensor, Tensor | None]:
         """(tokens, branch) → patch tokens, as [B, D, h, w] or [B, N, D], and the class token [B, 1, D]."""

@@ -71,8 +71,8 @@ class BaseConfig:
             if name not in kinds:
                 near = difflib.get_close_matches(name, kinds, n=3, cutoff=0.3) or kinds
                 raise TypeError(f"{cls.__name__} has no option {name!r}; the nearest are {', '.join(near)}")
-        left = {name for name, value in overrides.items() if value is None and NoneType not in get_args(kinds[name])}
-        return {name: value for name, value in overrides.items() if name not in left}
+        unset = {name for name, value in overrides.items() if value is None and NoneType not in get_args(kinds[name])}
+        return {name: value for name, value in overrides.items() if name not in unset}
 
 
 CHOICES = {

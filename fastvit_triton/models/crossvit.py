@@ -98,12 +98,12 @@ class MultiScaleBlock(nn.Module):
     def forward(self, xs: list[Tensor], recompute: bool = False) -> list[Tensor]:
         """Tokens [B, 1 + N, D] of each branch → the same."""
         xs = [blocks(x, recompute=recompute) for blocks, x in zip(self.blocks, xs, strict=True)]
-        found = []
+        fused = []
         for i, (proj, fusion, revert) in enumerate(zip(self.projs, self.fusion, self.revert_projs, strict=True)):
             other = xs[(i + 1) % len(xs)]
             token = fusion(torch.cat((proj(xs[i][:, :1]), other[:, 1:]), 1))
-            found.append(torch.cat((revert(token), xs[i][:, 1:]), 1))
-        return found
+            fused.append(torch.cat((revert(token), xs[i][:, 1:]), 1))
+        return fused
 
 
 def projection(dim: int, out: int, eps: float) -> nn.Sequential:

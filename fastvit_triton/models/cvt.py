@@ -117,15 +117,15 @@ class ConvAttention(Fusable):
 
     def heads(self, x: Tensor, grid: Grid) -> list[Tensor]:
         """Queries, keys and values [B, heads, N or M, d] of tokens."""
-        found = []
+        projected = []
         T = x.shape[1] - grid[0] * grid[1]
         image = x[:, T:].unflatten(1, grid)
         for name in "qkv":
             tokens = self.get_submodule(f"conv_proj_{name}")(image).flatten(1, 2)
             tokens = torch.cat((x[:, :T], tokens), 1) if T else tokens
             tokens = self.get_submodule(f"proj_{name}")(tokens)
-            found.append(tokens.unflatten(-1, (self.num_heads, -1)).transpose(1, 2))
-        return found
+            projected.append(tokens.unflatten(-1, (self.num_heads, -1)).transpose(1, 2))
+        return projected
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, stride={self.stride}"

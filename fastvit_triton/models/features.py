@@ -92,8 +92,8 @@ class FeatureGetterNet(nn.Module):
         check_format(self.output_fmt, model.feature_formats)
         info = model.feature_info
         if out_indices is None:
-            found = model.feature_indices
-            out_indices = min(found, len(info)) if isinstance(found, int) else found
+            default = model.feature_indices
+            out_indices = min(default, len(info)) if isinstance(default, int) else default
         take, _ = feature_take_indices(len(info), out_indices, "out_indices")
         self.out_indices = sorted(set(take))  # the order of the outputs
         self.feature_info = FeatureInfo(info, self.out_indices)

@@ -75,13 +75,13 @@ def fit_positions(model: VisionTransformer, state: State, metadata: Mapping[str,
     h, w = model.patch_embed.grid_size
     notes = list[str]()
     wanted = own.shape[1] - h * w
-    given, old = _source_grid(pos.shape[1], (h, w), (wanted, 0, 1, model.num_prefix_tokens), metadata)
+    stored, old = _source_grid(pos.shape[1], (h, w), (wanted, 0, 1, model.num_prefix_tokens), metadata)
     rows = sum(state[name].shape[1] for name in TOKENS if name in state and state[name].shape[::2] == pos.shape[::2])
-    if wanted < given and rows < given:
+    if wanted < stored and rows < stored:
         return ""  # a token is missing or has a different width, which `check` reports
-    if given != wanted:
-        state |= move_prefix(state, given, wanted)
-        notes.append(f"prefix rows {given} to {wanted}, the difference moved into the tokens")
+    if stored != wanted:
+        state |= move_prefix(state, stored, wanted)
+        notes.append(f"prefix rows {stored} to {wanted}, the difference moved into the tokens")
     if old != (h, w):
         state["pos_embed"] = resize_pos_embed(state["pos_embed"], old, (h, w), wanted, mode)
         notes.append(f"{old[0]}x{old[1]} resized to {h}x{w} ({mode})")

@@ -357,15 +357,15 @@ LEVIT_HEADS = {"classifier": "head", "classifier_distill": "head_dist"}
 
 def _from_levit(key: str) -> str:
     """Names of a layer, of the stem and of the heads; the layers keep their numbers."""
-    found = LAYER.fullmatch(key)
-    head, inside = (key[: found.start(3)], found[3]) if found else ("", key)
+    match = LAYER.fullmatch(key)
+    head, inside = (key[: match.start(3)], match[3]) if match else ("", key)
     if inside.count(".") < 2:
         return key
     module, part, leaf = inside.rsplit(".", 2)
     if conv := re.fullmatch(r"(patch_embed\.|patch_embeddings\.embedding_layer_)(\d+)", module):
         number = int(conv[2])
         module = f"stem.conv{number // 2 + 1 if conv[1] == 'patch_embed.' else number}"
-    module = (INSIDE if found else LEVIT_HEADS).get(module, module)
+    module = (INSIDE if match else LEVIT_HEADS).get(module, module)
     return f"{head}{module}.{LEAVES.get(part, part)}.{leaf}"
 
 
@@ -376,8 +376,8 @@ def _read_levit(state: State) -> State:
     read: State = {}
     for key, tensor in state.items():
         key = _from_levit(key)
-        if found := LAYER.fullmatch(key):
-            layers.setdefault((int(found[1] or 0), int(found[2])), {})[found[3]] = tensor
+        if match := LAYER.fullmatch(key):
+            layers.setdefault((int(match[1] or 0), int(match[2])), {})[match[3]] = tensor
         else:
             read[key] = tensor
     stage, block = 0, -1

@@ -58,12 +58,12 @@ class LvvitConfig(ViTConfig):
 def draw_box(grid: tuple[int, int]) -> tuple[int, int, int, int]:
     """A random box (top, bottom, left, right) of a uniform fraction of the grid before it is cut at the border."""
     side = math.sqrt(1 - torch.rand(()).item())  # 1 − λ with λ ~ Beta(1, 1)
-    found: list[int] = []
+    ends: list[int] = []
     for n in grid:
         half = int(n * side) // 2
         centre = int(torch.randint(n, ()))
-        found += [max(centre - half, 0), min(centre + half, n)]
-    return found[0], found[1], found[2], found[3]
+        ends += [max(centre - half, 0), min(centre + half, n)]
+    return ends[0], ends[1], ends[2], ends[3]
 
 
 def mix_box(tokens: Tensor, box: tuple[int, int, int, int], grid: tuple[int, int]) -> Tensor:

@@ -140,10 +140,10 @@ PARAMS = dict(zip(VARIANTS, (13_229_288, 24_485_864, 44_208_104, 61_369_320), st
 
 def _from_pvt(key: str) -> str:
     """Stages are numbered from 1 by the authors."""
-    if found := re.fullmatch(r"encoder\.(block|patch_embeddings)\.(\d+)\.(.+)", key):
-        stage = int(found[2]) + 1
-        rest = found[3]
-        if found[1] == "block":
+    if match := re.fullmatch(r"encoder\.(block|patch_embeddings)\.(\d+)\.(.+)", key):
+        stage = int(match[2]) + 1
+        rest = match[3]
+        if match[1] == "block":
             return f"block{stage}.{rest}"
         rest = rest.replace("projection.", "proj.").replace("layer_norm.", "norm.")
         return {"cls_token": rest, "position_embeddings": f"pos_embed{stage}"}.get(rest, f"patch_embed{stage}.{rest}")
@@ -152,18 +152,18 @@ def _from_pvt(key: str) -> str:
 
 def _write_pvt(tensors: State) -> State:
     """The inverse of `_from_pvt`; the class token is in the last stage."""
-    last = max(int(found[1]) for key in tensors if (found := re.match(r"patch_embed(\d+)\.", key)))
+    last = max(int(match[1]) for key in tensors if (match := re.match(r"patch_embed(\d+)\.", key)))
     parts = {"proj": "projection", "norm": "layer_norm"}
 
     def name(key: str) -> str:
         if key == "cls_token":
             return f"encoder.patch_embeddings.{last - 1}.cls_token"
-        found = re.fullmatch(r"(block|patch_embed|pos_embed)(\d+)\.?(.*)", key)
-        if found is None:
+        match = re.fullmatch(r"(block|patch_embed|pos_embed)(\d+)\.?(.*)", key)
+        if match is None:
             return key
-        stage = int(found[2]) - 1
-        rest = found[3]
-        if found[1] == "block":
+        stage = int(match[2]) - 1
+        rest = match[3]
+        if match[1] == "block":
             return f"encoder.block.{stage}.{rest}"
         module, _, leaf = rest.partition(".")
         rest = f"{parts[module]}.{leaf}" if module else "position_embeddings"

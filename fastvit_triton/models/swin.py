@@ -143,9 +143,9 @@ def _merges_last(key: str) -> str:
 
 def _from_torchvision(key: str) -> str:
     """Stem, stages and mergings are numbered together: features.1 is stage 0, features.2 the merging of stage 1."""
-    if found := re.fullmatch(r"features\.(\d+)\.(.+)", key):
-        n = int(found[1])
-        rest = found[2]
+    if match := re.fullmatch(r"features\.(\d+)\.(.+)", key):
+        n = int(match[1])
+        rest = match[2]
         if n == 0:
             return {"0": "patch_embed.proj", "2": "patch_embed.norm"}.get(rest[0], rest) + rest[1:]
         return f"layers.{n // 2}.{'blocks' if n % 2 else 'downsample'}.{rest}"

@@ -105,13 +105,13 @@ def _name_resnet(tensors: State) -> State:
     root = "patch_embed.backbone.stem." if deep else "patch_embed.backbone."
     out: State = {}
     for key, tensor in tensors.items():
-        if found := re.fullmatch(r"(conv|gn)_root\.(\w+)", key):
-            key = f"{root}{found[1]}.{found[2]}"
-        elif found := re.fullmatch(r"block(\d+)\.unit(\d+)\.(conv|gn)(\d|_proj)\.(\w+)", key):
-            stage = int(found[1]) - 1
-            unit = int(found[2]) - 1
-            module = f"downsample.{found[3]}" if found[4] == "_proj" else found[3] + found[4]
-            key = f"patch_embed.backbone.stages.{stage}.blocks.{unit}.{module}.{found[5]}"
+        if match := re.fullmatch(r"(conv|gn)_root\.(\w+)", key):
+            key = f"{root}{match[1]}.{match[2]}"
+        elif match := re.fullmatch(r"block(\d+)\.unit(\d+)\.(conv|gn)(\d|_proj)\.(\w+)", key):
+            stage = int(match[1]) - 1
+            unit = int(match[2]) - 1
+            module = f"downsample.{match[3]}" if match[4] == "_proj" else match[3] + match[4]
+            key = f"patch_embed.backbone.stages.{stage}.blocks.{unit}.{module}.{match[5]}"
         out[re.sub(r"\bgn", "norm", key)] = tensor
     return out
 

@@ -55,19 +55,19 @@ def build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
 
 def optimizer_class(option: str, reference: str) -> type[Optimizer]:
     """The class that `module:Class` names; raises ValueError unless it is an optimiser."""
-    found = resolve(option, reference)
-    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+    cls = resolve(option, reference)
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
         raise ValueError(f"{option} is {reference}, which is no optimiser; use a subclass of torch.optim.Optimizer")
-    return found
+    return cls
 
 
 def _construct(reference: str, groups: list[dict], recipe: Recipe) -> Optimizer:
-    found: Any = optimizer_class("optimizer", reference)
+    cls: Any = optimizer_class("optimizer", reference)
     options: dict[str, Any] = {"lr": recipe.lr}
-    if "weight_decay" in inspect.signature(found).parameters:
+    if "weight_decay" in inspect.signature(cls).parameters:
         options["weight_decay"] = recipe.weight_decay
     try:
-        return found(groups, **options)
+        return cls(groups, **options)
     except (TypeError, ValueError) as error:
         text = "it is called with parameter groups and lr"
         raise ValueError(f"optimizer {reference} cannot be constructed: {error}; {text}") from error

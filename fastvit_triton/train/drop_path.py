@@ -33,8 +33,8 @@ def set_drop_path(model: nn.Module, last: FractionBelow1, constant: bool = False
     """
     blocks: dict[int, list[Any]] = {}
     for name, module in model.named_modules():
-        if found := _BLOCK_NUMBER.search(name):
-            in_block = blocks.setdefault(int(found[2]), [])
+        if match := _BLOCK_NUMBER.search(name):
+            in_block = blocks.setdefault(int(match[2]), [])
             if type(module).__name__ in _DROP_PATH_RATE:
                 in_block.append(module)
     depth = len(blocks)

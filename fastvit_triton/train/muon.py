@@ -72,8 +72,8 @@ def muon_adamw(
     parts: tuple[list[dict], list[dict]] = [], []
     for group in parameter_groups(model, weight_decay, layer_decay):
         for part, wanted in zip(parts, (True, False), strict=True):
-            if found := [parameter for parameter in group["params"] if (id(parameter) in chosen) is wanted]:
-                part.append(group | {"params": found})
+            if parameters := [parameter for parameter in group["params"] if (id(parameter) in chosen) is wanted]:
+                part.append(group | {"params": parameters})
     if not parts[0]:
         raise ValueError("optimizer 'muon' needs matrices in numbered blocks, such as blocks.0; this model has none")
     return MuonAdamW(*parts, lr=lr, betas=betas)

@@ -28,7 +28,7 @@ def resolve(option: str, reference: str) -> Any:
     if (folder := os.getcwd()) not in sys.path:  # as `python -m` does
         sys.path.append(folder)
     try:
-        found = importlib.import_module(module_name)
+        target = importlib.import_module(module_name)
     except FAILURES as error:
         why = str(error).partition("\n")[0]
         if not isinstance(error, (ImportError, SyntaxError)):  # which say where
@@ -36,7 +36,7 @@ def resolve(option: str, reference: str) -> Any:
             why = f"{type(error).__name__}: {why} ({os.path.basename(place.filename)}, line {place.lineno})"
         raise ValueError(f"{option} is {reference}, and {module_name} cannot be imported: {why}") from error
     for name in attribute.split("."):
-        if not hasattr(found, name):
+        if not hasattr(target, name):
             raise ValueError(f"{option} is {reference}, but {module_name} has no attribute {attribute}")
-        found = getattr(found, name)
-    return found
+        target = getattr(target, name)
+    return target

@@ -48,7 +48,7 @@ def parameter_groups(
         ValueError: the layer decay is outside (0, 1], or it is below 1 and the model has no numbered blocks.
     """
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    depth = 1 + max((int(found[3]) for name in names if (found := _BLOCK.search(name))), default=-1)
+    depth = 1 + max((int(match[3]) for name in names if (match := _BLOCK.search(name))), default=-1)
     if layer_decay < 1 and not depth:
         raise ValueError("layer_decay needs numbered blocks, such as blocks.0; this model has none, leave it at 1")
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
@@ -60,8 +60,8 @@ def parameter_groups(
             groups.setdefault((0.0 if no_decay else weight_decay, scale), []).append(parameter)
     groups = dict(sorted(groups.items(), key=lambda item: item[0][0] == 0.0))
     if {scale for _, scale in groups} <= {1.0}:
-        return [{"params": found, "weight_decay": decay} for (decay, _), found in groups.items()]
-    return [{"params": found, "weight_decay": decay, "lr_scale": scale} for (decay, scale), found in groups.items()]
+        return [{"params": group, "weight_decay": decay} for (decay, _), group in groups.items()]
+    return [{"params": group, "weight_decay": decay, "lr_scale": scale} for (decay, scale), group in groups.items()]
 
 
 def _has_no_decay(model: nn.Module, name: str, parameter: Tensor) -> bool:
@@ -76,8 +76,8 @@ def is_block_matrix(model: nn.Module, name: str, parameter: Tensor) -> bool:
 
 def layer_of(name: str, depth: int) -> int:
     """Layer number of a parameter: 0 for the stem, i + 1 for block i of `depth`, depth + 1 for the rest."""
-    if found := _BLOCK.search(name):
-        return int(found[3]) + 1
+    if match := _BLOCK.search(name):
+        return int(match[3]) + 1
     return 0 if _NO_DECAY.search(name) or _STEM.search(name) else depth + 1
 
 

@@ -125,9 +125,9 @@ def _is_in_interval(value: Any, interval: str) -> bool:
 @functools.cache
 def _ends(interval: str) -> tuple[float, float, str, str]:
     """Lower and upper end of an interval such as "(0, 1]", and its brackets."""
-    found = re.fullmatch(r"([\[(])(\S+), (\S+)([\])])", interval)
-    assert found is not None, interval
-    start, low, high, end = found.groups()
+    match = re.fullmatch(r"([\[(])(\S+), (\S+)([\])])", interval)
+    assert match is not None, interval
+    start, low, high, end = match.groups()
     return _number(low), _number(high), start, end
 
 

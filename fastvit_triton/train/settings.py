@@ -104,13 +104,13 @@ def check_unchanged(data: Data, state: dict, accept_changes: bool = False) -> No
             )
 
 
-def _resume(given: dict, state: dict, accept_changes: bool) -> dict:
+def _resume(overrides: dict, state: dict, accept_changes: bool) -> dict:
     saved = SETTINGS | ADDED | state["settings"]
     progress = state["progress"]
     done = progress["epoch"]
     # at the end of an epoch, its last step is the number of steps per epoch
     finished = progress["done"] and recipe_of(saved).epochs_of(progress["step"]) == done
-    changed = {name: value for name, value in given.items() if value != saved.get(name)}
+    changed = {name: value for name, value in overrides.items() if value != saved.get(name)}
     for name, value in changed.items():
         if (name == "epochs" and finished and value > done) or name == "log_to":
             continue
@@ -118,12 +118,12 @@ def _resume(given: dict, state: dict, accept_changes: bool) -> dict:
             remedy = "leave it out" if name == "recipe" else "leave it out, or pass --accept-changes"
             raise ValueError(f"{name} is {value}, but the run to resume has {saved.get(name)}; {remedy}")
     for name, value in imported(saved).items():  # a file does not name code to run
-        if given.get(name) is None:
+        if overrides.get(name) is None:
             raise ValueError(f"the run to resume imports {value}; give --{name} {value} again")
     return _override(saved, changed)
 
 
-def _override(settings: dict, given: dict) -> dict:
+def _override(settings: dict, overrides: dict) -> dict:
     """Settings with given values, and dependent fields of the recipe rescaled."""
-    recipe = override_recipe(recipe_of(settings), **{key: given[key] for key in RECIPE_FIELDS if key in given})
-    return settings | given | asdict(recipe)
+    recipe = override_recipe(recipe_of(settings), **{key: overrides[key] for key in RECIPE_FIELDS if key in overrides})
+    return settings | overrides | asdict(recipe)

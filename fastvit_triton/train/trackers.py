@@ -124,9 +124,9 @@ def _mlflow(run: TrackedRun) -> Iterator[Log]:
     if not os.environ.get("MLFLOW_EXPERIMENT_NAME"):
         mlflow.set_experiment(PROJECT)
     tag = f"{PROJECT}.key"
-    known = mlflow.search_runs(filter_string=f"tags.`{tag}` = '{run.key}'", output_format="list")
-    with mlflow.start_run(run_id=known[0].info.run_id if known else None, run_name=run.out.name):
-        if not known:
+    runs = mlflow.search_runs(filter_string=f"tags.`{tag}` = '{run.key}'", output_format="list")
+    with mlflow.start_run(run_id=runs[0].info.run_id if runs else None, run_name=run.out.name):
+        if not runs:
             mlflow.set_tag(tag, run.key)
             mlflow.log_params(dict(run.settings))
         yield lambda row, step: mlflow.log_metrics(row, step=step)

@@ -52,8 +52,8 @@ def create_model(
         raise TypeError(f"pretrained is {pretrained!r}; use True or False, and give a tag as {name.split('.')[0]}.TAG")
     if pretrained and checkpoint_path is not None:
         raise WeightsError(f"pretrained is True and checkpoint_path is {checkpoint_path}; give one of them")
-    place, found = _resolve(name, pretrained)
-    model = build(found, overrides) if place is None else build_pretrained(place, found, overrides)
+    place, description = _resolve(name, pretrained)
+    model = build(description, overrides) if place is None else build_pretrained(place, description, overrides)
     if checkpoint_path is not None:
         load_weights(model, checkpoint_path)
     return model
@@ -94,9 +94,9 @@ def _resolve(name: str, weights: bool) -> tuple[Place | None, Description]:
     """Where the weights lie, None if they are not wanted, and the model that the name describes."""
     if name.partition(":")[0] in SCHEMES:
         place = find_place(name)
-        if (found := describe(place)) is None:
+        if (description := describe(place)) is None:
             raise WeightsError(place.why_missing("config.json, which names the model"))
-        return place if weights else None, found
+        return place if weights else None, description
     if "/" in name:
         raise WeightsError(f"name is {name!r}; use hf-hub:{name} for the Hub, or local-dir:{name} for a folder")
     base, tag = table.split_tag(name)

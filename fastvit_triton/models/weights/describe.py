@@ -34,8 +34,8 @@ def describe(place: Place) -> Description | None:
     """
     if place.cfg:
         return Description(place.cfg["architecture"], {"num_classes": place.cfg["num_classes"]}, place.cfg)
-    if (found := _from_header(place)) is not None or (config := place.config()) is None:
-        return found
+    if (description := _from_header(place)) is not None or (config := place.config()) is None:
+        return description
     try:
         if "model_type" in config:
             name, options, cfg = transformers_config.read(config, place.config("preprocessor_config.json") or {})

@@ -106,10 +106,11 @@ def load_weights(
     place = find_place(source)
     loaded = _load(model, *read(place.weights(), verify), resize, verify)
     with suppress(WeightsError):  # the weights fit, whatever a config.json beside them says
-        found = describe(place)
+        description = describe(place)
         backbone: Any = _backbone(model)
-        if found is not None and (place.file is None or found.name == variant(backbone)):  # not that of a neighbour
-            backbone.pretrained_cfg = found.pretrained_cfg
+        # a file may lie beside the description of another model
+        if description is not None and (place.file is None or description.name == variant(backbone)):
+            backbone.pretrained_cfg = description.pretrained_cfg
     return loaded
 
 
@@ -135,14 +136,14 @@ def load_model(
     described = describe(place)  # before the weights are downloaded
     tensors, metadata = read(place.weights(), verify)
     try:
-        found = from_metadata(metadata) or described
-        if found is not None:
-            named = {"variant": found.name, "config": json.dumps(found.options)}
+        description = from_metadata(metadata) or described
+        if description is not None:
+            named = {"variant": description.name, "config": json.dumps(description.options)}
             model = build_model(unwrap(tensors)[0], {**metadata, **named})
     except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)[:300]
         raise WeightsError(f"{place.text} holds a model that this version cannot build: {reason}") from error
-    if found is None:
+    if description is None:
         raise WeightsError(
             f"{place.text} does not say which model it holds: save_weights did not write it, and no config.json is "
             "beside it; use create_model(name, checkpoint_path=…)"
@@ -150,7 +151,7 @@ def load_model(
     loaded = _load(model, tensors, metadata, None, verify)
     if loaded.reinitialised:
         raise WeightsError(f"{place.text} has no {loaded.reinitialised[0]}, which its configuration needs")
-    model.pretrained_cfg = found.pretrained_cfg
+    model.pretrained_cfg = description.pretrained_cfg
     return model, metadata
 
 
@@ -199,14 +200,14 @@ def save_weights(
         raise WeightsError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _load(model: Any, held: Mapping, metadata: Mapping[str, str], resize: str | None, verify: bool) -> LoadReport:
+def _load(model: Any, checkpoint: Mapping, metadata: Mapping[str, str], resize: str | None, verify: bool) -> LoadReport:
     """Unwraps, renames, adapts and checks the tensors before it copies them into the model."""
     if resize is not None and resize not in INTERPOLATION:
         raise WeightsError(f"resize is {resize!r}; use one of {', '.join(INTERPOLATION)}")
     model = _backbone(model)
     spelling = _spelling(model)
-    found, wrapper = unwrap(held)
-    layout, state, spelled = _translate(found, spelling)
+    tensors, wrapper = unwrap(checkpoint)
+    layout, state, spelled = _translate(tensors, spelling)
     family, mode = layout.name, layout.resize
     if metadata.get("layout") == "fastvit_triton":
         family, mode = "fastvit_triton", model.position_resize
@@ -261,19 +262,19 @@ def _recognise(keys: Collection[str], layouts: tuple[Layout, ...]) -> tuple[Layo
     return None
 
 
-def _translate(found: State, spelling: Spelling) -> tuple[Layout, State, dict[str, str]]:
+def _translate(tensors: State, spelling: Spelling) -> tuple[Layout, State, dict[str, str]]:
     """The layout, the tensors under our names, and a map from our names to the checkpoint's keys."""
-    dotted = {key.replace("/", "."): key for key in found}
+    dotted = {key.replace("/", "."): key for key in tensors}
     if (match := _recognise(dotted, spelling.layouts)) is None:
         raise WeightsError(
-            f"this is not a checkpoint of {spelling.name}: its keys ({some(tuple(found)) or 'none'}) match no known "
+            f"this is not a checkpoint of {spelling.name}: its keys ({some(tuple(tensors)) or 'none'}) match no known "
             f"layout; known are {', '.join(layout.name for layout in spelling.layouts)}"
         )
     layout, prefix = match
-    for key, tensor in found.items():
+    for key, tensor in tensors.items():
         if (why := why_unusable(tensor)) is not None:
             raise WeightsError(f"the checkpoint's {key} {why}; save it as a dense tensor of numbers")
-    state = {key.removeprefix(prefix): found[spelling] for key, spelling in dotted.items()}
+    state = {key.removeprefix(prefix): tensors[spelling] for key, spelling in dotted.items()}
     leaf = re.compile(r"\b(kernel|scale)$")  # JAX's names for weight
     spelled = {leaf.sub("weight", layout.ours(key.removeprefix(prefix))): spelling for key, spelling in dotted.items()}
     try:

@@ -38,8 +38,8 @@ def list_models(pattern: str = "*", pretrained: bool = False) -> list[str]:
     """
     if not pretrained:
         return models.list_models(pattern)
-    found = ((name, tag, row) for name, rows in sorted(_table().items()) for tag, row in rows.items())
-    tagged = [(name, f"{name}.{tag}") for name, tag, row in found if row["hf_hub_id"]]
+    entries = ((name, tag, row) for name, rows in sorted(_table().items()) for tag, row in rows.items())
+    tagged = [(name, f"{name}.{tag}") for name, tag, row in entries if row["hf_hub_id"]]
     return [full for name, full in tagged if fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(full, pattern)]
 
 

@@ -55,10 +55,10 @@ def from_pretrained(
     place = find_place(source, **hub)
     if not overrides:
         model: ImageModel = load_model(place)[0]
-    elif (found := describe(place)) is None:
+    elif (description := describe(place)) is None:
         raise WeightsError(place.why_missing("config.json, which names the model"))
     else:
-        model = build_pretrained(place, found, overrides)
+        model = build_pretrained(place, description, overrides)
     if not isinstance(model, kind):
         raise WeightsError(f"{place.text} holds a {type(model).__name__}, not a {kind.__name__}; use load_model")
     return model.eval()
@@ -105,9 +105,9 @@ def save_pretrained(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_weights(model, folder / "model.safetensors", layout, dict(metadata or {}))
-        for name, held in files.items():
+        for name, content in files.items():
             with replacing(folder / name) as temporary:
-                temporary.write_text(json.dumps(held, indent=2) + "\n", encoding="utf-8")
+                temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         if not (folder / "README.md").exists():  # it may be the user's
             with replacing(folder / "README.md") as temporary:
                 temporary.write_text(model_card(model, title, cfg, training, layout), encoding="utf-8")

@@ -63,6 +63,6 @@ def compare(tensors: Mapping[str, Tensor], name: str, config: Mapping[str, objec
     if layout == "fastvit_triton":
         check(empty, empty.state_dict(), dict(tensors), {}, layout)
     wanted = sum(tensor.numel() for tensor in (*empty.parameters(), *empty.buffers()))
-    found = sum(tensor.numel() for tensor in tensors.values())
-    if wanted > 2 * found + TABLES:
-        raise ValueError(f"its config asks for {wanted:,} numbers, and the file holds {found:,}")
+    stored = sum(tensor.numel() for tensor in tensors.values())
+    if wanted > 2 * stored + TABLES:
+        raise ValueError(f"its config asks for {wanted:,} numbers, and the file holds {stored:,}")

@@ -40,15 +40,15 @@ def read(config: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
     cfg |= {"architecture": name} | ({"tag": tag} if tag else {})
     if ours := config.get("fastvit_triton"):  # written by `save_pretrained`
         return ours["variant"], dict(ours["config"]), cfg | {"architecture": ours["variant"]}
-    given: dict[str, Any] = {key: cfg[key] for key in ("num_classes", "global_pool") if key in cfg}
+    arguments: dict[str, Any] = {key: cfg[key] for key in ("num_classes", "global_pool") if key in cfg}
     if "input_size" in cfg:
-        given["in_chans"] = cfg["input_size"][0]
+        arguments["in_chans"] = cfg["input_size"][0]
         if cfg.get("fixed_input_size", True):
-            given["img_size"] = tuple(cfg["input_size"][1:])
-    given |= config.get("model_args") or {}
+            arguments["img_size"] = tuple(cfg["input_size"][1:])
+    arguments |= config.get("model_args") or {}
     layout = getattr(CATALOGUE[name], "MODEL", ImageModel).layout if name in CATALOGUE else ""
     ours_by_theirs = ARGUMENTS | {theirs: ours for ours, theirs in _names(layout).items()}
-    options = {ours_by_theirs.get(key, key): value for key, value in given.items() if key not in IGNORED}
+    options = {ours_by_theirs.get(key, key): value for key, value in arguments.items() if key not in IGNORED}
     return name, {key: value for key, value in options.items() if value is not None}, cfg
 
 
@@ -69,10 +69,10 @@ def write(model: ImageModel, cfg: dict[str, Any]) -> dict[str, Any]:
         WeightsError: timm has no such model.
     """
     name = variant(model)
-    known = bool(pretrained.pretrained_cfg(name)) if name in CATALOGUE else False
-    if not known and model.layout != "vit":
+    is_timms = bool(pretrained.pretrained_cfg(name)) if name in CATALOGUE else False
+    if not is_timms and model.layout != "vit":
         raise WeightsError(f"timm has no {name}; use --to fastvit_triton")
-    architecture = name if known else GENERIC
+    architecture = name if is_timms else GENERIC
     standard = dataclasses.asdict(model_config(architecture))
     config = dataclasses.asdict(model.config)
     changed = {key: value for key, value in config.items() if value != standard.get(key)}
@@ -81,7 +81,7 @@ def write(model: ImageModel, cfg: dict[str, Any]) -> dict[str, Any]:
         needs = ", ".join(f"{key}={standard[key]!r}, not {config[key]!r}" for key in wrong)
         fix = "use --to fastvit_triton, or a .safetensors file"
         raise WeightsError(f"timm cannot build {name} from a config.json: its {architecture} has {needs}; {fix}")
-    layout = model.layout if known else "vit"
+    layout = model.layout if is_timms else "vit"
     names = _names(layout) or dict.fromkeys(standard) | {ours: theirs for theirs, ours in ARGUMENTS.items()}
     if wrong := [key for key in changed if key not in names and key != "num_classes"]:
         raise WeightsError(f"timm's {architecture} has no option {', '.join(wrong)}; use --to fastvit_triton")

@@ -80,51 +80,51 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> tuple[str, dict[s
     """
     model_type = config["model_type"]
     if model_type in STAGES:
-        name, found = _nearest(*transformers_stages.read(config, processor))
-        sizes = {"image_size": model_config(name, **found).img_size, "num_channels": config.get("num_channels", 3)}
-        return name, found, _cfg(name, found, sizes, config, processor)
+        name, overrides = _nearest(*transformers_stages.read(config, processor))
+        sizes = {"image_size": model_config(name, **overrides).img_size, "num_channels": config.get("num_channels", 3)}
+        return name, overrides, _cfg(name, overrides, sizes, config, processor)
     kind = next((kind for kind in KINDS if model_type in (kind.model_type, kind.outer)), None)
     if kind is None:
-        known = [name for kind in KINDS for name in (kind.outer, kind.model_type) if name]
-        raise ValueError(f"model_type is {model_type!r}; known are {', '.join([*known, *STAGES])}")
-    held = DEFAULTS | kind.defaults | (config.get("vision_config", {}) if model_type == kind.outer else config)
+        names = [name for kind in KINDS for name in (kind.outer, kind.model_type) if name]
+        raise ValueError(f"model_type is {model_type!r}; known are {', '.join([*names, *STAGES])}")
+    entries = DEFAULTS | kind.defaults | (config.get("vision_config", {}) if model_type == kind.outer else config)
     head = (config.get("architectures") or [kind.bare])[0]
     if head == "CLIPForImageClassification":
         raise ValueError(f"{head} classifies the mean of the patches, and our CLIP towers the class token")
-    if held["hidden_act"] not in ACTIVATIONS:
-        raise ValueError(f"hidden_act is {held['hidden_act']!r}; known are {', '.join(ACTIVATIONS)}")
-    options: dict[str, Any] = {ours: held[theirs] for theirs, ours in FIELDS.items()}
-    options |= {"act": ACTIVATIONS[held["hidden_act"]], "qkv_bias": held.get("qkv_bias", True)}
+    if entries["hidden_act"] not in ACTIVATIONS:
+        raise ValueError(f"hidden_act is {entries['hidden_act']!r}; known are {', '.join(ACTIVATIONS)}")
+    options: dict[str, Any] = {ours: entries[theirs] for theirs, ours in FIELDS.items()}
+    options |= {"act": ACTIVATIONS[entries["hidden_act"]], "qkv_bias": entries.get("qkv_bias", True)}
     width = options["embed_dim"]
-    hidden = int(width * held["mlp_ratio"]) if "mlp_ratio" in kind.defaults else held["intermediate_size"]
-    if held.get("use_swiglu_ffn"):
+    hidden = int(width * entries["mlp_ratio"]) if "mlp_ratio" in kind.defaults else entries["intermediate_size"]
+    if entries.get("use_swiglu_ffn"):
         hidden = _gated(hidden)
         options["mlp"] = "swiglu"
     options["mlp_ratio"] = hidden / width if hidden % width == 0 else (hidden + 0.5) / width
-    if "layerscale_value" in held:
-        options["init_values"] = float(held["layerscale_value"])
-    if "num_register_tokens" in held:
-        options["reg_tokens"] = held["num_register_tokens"]
+    if "layerscale_value" in entries:
+        options["init_values"] = float(entries["layerscale_value"])
+    if "num_register_tokens" in entries:
+        options["reg_tokens"] = entries["num_register_tokens"]
     base = kind.base
     if "ForImageClassification" in head:
         options["num_classes"] = len(config.get("id2label") or ()) or config.get("num_labels", 2)
     elif head in ("CLIPModel", kind.headed):
-        options["num_classes"] = config.get("projection_dim", held["projection_dim"])
+        options["num_classes"] = config.get("projection_dim", entries["projection_dim"])
     else:
         options["num_classes"] = 0
-    if kind.outer == "siglip" and (head == kind.headed or not held.get("vision_use_head", True)):
+    if kind.outer == "siglip" and (head == kind.headed or not entries.get("vision_use_head", True)):
         base = base.replace("_siglip_", "_siglip_gap_")
     name, options = _nearest(base, options)
-    return name, options, _cfg(name, options, held, config, processor)
+    return name, options, _cfg(name, options, entries, config, processor)
 
 
 def _cfg(
-    name: str, options: dict[str, Any], held: dict[str, Any], config: dict[str, Any], processor: dict[str, Any]
+    name: str, options: dict[str, Any], entries: dict[str, Any], config: dict[str, Any], processor: dict[str, Any]
 ) -> dict[str, Any]:
     """The configuration with timm's keys: images, classes and their names."""
     labels = config.get("id2label") or {}
     classes = model_config(name, **options).num_classes
-    cfg = {"architecture": name, "num_classes": classes, **_images(held, processor)}
+    cfg = {"architecture": name, "num_classes": classes, **_images(entries, processor)}
     if len(labels) == classes and not str(next(iter(labels.values()), "LABEL_")).startswith("LABEL_"):
         cfg["label_names"] = tuple(str(labels[key]) for key in sorted(labels, key=int))
     return cfg
@@ -146,37 +146,37 @@ def write(model: Any, layout: str, cfg: dict[str, Any]) -> tuple[dict[str, Any],
         return transformers_stages.write(model.layout, model.config) | labels, _processor(cfg)
     kind = next(kind for kind in KINDS if kind.layout == layout)
     config = model.config
-    held: dict[str, Any] = {theirs: square(getattr(config, ours)) for theirs, ours in FIELDS.items()}
-    held |= {
+    entries: dict[str, Any] = {theirs: square(getattr(config, ours)) for theirs, ours in FIELDS.items()}
+    entries |= {
         "hidden_act": next(t for t, ours in ACTIVATIONS.items() if ours == config.act),
         "qkv_bias": config.qkv_bias,
     }
     hidden = int(config.embed_dim * config.mlp_ratio)
     if "mlp_ratio" not in kind.defaults:
-        held["intermediate_size"] = hidden
+        entries["intermediate_size"] = hidden
     else:
-        held["use_swiglu_ffn"] = config.mlp == "swiglu"
-        size = _gated if held["use_swiglu_ffn"] else int
+        entries["use_swiglu_ffn"] = config.mlp == "swiglu"
+        size = _gated if entries["use_swiglu_ffn"] else int
         ratio = next((r for r in range(1, 65) if size(config.embed_dim * r) == hidden), None)
         if ratio is None:
             raise WeightsError(f"mlp_ratio is {config.mlp_ratio}; {kind.headed} of transformers needs a whole number")
-        held["mlp_ratio"] = ratio
+        entries["mlp_ratio"] = ratio
     if "layerscale_value" in kind.defaults:
-        held["layerscale_value"] = config.init_values
+        entries["layerscale_value"] = config.init_values
     if "num_register_tokens" in kind.defaults:
-        held["num_register_tokens"] = config.reg_tokens
+        entries["num_register_tokens"] = config.reg_tokens
     if kind.outer == "siglip":
-        held["vision_use_head"] = config.global_pool == "map"
+        entries["vision_use_head"] = config.global_pool == "map"
     labels = {}
     if config.num_classes and "projection_dim" in kind.defaults:
-        held["projection_dim"] = config.num_classes
+        entries["projection_dim"] = config.num_classes
     else:
         labels = _labels(config.num_classes, cfg)
     nested = kind.outer == "siglip" and config.num_classes
-    held["model_type"] = kind.model_type
-    held = {"model_type": kind.outer, "vision_config": held} if nested else held
+    entries["model_type"] = kind.model_type
+    entries = {"model_type": kind.outer, "vision_config": entries} if nested else entries
     architecture = kind.headed if config.num_classes else kind.bare
-    return {"architectures": [architecture], "dtype": "float32", **held, **labels}, _processor(cfg)
+    return {"architectures": [architecture], "dtype": "float32", **entries, **labels}, _processor(cfg)
 
 
 def _labels(classes: int, cfg: dict[str, Any]) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def _nearest(base: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The name in the family of `base` that needs the fewest options, and these options."""
     family = CATALOGUE[base]
     same = getattr(family, "MODELS", {})
-    found = []
+    choices = []
     for name in [base, *family.VARIANTS]:
         if same.get(name) is not same.get(base) or ("_gap_" in name) != ("_gap_" in base):
             continue
@@ -204,22 +204,22 @@ def _nearest(base: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         wanted = ours.replace(**options)
         if "depth" in options and int(ours.embed_dim * ours.mlp_ratio) == int(wanted.embed_dim * wanted.mlp_ratio):
             wanted = wanted.replace(mlp_ratio=ours.mlp_ratio)
-        found.append(
+        choices.append(
             (name, {key: getattr(wanted, key) for key in options if getattr(wanted, key) != getattr(ours, key)})
         )
-    return min(found, key=lambda pair: len(pair[1]))
+    return min(choices, key=lambda pair: len(pair[1]))
 
 
-def _images(held: dict[str, Any], processor: dict[str, Any]) -> dict[str, Any]:
+def _images(entries: dict[str, Any], processor: dict[str, Any]) -> dict[str, Any]:
     """How images are prepared, with timm's keys."""
-    height, width = sides(held["image_size"])
+    height, width = sides(entries["image_size"])
     size = processor.get("size", {})
     crop = processor.get("crop_size")
     kind = str(processor.get("image_processor_type") or processor.get("feature_extractor_type"))
     convnext = kind.startswith("ConvNext")
     levit = kind.startswith("Levit")
     size = size if isinstance(size, dict) else {"shortest_edge" if crop or convnext or levit else "height": size}
-    cfg: dict[str, Any] = {"input_size": (held["num_channels"], height, width), **IMAGENET}
+    cfg: dict[str, Any] = {"input_size": (entries["num_channels"], height, width), **IMAGENET}
     cfg |= {
         ours: tuple(processor[key]) for ours, key in (("mean", "image_mean"), ("std", "image_std")) if key in processor
     }

@@ -94,17 +94,17 @@ def write(model_type: str, config: Any) -> dict[str, Any]:
     Raises:
         WeightsError: the configuration class has no such ratio of the MLP.
     """
-    held: dict[str, Any] = {theirs: getattr(config, ours) for theirs, ours in STAGES[model_type].fields.items()}
-    held |= {key: square(held[key]) for key in held.keys() & {"image_size", "patch_size", "window_size"}}
+    entries: dict[str, Any] = {theirs: getattr(config, ours) for theirs, ours in STAGES[model_type].fields.items()}
+    entries |= {key: square(entries[key]) for key in entries.keys() & {"image_size", "patch_size", "window_size"}}
     if model_type == "pvt":
-        held["mlp_ratios"] = [int(ratio) for ratio in config.mlp_ratios]
+        entries["mlp_ratios"] = [int(ratio) for ratio in config.mlp_ratios]
         if any(ratio != int(ratio) for ratio in config.mlp_ratios):
             raise WeightsError(f"mlp_ratios is {config.mlp_ratios}; PvtConfig of transformers needs whole numbers")
         patches = [config.patch_size[0], *[2] * (len(config.depths) - 1)]
-        held |= dict(num_encoder_blocks=len(config.depths), patch_sizes=patches, strides=patches)
-        held |= {"num_labels": config.num_classes} if config.num_classes else {}  # PvtConfig counts no labels
+        entries |= dict(num_encoder_blocks=len(config.depths), patch_sizes=patches, strides=patches)
+        entries |= {"num_labels": config.num_classes} if config.num_classes else {}  # PvtConfig counts no labels
     name = model_type.capitalize() + ("ForImageClassification" if config.num_classes else "Model")
-    return {"architectures": [name], "dtype": "float32", "model_type": model_type, "hidden_act": "gelu", **held}
+    return {"architectures": [name], "dtype": "float32", "model_type": model_type, "hidden_act": "gelu", **entries}
 
 
 def square(value: Any) -> Any:

@@ -125,8 +125,8 @@ def big_vision_augment(
 
 def policy_by_name(name: str) -> Policy | None:
     """The policy of that name: "timm", "three", "randaug(2,m)", or "" for none; raises ValueError for other names."""
-    if found := re.fullmatch(r"randaug\(([1-9]\d?),(\d+(?:\.\d+)?)\)", name):
-        return partial(big_vision_augment, layers=int(found[1]), magnitude=float(found[2]))
+    if match := re.fullmatch(r"randaug\(([1-9]\d?),(\d+(?:\.\d+)?)\)", name):
+        return partial(big_vision_augment, layers=int(match[1]), magnitude=float(match[2]))
     policies = {"": None, "timm": rand_augment, "three": three_augment}
     if name not in policies:
         raise ValueError(f"policy is {name!r}; use 'timm', 'three', 'randaug(2,15)' or ''")

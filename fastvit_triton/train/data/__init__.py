@@ -182,20 +182,20 @@ def load(
             *digits("train", size), transform, recipe.batch_size, affine_augmentation(recipe)
         )
     else:
-        found = _scan(name, "train", None, world, max_pixels)
-        classes = found.classes
+        files = _scan(name, "train", None, world, max_pixels)
+        classes = files.classes
         transform = Transform(size, recipe.mean, recipe.std, recipe.eval_crop, recipe.crop_mode, recipe.interpolation)
         crop: dict[str, Any] = {"min_area": recipe.min_area, "flip": recipe.flip}
         crop["policy"] = policy_by_name(recipe.policy)
         if custom:
             crop = {"custom": CustomTransform(custom)}
-            crop["custom"].check(found, transform)
+            crop["custom"].check(files, transform)
         options: dict[str, Any] = {
             "batch_size": recipe.batch_size,
             "workers": workers,
             "skip_bad_images": skip_bad_images,
         }
-        train = FolderBatches(Path(name), found, transform, crop=crop, repeats=recipe.repeats, world=world, **options)
+        train = FolderBatches(Path(name), files, transform, crop=crop, repeats=recipe.repeats, world=world, **options)
     options = {"workers": workers, "skip_bad_images": skip_bad_images, "max_pixels": max_pixels, "world": world}
     test = load_test(name, classes, transform, recipe.batch_size, **options)
     return Data(name, classes, transform, train, test, test_once=name == "digits")
@@ -231,8 +231,8 @@ def load_test(
     if name == "digits":
         return TensorBatches(*digits("test", transform.size), transform, batch_size)
     options: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "skip_bad_images": skip_bad_images}
-    found = _scan(name, "val", classes, world, max_pixels)
-    return FolderBatches(Path(name), found, transform, world=world, **options)
+    files = _scan(name, "val", classes, world, max_pixels)
+    return FolderBatches(Path(name), files, transform, world=world, **options)
 
 
 def _scan(name: str, split: str, classes: tuple[str, ...] | None, world: World | None, max_pixels: int) -> ImageFiles:

@@ -32,8 +32,8 @@ def scan_cifar(root: Path, split: str, classes: tuple[str, ...] | None = None) -
     Raises:
         ValueError: a file is damaged or would execute code, or the classes differ.
     """
-    found = tuple(name.decode() for name in _unpickle(root / META)[b"label_names"])
-    if classes is not None and classes != found:
+    data_classes = tuple(name.decode() for name in _unpickle(root / META)[b"label_names"])
+    if classes is not None and classes != data_classes:
         raise ValueError(f"data {str(root)!r} has the classes of CIFAR-10, but the model has {', '.join(classes[:10])}")
     names = []
     targets = []
@@ -44,7 +44,7 @@ def scan_cifar(root: Path, split: str, classes: tuple[str, ...] | None = None) -
         targets += batch[b"labels"]
         pixels.append(batch[b"data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
     images = dict(zip(names, np.concatenate(pixels), strict=True))
-    return ImageFiles(names, targets, found, decode=partial(_decode, images), check=None)
+    return ImageFiles(names, targets, data_classes, decode=partial(_decode, images), check=None)
 
 
 def _decode(images: dict[Path, np.ndarray], name: Path) -> Image.Image:

@@ -33,12 +33,12 @@ class CustomTransform:
     """
 
     def __init__(self, name: str) -> None:
-        found = resolve("transform", name)
-        if not callable(found):
-            kind = type(found).__name__
+        target = resolve("transform", name)
+        if not callable(target):
+            kind = type(target).__name__
             raise ValueError(f"transform is {name}, of type {kind}, which cannot be called; use a function")
         try:
-            self.function: Callable[[Image.Image], Any] = found() if isinstance(found, type) else found
+            self.function: Callable[[Image.Image], Any] = target() if isinstance(target, type) else target
         except TypeError as error:
             raise ValueError(f"transform {name} needs arguments ({error}); name an instance or a function") from error
         self.name = name
@@ -58,12 +58,12 @@ class CustomTransform:
             ValueError: the result is no such image.
         """
         with _seeded(seed):
-            made = self.function(image.convert("L" if len(transform.mean) == 1 else "RGB"))
-        if isinstance(made, Image.Image):
-            return transform.tensor(self._of_size(made, (made.height, made.width), transform))
-        if not isinstance(made, Tensor):
-            raise ValueError(f"it returns {type(made).__name__}; return an image or a tensor")
-        pixels = made.as_subclass(Tensor)
+            output = self.function(image.convert("L" if len(transform.mean) == 1 else "RGB"))
+        if isinstance(output, Image.Image):
+            return transform.tensor(self._of_size(output, (output.height, output.width), transform))
+        if not isinstance(output, Tensor):
+            raise ValueError(f"it returns {type(output).__name__}; return an image or a tensor")
+        pixels = output.as_subclass(Tensor)
         if not pixels.is_floating_point():
             pixels = pixels.float() / 255
         expected = (len(transform.mean), *transform.size)
@@ -90,13 +90,13 @@ class CustomTransform:
                 raise ValueError(f"transform {self.name} fails on {path}: {text}") from error
             return
 
-    def _of_size(self, made: Any, found: tuple[int, ...], transform: Transform, expected: Any = None) -> Any:
+    def _of_size(self, output: Any, size: tuple[int, ...], transform: Transform, expected: Any = None) -> Any:
         expected = expected or transform.size
-        if found != expected:
-            shown = "x".join(map(str, found))
+        if size != expected:
+            shown = "x".join(map(str, size))
             wanted = "x".join(map(str, expected))
             raise ValueError(f"it returns an image of {shown}; the model needs {wanted}")
-        return made
+        return output
 
 
 @contextmanager

@@ -61,19 +61,19 @@ def scan_folder(
     if not (root / split).is_dir():
         raise ValueError(f"data {str(root)!r} has no folder {split}/; put images into {split}/<class>/")
     _, folders, _ = next(_walk(root / split))
-    found = sorted(folders)
-    if not found:
+    class_names = sorted(folders)
+    if not class_names:
         raise ValueError(f"data {str(root / split)!r} holds no class folders; put images into {split}/<class>/")
-    unknown = [name for name in found if classes is not None and name not in classes]
+    unknown = [name for name in class_names if classes is not None and name not in classes]
     if classes is not None and unknown:
         raise ValueError(
             f"data {str(root / split)!r} has {join_names(unknown)}, not among the {len(classes)} classes of training "
             f"({join_names(list(classes))}); rename or remove them"
         )
-    classes = classes or tuple(found)
+    classes = classes or tuple(class_names)
     files = []
     targets = []
-    for name in found:
+    for name in class_names:
         folder = root / split / name
         images = list_images(folder)
         if not images:

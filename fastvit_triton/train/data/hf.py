@@ -70,23 +70,25 @@ def scan_hf(data: str, split: str, classes: tuple[str, ...] | None = None, max_p
     """
     source = source_of(data)
     rows = _open(data, source, split)
-    columns = {kind: [name for name, found in rows.features.items() if _is(found, kind)] for kind in COLUMNS}
+    columns = {kind: [name for name, feature in rows.features.items() if _is(feature, kind)] for kind in COLUMNS}
     for kind, names in columns.items():
         if not names:
             raise ValueError(f"data {data!r} has no column of type {kind}, but {join_names(list(rows.features))}")
     image = columns["Image"][0]
     label = columns["ClassLabel"][0]
-    found = tuple(rows.features[label].names)
-    if classes is not None and classes != found:
-        raise ValueError(f"data {data!r} has classes {', '.join(found[:10])}, the model {', '.join(classes[:10])}")
+    data_classes = tuple(rows.features[label].names)
+    if classes is not None and classes != data_classes:
+        raise ValueError(
+            f"data {data!r} has classes {', '.join(data_classes[:10])}, the model {', '.join(classes[:10])}"
+        )
     targets = list(rows[label])
     if not targets:
         raise ValueError(f"data {data!r} has no images in its {split} split")
-    if unlabelled := [i for i, target in enumerate(targets) if target is None or not 0 <= target < len(found)]:
+    if unlabelled := [i for i, target in enumerate(targets) if target is None or not 0 <= target < len(data_classes)]:
         raise ValueError(f"data {data!r} has no label for image {unlabelled[0]} of its {split} split; choose another")
     encoded = rows.select_columns([image]).cast_column(image, type(rows.features[image])(decode=False))
     names = [Path(data) / str(i) for i in range(len(targets))]
-    return ImageFiles(names, targets, found, partial(_decode, encoded, image, max_pixels), check=None)
+    return ImageFiles(names, targets, data_classes, partial(_decode, encoded, image, max_pixels), check=None)
 
 
 def _is(feature: Any, kind: str) -> bool:

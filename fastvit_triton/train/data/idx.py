@@ -50,10 +50,12 @@ def scan_idx(
         raise ValueError(f"{path} has {len(pixels):,} images, and {labels_path} {len(labels):,} labels")
     if math.prod(pixels.shape[1:]) > max_pixels:
         raise ValueError(f"{path} has images of {math.prod(pixels.shape[1:]):,} pixels; --max-pixels is {max_pixels:,}")
-    found = class_names(root, int(labels.max()) + 1)
-    if classes is not None and classes != found[: len(classes)]:
-        raise ValueError(f"data {str(root)!r} has classes {', '.join(found[:10])}, the model {', '.join(classes[:10])}")
-    classes = classes or found
+    data_classes = class_names(root, int(labels.max()) + 1)
+    if classes is not None and classes != data_classes[: len(classes)]:
+        raise ValueError(
+            f"data {str(root)!r} has classes {', '.join(data_classes[:10])}, the model {', '.join(classes[:10])}"
+        )
+    classes = classes or data_classes
     if labels.max() >= len(classes):
         raise ValueError(f"{labels_path} has class number {labels.max()}, but there are only {len(classes)} classes")
     images = [path / str(i) for i in range(len(pixels))]
@@ -74,8 +76,8 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
         raise ValueError(f"{path} is not a regular file")
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-            zeros, kind, found, *shape = struct.unpack(f">HBB{axes}I", file.read(4 + 4 * axes))
-            if (zeros, kind, found) != (0, UNSIGNED_BYTES, axes):
+            zeros, kind, dimensions, *shape = struct.unpack(f">HBB{axes}I", file.read(4 + 4 * axes))
+            if (zeros, kind, dimensions) != (0, UNSIGNED_BYTES, axes):
                 raise ValueError(f"it does not start as an IDX file of unsigned bytes with {axes} axes")
             size = math.prod(shape)
             if not 0 < size <= MAX_BYTES:

@@ -28,8 +28,8 @@ def transforms(model: nn.Module, train: bool = False) -> Callable[[Image.Image],
         `Transform`, or a function that calls it with random seeds.
     """
     config = data_config(model)
-    if (found := _torchvision(config, train)) is not None:
-        return found
+    if (pipeline := _torchvision(config, train)) is not None:
+        return pipeline
     own = transform_of(config)
     return own if not train else lambda image: own(image, int(torch.randint(2**31, ())), min_area=MIN_AREA)
 

@@ -94,11 +94,11 @@ class TokenBudgetBatches:
         self.bad: dict[Path, str] = {}
         self.indices: list[int] = []
         self.sizes: list[tuple[int, int]] = []  # (L, number of images) of each batch
-        left = len(images)
-        while left > 0:
+        remaining = len(images)
+        while remaining > 0:
             length = lengths[len(self.sizes) % len(lengths)]
-            self.sizes.append((length, min(budget // length, left)))
-            left -= budget // length
+            self.sizes.append((length, min(budget // length, remaining)))
+            remaining -= budget // length
 
     def __len__(self) -> int:
         return len(self.sizes)

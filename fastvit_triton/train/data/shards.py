@@ -105,10 +105,12 @@ def scan_shards(
             raise ValueError(f"{file} has {len(tables[number])} images, but {listed[file]} by {INDEX}; copy it again")
     rows = [(number, member) for number in range(len(files)) for member in tables[number]]
     targets = [member.target for _, member in rows]
-    found = class_names(root, max(targets) + 1)
-    if classes is not None and classes != found[: len(classes)]:
-        raise ValueError(f"data {str(root)!r} has classes {', '.join(found[:10])}, the model {', '.join(classes[:10])}")
-    classes = classes or found
+    data_classes = class_names(root, max(targets) + 1)
+    if classes is not None and classes != data_classes[: len(classes)]:
+        raise ValueError(
+            f"data {str(root)!r} has classes {', '.join(data_classes[:10])}, the model {', '.join(classes[:10])}"
+        )
+    classes = classes or data_classes
     if max(targets) >= len(classes):
         raise ValueError(f"data {str(root)!r} has class number {max(targets)}, but only {len(classes)} class names")
     ranges = torch.tensor([(member.offset, member.size) for _, member in rows])

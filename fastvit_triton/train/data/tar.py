@@ -70,7 +70,7 @@ def _read_extension(kind: bytes, content: bytes) -> dict[str, str | int]:
     """Path and size that an extended header gives the next member, and "sparse" if it is stored so."""
     if kind == tarfile.GNUTYPE_LONGNAME:
         return {"path": content.partition(b"\0")[0].decode("utf-8", "backslashreplace")}
-    found: dict[str, str | int] = {}
+    header: dict[str, str | int] = {}
     while kind in _PAX and content.strip(b"\0"):  # records: length in decimal, space, key, =, value, newline
         length, space, _ = content[:8].partition(b" ")
         if not space or not length.isdigit() or not len(length) < int(length) <= len(content):
@@ -78,14 +78,14 @@ def _read_extension(kind: bytes, content: bytes) -> dict[str, str | int]:
         key, _, value = content[len(length) + 1 : int(length) - 1].partition(b"=")
         content = content[int(length) :]
         if key == b"path":
-            found["path"] = value.decode("utf-8", "backslashreplace")
+            header["path"] = value.decode("utf-8", "backslashreplace")
         elif key == b"size":
             if not value.isdigit() or len(value) > 18:
                 raise ValueError("an extended header has a size that is no number")
-            found["size"] = int(value)
+            header["size"] = int(value)
         elif key.startswith(b"GNU.sparse."):
-            found["sparse"] = 1
-    return found
+            header["sparse"] = 1
+    return header
 
 
 def _check_end(file: BinaryIO, start: int) -> None:

@@ -117,15 +117,15 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     Raises:
         ValueError: there is no such list.
     """
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     prefixes: tuple[str, ...] = ()
     for name, module in model.named_modules():
         is_container = isinstance(module, (nn.ModuleList, nn.Sequential)) and name.rpartition(".")[2] in CONTAINERS
         if is_container and not name.startswith(prefixes):
             prefixes = (*prefixes, f"{name}.")
-            found += module
+            blocks += module
     # vit-pytorch nests lists: only the entries of the inner list are called.
-    found = [entry for block in found for entry in (block if isinstance(block, nn.ModuleList) else [block])]
-    if not found:
+    blocks = [entry for block in blocks for entry in (block if isinstance(block, nn.ModuleList) else [block])]
+    if not blocks:
         raise ValueError(f"the model has no list of blocks called {', '.join(CONTAINERS)}; give blocks=")
-    return found
+    return blocks
