@@ -414,6 +414,22 @@ def test_ways_on_a_cpu_are_compared_by_round(on_a_cpu, monkeypatch):
         kept.clear()
 
 
+def test_measurements_of_a_cpu_do_not_reach_a_compiler(on_a_cpu, monkeypatch):
+    """Oracle: one graph of PyTorch's operators, with the result of the plain model; the file is read after it."""
+    model, images = model_and_images()
+    model, images = model.float(), images.float()
+    tune(model, images, seconds=500)
+    plan.forget()
+    with torch.no_grad():
+        with using_backend("torch"):
+            want = model(images)
+        with monkeypatch.context() as patch:
+            patch.setattr(onednn, "_call", lambda *given, **named: pytest.fail("called"))
+            got = torch.compile(model, backend="eager", fullgraph=True)(images)
+    torch.testing.assert_close(got, want)
+    assert chosen(model, images) == ["onednn"]
+
+
 @pytest.mark.parametrize("switch", ["auto", "onednn"])
 def test_optimize_may_tune_on_a_cpu(on_a_cpu, switch):
     """Oracle: the saved run and way, also where the switch would force every product; the model before is unknown."""

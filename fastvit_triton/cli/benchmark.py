@@ -150,7 +150,8 @@ def _report(case: "Case", phase: str, rows: list[dict], gpu: bool) -> None:
         print_line(
             "No GPU is in use, and the Triton kernels need one: on a CPU our ops run PyTorch operators, so expect"
         )
-        print_line("ratios near 1. CPU clocks and load vary, so times are given as ratios only.")
+        print_line("ratios near 1, unless linear layers run by oneDNN, which `fastvit-triton doctor` tells.")
+        print_line("CPU clocks and load vary, so times are given as ratios only.")
 
 
 def _table(rows: list[dict], gpu: bool) -> "Table":

@@ -47,16 +47,17 @@ def optimize(
 
     Parameters remain the same objects under the same keys, classes are not changed, and gradients equal the original's,
     so optimisers, checkpoints, EMA copies, DDP and FSDP2 keep working. Each call selects again: a module runs its own
-    forward if the kernels cannot run (CPU, float64), if attention needs dropout or a causal mask, or if PyTorch's code
-    is expected to be fastest (see `kernels.plan` and `fastvit-triton doctor`). Submodules that have hooks or were
-    replaced (LoRA, quantised, parametrised) are called, not fused. The original code also runs under global module
-    hooks (`torch.nn.modules.module.register_module_forward_hook` and similar), if the code of a class or a function
-    that it uses is not that of its source file (see `engine.source`), if another attention function is registered in
-    transformers, and under torch.fx and torch.jit.trace, which record the original's graph. torch.jit.script reads
-    source code and raises an AttributeError on an optimised model: `revert` first. A module whose attributes differ
-    from those that the fused forward expects, as in another release of its package, is not converted; the report gives
-    the reason. If transformers is imported, "fastvit_triton" is registered in its attention interface. Shallow copies
-    (replicas of nn.DataParallel) share the original's forward: use DistributedDataParallel, or `revert` first.
+    forward if the kernels cannot run (float64, or a CPU without linear layers by oneDNN), if attention needs dropout or
+    a causal mask, or if PyTorch's code is expected to be fastest (see `kernels.plan` and `fastvit-triton doctor`).
+    Submodules that have hooks or were replaced (LoRA, quantised, parametrised) are called, not fused. The original code
+    also runs under global module hooks (`torch.nn.modules.module.register_module_forward_hook` and similar), if the
+    code of a class or a function that it uses is not that of its source file (see `engine.source`), if another
+    attention function is registered in transformers, and under torch.fx and torch.jit.trace, which record the
+    original's graph. torch.jit.script reads source code and raises an AttributeError on an optimised model: `revert`
+    first. A module whose attributes differ from those that the fused forward expects, as in another release of its
+    package, is not converted; the report gives the reason. If transformers is imported, "fastvit_triton" is registered
+    in its attention interface. Shallow copies (replicas of nn.DataParallel) share the original's forward: use
+    DistributedDataParallel, or `revert` first.
 
     If an exception is raised, also in filter_fn, all modules are restored.
 
