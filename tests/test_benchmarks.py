@@ -525,12 +525,12 @@ def test_cpu_benchmark_writes_each_cell_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.fast
-def test_rounds_alternate_in_both_orders(monkeypatch):
+def test_rounds_alternate_in_both_orders():
     """Oracle: the recorded calls; the first round is not timed."""
     called = []
     calls = {name: torch.nn.Identity() for name in "ab"}
     names = {id(module): name for name, module in calls.items()}
-    taken = cpu.time_rounds(lambda module, *_: called.append(names[id(module)]), calls, torch.zeros(1), 0.0, 3)
+    taken = cpu.timed(lambda module, *_: called.append(names[id(module)]), calls, torch.zeros(1), 0.0, 3)
     assert "".join(called) == "abbaabba" and {name: len(found) for name, found in taken.items()} == {"a": 3, "b": 3}
 
 

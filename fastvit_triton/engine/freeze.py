@@ -18,6 +18,7 @@ from ..kernels.fold import Folded, Group, fold_groups, packed, pays
 from ..kernels.op import can_fold_norm
 
 PROGRAMS = "_fastvit_triton_programs"  # key in a module's __dict__: recordings of `replay`, which hold cached folds
+SIZES = "_fastvit_triton_sizes"  # key in a module's __dict__: its `ways.Sizes`
 _frozen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # module → what is kept for it, a `Kept` by key
 _precisions: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # frozen module → "bf16" or "int8"
 
@@ -98,6 +99,7 @@ def freeze(model: nn.Module, precision: str = "float32") -> None:
     settings.reduced |= precision != "float32"
     for module in model.modules():
         module.__dict__.pop(PROGRAMS, None)
+        module.__dict__.pop(SIZES, None)
         _frozen.setdefault(module, {})
         _precisions.pop(module, None)
         if precision != "float32":
@@ -152,6 +154,7 @@ def unfreeze(model: nn.Module) -> None:
     fold_again(model)  # for records of modules around this one
     for module in model.modules():
         module.__dict__.pop(PROGRAMS, None)
+        module.__dict__.pop(SIZES, None)
         _frozen.pop(module, None)
         _precisions.pop(module, None)
 

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from ..kernels import launch, plan, settings
 from ..kernels.cost import Branch
 from ..kernels.layer_norm import MAX_D
-from .freeze import precision_of
+from .freeze import SIZES, precision_of
 from .hooks import are_plain_tensors, is_repeatable
 
-SIZES = "_fastvit_triton_sizes"  # key in a module's __dict__: its `Sizes`
 REPLAYS = os.environ.get("FASTVIT_TRITON_REPLAY", "1") not in ("", "0")
 MAX_WAYS = 4096  # cached answers
 
@@ -31,11 +30,13 @@ class Sizes(NamedTuple):
         branches: sizes, for any number of images and tokens.
         replayed: its calls can be replayed, see `replay`; found on the first call, as it affects only speed.
         training: mode of the module, as BatchNorms update their statistics in training and are not replayed.
+        frozen: the precision with which it was frozen; None if it was not.
     """
 
     branches: tuple[Branch, ...]
     replayed: bool
     training: bool
+    frozen: str | None
 
 
 class State(threading.local):
@@ -63,16 +64,16 @@ def known_way(module: nn.Module, x: Tensor) -> tuple[str | None, Any]:
     facts = module.__dict__
     if facts[SIZES].training is not facts["training"]:
         return None, None
-    if not plan.has_ways(x):
-        return None, None
-    key = facts[SIZES], x.shape, x.dtype, x.device, settings.choices(x.device.type), precision_of(module)
+    key = facts[SIZES], x.shape, x.dtype, x.device, settings.choices(x.device.type)
     if key in _ways:
         way = _ways[key]
     else:
+        if not plan.has_ways(x):
+            return None, None
         if len(_ways) >= MAX_WAYS:
             _ways.clear()
         sizes = facts[SIZES]
-        way = _ways[key] = _way(x, sizes.branches, sizes.replayed, key[-1])
+        way = _ways[key] = _way(x, sizes.branches, sizes.replayed, sizes.frozen)
     return (None, None) if way == "onednn" else (way, key)
 
 
@@ -88,9 +89,10 @@ def choose_way(module: nn.Module | None, x: Tensor, branches: tuple[Branch, ...]
     if torch.compiler.is_compiling() or module is None:
         return _way(x, branches, False, None)
     known = module.__dict__.get(SIZES)
-    if known is None or known.branches != branches or known.training is not module.training:
-        known = module.__dict__[SIZES] = Sizes(branches, replays and is_repeatable(module), module.training)
-    return _way(x, known.branches, known.replayed, precision_of(module))
+    frozen = precision_of(module)
+    if known is None or known[0] != branches or known[2:] != (module.training, frozen):
+        known = module.__dict__[SIZES] = Sizes(branches, replays and is_repeatable(module), module.training, frozen)
+    return _way(x, known.branches, known.replayed, frozen)
 
 
 def _way(x: Tensor, branches: tuple[Branch, ...], replayed: bool, frozen: str | None) -> str:

@@ -325,7 +325,9 @@ def unlisted(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def usable(x: Tensor) -> bool:
     """True if products of x may run by oneDNN in this call, if they are large enough."""
-    if torch.compiler.is_compiling() or type(x) not in PLAIN:  # a trace cannot follow; sharded, quantised or traced
+    if x.device.type != "cpu" or torch.compiler.is_compiling():  # a trace cannot follow
+        return False
+    if type(x) not in PLAIN:  # sharded, quantised or traced
         return False
     dtype = launch.product_dtype(x)
     return unlisted(x.device, dtype) is None and not is_observed() and why_not(x.device, dtype) is None
