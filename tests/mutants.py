@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from catalogue import MODELS, build, inputs, joined, outputs
-from catalogue.transformers import DENSE
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -55,12 +54,12 @@ class Change(NamedTuple):
 
 
 def models() -> dict[str, Model]:
-    """The models of the catalogue, by name, but for the towers of `DENSE`, some of which ignore changes."""
+    """The models of the catalogue, by name."""
 
     def row(name: str) -> Model:
         return Model(lambda: build(name), lambda model: joined(outputs(model, _drawn(model, name))).double())
 
-    return {name: row(name) for name in MODELS if name not in DENSE}
+    return {name: row(name) for name in MODELS}
 
 
 def _drawn(model: nn.Module, name: str) -> Any:

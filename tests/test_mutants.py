@@ -45,6 +45,7 @@ def test_changes_are_never_ignored(name):
     assert silent(name, 13) == []
 
 
+RESIDUAL = "visual.transformer.resblocks.0"
 # changes that were once ignored; each is made before and after `optimize`
 ONCE_IGNORED = [
     ("hf_vit", Change("attention", "", "mine")),
@@ -64,6 +65,14 @@ ONCE_IGNORED = [
     ("hf_Molmo2VisionModel", Change("attribute", "layers.0.self_attn.q_proj", "out_features")),
     ("hf_swin", Change("wrap", "encoder.layers.0.blocks.0.attention.relative_position_bias")),
     ("hf_Exaone4_5_VisionModel", Change("attribute", "blocks.0.attn", "num_heads")),
+    ("hf_bridgetower.BridgeTowerVisionModel", Change("attribute", f"{RESIDUAL}.attn", "batch_first")),
+    ("hf_bridgetower.BridgeTowerVisionModel", Change("wrap", f"{RESIDUAL}.mlp")),
+    ("hf_kosmos2_5.Kosmos2_5VisionModel", Change("attribute", "encoder.layer.0.attention", "n_heads")),
+    ("hf_kosmos2_5.Kosmos2_5VisionModel", Change("attribute", "encoder.layer.0.attention", "head_dim")),
+    ("hf_deepseek_ocr2.DeepseekOcr2VisionEncoder", Change("attribute", "layers.0.self_attn", "num_key_value_groups")),
+    ("hf_Gemma4VisionModel", Change("wrap", "encoder.layers.0.self_attn.q_proj")),
+    ("hf_Gemma4VisionModel", Change("wrap", "encoder.layers.0.mlp.down_proj")),
+    ("hf_Blip2VisionModelWithProjection", Change("wrap", "qformer.encoder.layer.0.crossattention.output")),
     ("timm_gcvit", Change("wrap", "stages.0.blocks.0.attn.rel_pos")),
     ("timm_gemma4_grouped", Change("attribute", "encoder.blocks.0.attn", "num_kv_groups")),
     ("timm_hiera", Change("attribute", "blocks.0.attn", "heads")),

@@ -156,18 +156,28 @@ def mgp_str_encoder(
     return output(last_hidden_state=states[-1], hidden_states=all_states, attentions=None)
 
 
+def _bridgetower_reason(self: Foreign) -> str | None:
+    """Why BridgeTower's block must run its own forward now, or None."""
+    mlp = self.mlp
+    if type(mlp) is not nn.ModuleDict or tuple(mlp.keys()) != ("c_fc", "gelu", "c_proj"):  # it runs all, in order
+        return "mlp was replaced, or has other layers"
+    if (why := multihead_reason(self.attn)) is not None:
+        return why
+    return "batch_first is True, for tokens [N, B, D]" if self.attn.batch_first else None
+
+
 @fused_forward(
     "pre-norm block",
     *classes("bridgetower.BridgeTowerResidualAttention"),
     needs="attn.in_proj_weight ln_1 ln_2 mlp.c_fc mlp.gelu mlp.c_proj attn_mask",
     takes="attention_mask",
-    reason=lambda self: multihead_reason(self.attn),
+    reason=_bridgetower_reason,
     folds=lambda self: [(self.ln_1, self.attn), (self.ln_2, self.mlp.c_fc)],
 )
 def bridgetower_block(self: Foreign, hidden_state: Tensor, attention_mask: Tensor | None = None) -> Tensor:
     """Pre-norm block of CLIP; [N, B, D] → [N, B, D]."""
     attn, mlp = self.attn, self.mlp
-    unusual = attention_mask is not None or self.attn_mask is not None or len(mlp) != 3
+    unusual = attention_mask is not None or self.attn_mask is not None or _bridgetower_reason(self) is not None
     unusual = unusual or any(map(has_hooks, (attn, *mlp.values())))  # which would see [B, N, D]
     parts = "masked, or watched" if unusual or not is_fusable(self, hidden_state) else multihead_parts(attn)
     if isinstance(parts, str):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ....engine.attention import attention_body
 from ....engine.body import finish, normalize, project
-from ....engine.hooks import has_hooks
+from ....engine.hooks import is_plain_module
 from ....engine.leaves import Foreign, activation_of
 from ....engine.mlp import MlpBody
 from ....kernels.attention import attention
@@ -24,8 +24,9 @@ def _attention_reason(
 ) -> str | None:
     """Why an attention must run its own forward now, or None."""
     inner, outer = self.attention, self.output
-    if has_hooks(inner) or has_hooks(outer):
-        return "attention or output has a hook"
+    plain = is_plain_module(inner, (f"{BLIP2}MultiHeadAttention",))
+    if not (plain and is_plain_module(outer, (f"{BLIP2}SelfOutput",))):
+        return "attention or output was replaced or has a hook"
     used = encoder_mask if more.pop("encoder_hidden_states", None) is not None else mask
     return attention_reason(inner, inner.attention_dropout, used, None, more)
 
@@ -74,8 +75,9 @@ def _pairs(self: Foreign) -> list[tuple[Foreign, Foreign]]:
 
 def _layer_reason(self: Foreign) -> str | None:
     """Why a layer must run its own forward now, or None."""
-    if any(has_hooks(part) for pair in _pairs(self) for part in pair):
-        return "a layer of its MLP has a hook"
+    for inner, outer in _pairs(self):
+        if not (is_plain_module(inner, (f"{BLIP2}Intermediate",)) and is_plain_module(outer, (f"{BLIP2}Output",))):
+            return "a layer of its MLP was replaced or has a hook"
     return "its MLP runs in chunks" if self.chunk_size_feed_forward else None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ....engine.attention import attention_body, merged_heads
 from ....engine.body import Body
-from ....engine.hooks import is_plain_module, type_name
+from ....engine.hooks import is_plain_module
 from ....engine.leaves import Foreign, activation_of, is_inactive
 from ....engine.mlp import MlpBody, gated_mlp_body
 from ....kernels.attention import attention
@@ -21,6 +21,7 @@ from ...third_party import is_fusable, scores_mask
 from .vit import attention_reason, classes
 
 Tables = tuple[Tensor, Tensor] | None
+CLIPPABLE = classes("gemma4.Gemma4ClippableLinear", "diffusion_gemma.DiffusionGemmaClippableLinear")
 
 
 @fused_body(
@@ -144,6 +145,15 @@ def grouped(qkv: Tensor, head_dim: int, groups: int, scale: float, rope: Tables,
     return merged_heads(attention(q, k, v, bias, scale), qkv.shape[1:-1])
 
 
+def _groups_reason(self: Foreign) -> str | None:
+    """Why an attention whose groups of heads are not those of its projections must run its own forward, or None."""
+    q, k, v = (getattr(layer, "out_features", None) for layer in (self.q_proj, self.k_proj, self.v_proj))
+    groups = self.num_key_value_groups
+    if None not in (q, k, v) and k == v and q == groups * k and k % self.head_dim == 0:
+        return None
+    return f"groups of {groups} heads of {self.head_dim} channels for projections to {q}, {k} and {v}"
+
+
 @fused_body(
     *classes("deepseek_ocr2.DeepseekOcr2VisionAttention"),
     needs="q_proj k_proj v_proj o_proj head_dim num_key_value_groups scaling attention_dropout config",
@@ -163,6 +173,7 @@ def deepseek_parts(
     """Parts of DeepSeek-OCR 2's attention, causal without a mask; it has fewer heads of keys and values."""
     more["past_key_values"] = past_key_values
     why = attention_reason(self, self.attention_dropout, attention_mask, attention_mask is None, more)
+    why = why or _groups_reason(self)
     if why is not None:
         return why
     rope = None if position_embeddings is None else (position_embeddings[0][:, None], position_embeddings[1][:, None])
@@ -180,7 +191,7 @@ def deepseek_parts(
 
 def _unclipped(layer: Foreign) -> Any:
     """The linear layer inside one of Gemma 4's that clips neither inputs nor outputs; else the module itself."""
-    plain = not getattr(layer, "use_clipped_linears", True) and is_plain_module(layer, (type_name(layer),))
+    plain = is_plain_module(layer, CLIPPABLE) and not layer.use_clipped_linears
     return layer.linear if plain else layer
 
 

@@ -72,8 +72,8 @@ def heads_reason(self: Foreign) -> str | None:
     """Why an attention whose heads have another width than its projection gives them must run its own forward."""
     facts = self.__dict__
     layers = self.__dict__["_modules"]
-    heads = facts.get("num_attention_heads", facts.get("num_heads"))
-    size = facts.get("head_dim", facts.get("attention_head_size"))
+    heads = facts.get("num_attention_heads", facts.get("num_heads", facts.get("n_heads")))
+    size = facts.get("head_dim", facts.get("attention_head_size", facts.get("key_value_proj_dim")))
     width = next((getattr(layers[n], "out_features", None) for n in ("q_proj", "query", "q") if n in layers), None)
     if width is None and "qkv" in layers and facts.get("q_dim") == facts.get("kv_dim"):
         width = getattr(layers["qkv"], "out_features", 0) // 3 or None
