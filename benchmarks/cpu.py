@@ -42,6 +42,7 @@ import fastvit_triton.convert  # noqa: F401  (registers the backend if the packa
 from fastvit_triton import freeze, optimize
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels import onednn
+from fastvit_triton.kernels.measured import cpu_name
 from fastvit_triton.measure.machine import provenance
 from fastvit_triton.measure.timing import order
 
@@ -296,7 +297,7 @@ def quartiles(eager: list[float], times: list[float]) -> dict[str, float]:
 def write(path: Path, rows: list[dict]) -> None:
     """Writes the rows with their provenance."""
     with replacing(path) as temporary:
-        facts = provenance() | {"processor": onednn.name(), "rows": rows}
+        facts = provenance() | {"processor": cpu_name(), "rows": rows}
         temporary.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 

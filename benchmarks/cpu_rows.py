@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels import onednn
+from fastvit_triton.kernels.measured import cpu_name
 from fastvit_triton.measure.machine import provenance
 
 ROWS = (1, 16, 50, 197, 788, 1576)  # of x: images · tokens
@@ -126,13 +127,13 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
         limits = {phase: least for phase, one in ratios.items() if (least := fewest(one)) is not None}
         errors = {f"{M},{K},{F_}": error_ratio(M, K, F_, getattr(torch, dtype)) for M, (K, F_) in CELLS}
         entry[dtype] = {"from": limits, "ratios": ratios, "errors": errors, "provenance": provenance()}
-        print(f"{onednn.name()} {dtype}: errors {min(errors.values())} to {max(errors.values())} of PyTorch's")
+        print(f"{cpu_name()} {dtype}: errors {min(errors.values())} to {max(errors.values())} of PyTorch's")
         for phase, one in ratios.items():
             spread = [value for by_threads in one.values() for value in by_threads.values()]
-            print(f"{onednn.name()} {dtype} {phase}: from {limits.get(phase)}, ratios {min(spread)} to {max(spread)}")
+            print(f"{cpu_name()} {dtype} {phase}: from {limits.get(phase)}, ratios {min(spread)} to {max(spread)}")
     if arguments.write:
         table = json.loads(onednn.TABLE.read_text(encoding="utf-8"))
-        table["cpus"].setdefault(onednn.name(), {}).update(entry)
+        table["cpus"].setdefault(cpu_name(), {}).update(entry)
         with replacing(onednn.TABLE) as temporary:
             temporary.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     return entry

@@ -597,7 +597,7 @@ def test_doctor_says_which_products_run_by_onednn(capsys: pytest.CaptureFixture,
         text = capsys.readouterr().out
         assert 'torch.set_float32_matmul_precision("medium")' in text and "bfloat16" in text.splitlines()[-1]
         (line,) = (line for line in text.splitlines() if line.startswith("oneDNN "))
-        assert f" {onednn.name()}: " in line
+        assert f" {measured.cpu_name()}: " in line
         return line
 
     monkeypatch.setattr(onednn, "why_not", lambda device, dtype: None if dtype == torch.float32 else "no such products")

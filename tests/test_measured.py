@@ -178,7 +178,9 @@ def test_facts_name_the_architecture(hip, name, monkeypatch):
 def test_facts_of_a_cpu(monkeypatch):
     """Oracle: no GPU is queried; the CPU, its cores, and PyTorch; a file of a GPU has another name."""
     facts = measured.facts_of(CPU)
-    assert facts == dict(cpu=onednn.name(), cores=os.cpu_count(), torch=torch.__version__, sources=measured.sources())
+    assert facts == dict(
+        cpu=measured.cpu_name(), cores=os.cpu_count(), torch=torch.__version__, sources=measured.sources()
+    )
     assert len(facts["sources"]) == 12
     path = measured.path_of(facts)
     for name, value in dict(cpu="other", cores=0, torch="2", sources="old").items():

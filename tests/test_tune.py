@@ -366,7 +366,7 @@ def test_the_fastest_way_on_a_cpu_is_saved_and_used(on_a_cpu, train):
     assert block["variants"]["onednn"]["speedup"] == 2.0 and not found.launches and not found.attention
     assert found.model.keys() == {"eager", "before", "after", "torch.compile"}
     held = json.loads(found.path.read_text())
-    assert held["facts"]["cpu"] == onednn.name() and held["rows"] == {} and len(held["ways"]) == 2
+    assert held["facts"]["cpu"] == measured.cpu_name() and held["rows"] == {} and len(held["ways"]) == 2
     assert all(("training" in shape) == train for shape in held["ways"])
     assert chosen(model, images, train) == ["onednn"] * 2
     with onednn.using_row({"float32": {}}):
@@ -450,11 +450,11 @@ def test_the_command_on_a_cpu(on_a_cpu, words, capsys):
     assert main(command) == 0
     out = capsys.readouterr().out
     phase = {(): "inference", ("--freeze",): "inference, frozen", ("--train",): "training"}[words]
-    assert out.startswith(f"vit_digits_patch2_8, {phase}, float32, batch 1, on {onednn.name()}\n")
+    assert out.startswith(f"vit_digits_patch2_8, {phase}, float32, batch 1, on {measured.cpu_name()}\n")
     assert "launches" not in out and "2.00" in out and "Saved in" in out
     assert main(["tune", "--show", "--device", "cpu"]) == 0
     shown = capsys.readouterr().out
-    assert f"cpu {onednn.name()}" in shown and "onednn ~attention" in shown
+    assert f"cpu {measured.cpu_name()}" in shown and "onednn ~attention" in shown
 
 
 FACTS = dict(gpu="card", units=1, driver=1, torch="2", cuda="1", cudnn=1, triton="3", sources="s")

@@ -104,7 +104,7 @@ def _onednn(dtypes: tuple) -> str:
     """Which products run by oneDNN on this CPU, and what it cannot do, by dtype."""
     import torch
 
-    from ..kernels import onednn
+    from ..kernels import measured, onednn
 
     said: dict[str, list[str]] = {}
     for dtype in dtypes:
@@ -115,7 +115,7 @@ def _onednn(dtypes: tuple) -> str:
             refused = [reason for name in operations if (reason := onednn.refusal(dtype, name)) is not None]
             text = "; ".join([text, *refused])
         said.setdefault(text, []).append(str(dtype).removeprefix("torch."))
-    return f"{onednn.name()}: " + "; ".join(f"{', '.join(names)}: {text}" for text, names in said.items())
+    return f"{measured.cpu_name()}: " + "; ".join(f"{', '.join(names)}: {text}" for text, names in said.items())
 
 
 def _check_gpu(option: str, name: str) -> None:

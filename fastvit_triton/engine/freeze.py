@@ -96,14 +96,17 @@ def freeze(model: nn.Module, precision: str = "float32") -> None:
     """
     _check(model)
     _check_precision(model, precision)
-    settings.reduced |= precision != "float32"
     for module in model.modules():
         module.__dict__.pop(PROGRAMS, None)
         module.__dict__.pop(SIZES, None)
-        _frozen.setdefault(module, {})
+        kept = _frozen.setdefault(module, {})
+        if precision_of(module) != precision:  # weights packed in another precision
+            for key in [key for key, entry in kept.items() if isinstance(entry.folded, onednn.Packed)]:
+                del kept[key]
         _precisions.pop(module, None)
         if precision != "float32":
             _precisions[module] = precision
+    settings.reduced = bool(_precisions)
     fold_again(model)
 
 
@@ -157,6 +160,7 @@ def unfreeze(model: nn.Module) -> None:
         module.__dict__.pop(SIZES, None)
         _frozen.pop(module, None)
         _precisions.pop(module, None)
+    settings.reduced = bool(_precisions)
 
 
 def _check(model: nn.Module) -> None:
@@ -223,26 +227,28 @@ def derived(owner: nn.Module, name: str, sources: tuple[Tensor | None, ...], mak
 
 
 def packed_weight(layers: tuple, x: Tensor, layer_scale: Tensor | None = None) -> onednn.Packed | None:
-    """The weights of these linear layers as one weight in oneDNN's layout, cached if the first layer is frozen.
+    """The weights of these linear layers as one weight in oneDNN's layout, cached if all of them are frozen.
 
-    None if it is not frozen or gradients are enabled.
+    None if one is not frozen or gradients are enabled.
 
     Args:
         layers: linear layers that read x.
         x: [..., K], the operand of the product.
         layer_scale: multiplied into weight and bias; or None.
     """
-    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not isinstance(layers[0], nn.Module):
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not x.numel():
         return None
-    store = _frozen.get(layers[0])
-    if store is None or layers[0].training or not x.numel():
+    if not all(isinstance(layer, nn.Module) and layer in _frozen and not layer.training for layer in layers):
+        return None
+    store = _frozen.get(layers[0])  # another thread may unfreeze concurrently
+    if store is None:
         return None
     precision = _precisions.get(layers[0], "float32")
     sources = tuple(t for layer in layers for t in (layer.weight, layer.bias) if t is not None)
     sources = sources if layer_scale is None else (*sources, layer_scale)
     if any(t.dtype != x.dtype for t in sources) or onednn.refusal(x.dtype, "packed") is not None:
         return None
-    key = ("onednn", precision, *map(id, sources))
+    key = ("onednn", *map(id, sources))
     if not _is_fresh(store.get(key), sources):
         with torch.inference_mode(False), torch.no_grad():
             weight, bias = packed(tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers))

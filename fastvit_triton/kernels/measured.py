@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import os
+import platform
 import re
 import warnings
 from collections.abc import Iterator
@@ -102,9 +103,7 @@ def kind_of(facts: dict[str, object]) -> str:
 def facts_of(device: torch.device, pretended: bool = False) -> dict[str, object]:
     """GPU or CPU, and software, for which a measurement is valid; that of a `pretended` GPU has the name "cpu"."""
     if device.type == "cpu" and not pretended:
-        from . import onednn  # it imports this module
-
-        return dict(cpu=onednn.name(), cores=os.cpu_count(), torch=torch.__version__, sources=sources())
+        return dict(cpu=cpu_name(), cores=os.cpu_count(), torch=torch.__version__, sources=sources())
     gpu = device.type == "cuda"
     properties: Any = torch.cuda.get_device_properties(device) if gpu else None
     return dict(
@@ -118,6 +117,24 @@ def facts_of(device: torch.device, pretended: bool = False) -> dict[str, object]
         triton=getattr(tile, "__version__", None),
         sources=sources(),
     )
+
+
+@functools.cache
+def cpu_name() -> str:
+    """Vendor, family and vector instructions of this machine's CPU, as in "AuthenticAMD 25 AVX512"."""
+    return f"{_cpu_model()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _cpu_model() -> str:
+    """Vendor and family of the CPU; on systems without /proc/cpuinfo what Python calls it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    if "vendor_id" in facts:
+        return f"{facts['vendor_id']} {facts.get('cpu family', '?')}"
+    return f"{platform.machine()} {facts.get('CPU implementer', '?')} {facts.get('CPU part', '?')}"
 
 
 def architecture_of(properties: Any) -> str:

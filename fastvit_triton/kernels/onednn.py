@@ -20,7 +20,6 @@ import contextlib
 import functools
 import json
 import math
-import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +44,7 @@ POST_OPERATIONS = {  # activation → the operator's names of it and of its form
 }
 BINARY = ("add", "mul")  # post-operations with a second operand
 PLAIN = (Tensor, torch.nn.Parameter)
+LEAST = 2.0**-100  # of a row's largest value in int8, so that a row of zeros divides by no zero
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TABLE = Path(__file__).parent / "tuned" / "cpu.json"
 PHASES = ("inference", "frozen", "training")
@@ -75,24 +75,6 @@ class Row:
     fewest: dict[str, dict[str, float]]
 
 
-def name() -> str:
-    """Vendor, family and vector instructions of this machine's CPU, as in "AuthenticAMD 25 AVX512"."""
-    return f"{_model()} {torch.backends.cpu.get_cpu_capability()}"
-
-
-@functools.cache
-def _model() -> str:
-    """Vendor and family of the CPU; on systems without /proc/cpuinfo what Python calls it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    if "vendor_id" in facts:
-        return f"{facts['vendor_id']} {facts.get('cpu family', '?')}"
-    return f"{platform.machine()} {facts.get('CPU implementer', '?')} {facts.get('CPU part', '?')}"
-
-
 @functools.cache
 def rows() -> dict[str, Any]:
     """The committed table: name of a CPU → dtype → phase → the fewest multiplications for which oneDNN is faster."""
@@ -101,7 +83,7 @@ def rows() -> dict[str, Any]:
 
 def row() -> dict[str, dict[str, float]]:
     """The row of this machine's CPU, or that of `using_row`: dtype → phase → fewest multiplications; may be empty."""
-    return _row_of(name()) if settings.cpu_row is None else settings.cpu_row.fewest
+    return _row_of(measured.cpu_name()) if settings.cpu_row is None else settings.cpu_row.fewest
 
 
 @functools.cache
@@ -131,7 +113,8 @@ def refusal(dtype: torch.dtype, operation: str | None = None) -> str | None:
     if not torch.backends.mkldnn.is_available():
         return "this build of PyTorch has no oneDNN"
     try:
-        with torch.no_grad(), torch.device("cpu"), _disable_current_modes():  # the answer is kept, whoever asks first
+        # the result is cached, so it must not depend on modes that are active in the first call
+        with torch.no_grad(), torch.device("cpu"), _disable_current_modes():
             generator = torch.Generator().manual_seed(0)
             x, weight, other = (torch.randn(16, 16, generator=generator).to(dtype) for _ in range(3))
             bias = torch.randn(16, generator=generator).to(dtype)
@@ -148,7 +131,7 @@ def refusal(dtype: torch.dtype, operation: str | None = None) -> str | None:
                 want = want + other.double() if operation == "add" else want * other.double()
             elif operation in ACTIVATIONS:
                 want = ACTIVATIONS[operation](want)
-    except (AttributeError, RuntimeError, NotImplementedError) as error:
+    except (AttributeError, RuntimeError) as error:
         return f"oneDNN's product in {dtype} fails: {str(error).splitlines()[0]}"
     wrong = float((got.double() - want).norm() / want.norm())
     if got.dtype != dtype or not wrong <= (1 / 32 if operation == "int8" else 8 * torch.finfo(dtype).eps):
@@ -209,7 +192,7 @@ def product(
     residual: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """Equation (1), or (2) with a residual or a gate.
+    """Equation (1), then (2): the activation, the gate and the residual in this order, each if it is given.
 
     Args:
         x: [..., K].
@@ -219,25 +202,27 @@ def product(
         residual: [..., F], added last.
         gate: [..., F], multiplied last.
     """
-    other = gate if residual is None else residual
-    operation = None if other is None else "add" if gate is None else "mul"
     if isinstance(weight, Packed):
         if weight.scales is not None:
             return _finished(_int8_product(x, weight), activation, residual, gate)
         weight, bias = weight[:2]
         x = x.to(weight.dtype)
-    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias, other))
+    operands = x, weight, bias, residual, gate
+    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
     if not x.numel() or weight.dtype != x.dtype:
         y = F.linear(x, weight, bias)
     elif learns:
         y = _Product.apply(x, weight, bias, _call)
     else:
-        fits = other is None or (other.dtype == x.dtype and other.shape[:-1] == x.shape[:-1])
-        if operation is not None and fits and refusal(x.dtype, operation) is None:
+        alone = sum(part is not None for part in (activation, residual, gate)) == 1  # one post-operation
+        other, operation = (residual, "add") if gate is None else (gate, "mul")
+        if alone and other is not None and other.dtype == x.dtype and refusal(x.dtype, operation) is None:
             return _call(x, weight, bias, other=other, operation=operation)
         if activation in POST_OPERATIONS and refusal(x.dtype, activation) is None:
-            return _call(x, weight, bias, activation=activation)
-        y = _call(x, weight, bias)
+            y = _call(x, weight, bias, activation=activation)
+            activation = None
+        else:
+            y = _call(x, weight, bias)
     return _finished(y, activation, residual, gate)
 
 
@@ -251,7 +236,7 @@ def _finished(y: Tensor, activation: str | None, residual: Tensor | None, gate: 
 def _int8_product(x: Tensor, packed: Packed) -> Tensor:
     """Equations (3) and (4) in float32; x is shifted by 128, as oneDNN multiplies unsigned by signed bytes."""
     assert packed.scales is not None
-    largest = x.abs().amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
+    largest = x.abs().amax(-1, keepdim=True).clamp_(min=LEAST)
     shifted = torch.addcmul(x.new_tensor(128.5), x, 127 / largest).to(torch.uint8)  # rounds, as it cuts the fraction
     zeros = torch.zeros_like(packed.scales, dtype=torch.int32)
     y = torch.ops.onednn.qlinear_pointwise(
@@ -414,7 +399,7 @@ def pack(
         bias = None if bias is None else bias * layer_scale
     weight, bias = weight.detach(), None if bias is None else bias.detach()
     if precision == "int8":
-        scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+        scales = weight.abs().amax(1).clamp(min=LEAST) / 127
         rounded = (weight / scales[:, None]).round().to(torch.int8)
         packed = torch.ops.onednn.qlinear_prepack(rounded, [rows, weight.shape[1]])
         return Packed(packed, bias, layer_scale is not None, scales)

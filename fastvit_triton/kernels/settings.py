@@ -19,7 +19,7 @@ forced: str | None = None  # way of every branch, see `plan.forcing`
 assumed: Any = None  # GPU used instead of the device's, a `cost.Gpu`; see `plan.assuming`
 observer: Callable | None = None  # called with each choice, see `plan.observing`
 cpu_row: Any = None  # an `onednn.Row` used instead of that of this CPU, see `onednn.using_row`
-reduced: bool = False  # True once a model was frozen with a reduced precision, see `engine.freeze`
+reduced: bool = False  # True while a model is frozen with a reduced precision, see `engine.freeze`
 locator: Callable | None = None  # tells where an observed choice is made, see `plan.locating`
 
 _call_of_modules = nn.Module.__call__
