@@ -26,7 +26,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from fastvit_triton import freeze, optimize
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels import onednn
 from fastvit_triton.kernels.measured import cpu_name
+from fastvit_triton.measure.check import medium
 from fastvit_triton.measure.machine import provenance
 from fastvit_triton.measure.timing import order
 
@@ -118,16 +119,6 @@ def training(model: Callable, images: Tensor) -> Tensor:
 
 
 STEPS: dict[str, Callable] = {"inference": inference, "training": training}
-
-
-@contextlib.contextmanager
-def medium() -> Iterator[None]:
-    """Context in which PyTorch may reduce float32 products to bfloat16."""
-    torch.set_float32_matmul_precision("medium")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision("highest")
 
 
 def column(name: str, model: nn.Module, images: Tensor) -> Callable:

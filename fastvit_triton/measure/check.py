@@ -192,11 +192,11 @@ def _on_a_cpu(subject: Subject, contexts: tuple, auto: Callable) -> Iterator[Var
     if not subject.model.training:
         yield build_variant(FROZEN, None, frozen)
     if subject.dtype == torch.float32:
-        yield Variant(MEDIUM, None, ModelCall(subject.model, *contexts, _medium), reduced=True)
+        yield Variant(MEDIUM, None, ModelCall(subject.model, *contexts, medium), reduced=True)
 
 
 @contextlib.contextmanager
-def _medium() -> Iterator[None]:
+def medium() -> Iterator[None]:
     """Context of PyTorch's float32 products in lower precision, such as bfloat16 on CPUs that have it."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
