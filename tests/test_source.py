@@ -130,6 +130,14 @@ def test_patches_are_seen(name, when, module, monkeypatch):
     assert code_of(module.Layer).why is None and code_of(module.Child).why is None
 
 
+def test_a_wrapper_is_read_again_once_its_base_class_is_restored(module, monkeypatch):
+    """Oracle: by hand; the wrapper is that of `Base.__init_subclass__`, which is replaced during the first look."""
+    with monkeypatch.context() as context:
+        context.setattr(module.Base, "__init_subclass__", classmethod(lambda cls: None))
+        assert "Layer.forward" in code_of(module.Layer).why
+    assert code_of(module.Layer).why is None
+
+
 def test_what_a_file_defines_is_no_patch(module):
     """Oracle: by hand, decorators, wrappers of a base class, constants, and a class without code of its own."""
     assert code_of(module.Layer).why is None

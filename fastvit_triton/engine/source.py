@@ -164,6 +164,10 @@ class _Reading:
             names = [name for name in self.names if base.__dict__.get(name, self) is not getattr(self.cls, name, None)]
             if names := [name for name in names if name in base.__dict__]:
                 yield base, tuple(names)
+        if self.why is not None:  # `__init_subclass__` may have been patched, which made `_written` refuse a wrapper
+            for base in self.own:
+                if "__init_subclass__" in base.__dict__:
+                    yield base, ("__init_subclass__",)
         for namespace, bound in self.bound.values():
             yield namespace, tuple(bound)
         for table in self.tables.values():
