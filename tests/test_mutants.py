@@ -70,6 +70,8 @@ ONCE_IGNORED = [
     ("hf_kosmos2_5.Kosmos2_5VisionModel", Change("attribute", "encoder.layer.0.attention", "n_heads")),
     ("hf_kosmos2_5.Kosmos2_5VisionModel", Change("attribute", "encoder.layer.0.attention", "head_dim")),
     ("hf_deepseek_ocr2.DeepseekOcr2VisionEncoder", Change("attribute", "layers.0.self_attn", "num_key_value_groups")),
+    ("hf_sam.SamVisionEncoder", Change("attribute", "layers.0.attn", "scale")),
+    ("hf_Phi4MultimodalVisionModel", Change("attribute", "encoder.layers.0.self_attn", "is_causal")),
     ("hf_Gemma4VisionModel", Change("wrap", "encoder.layers.0.self_attn.q_proj")),
     ("hf_Gemma4VisionModel", Change("wrap", "encoder.layers.0.mlp.down_proj")),
     ("hf_Blip2VisionModelWithProjection", Change("wrap", "qformer.encoder.layer.0.crossattention.output")),

@@ -189,12 +189,12 @@ def bridgetower_block(self: Foreign, hidden_state: Tensor, attention_mask: Tenso
 
 @fused_body(
     *classes("phi4_multimodal.Phi4MultimodalVisionAttention"),
-    needs="q_proj k_proj v_proj out_proj num_heads scaling attention_dropout config",
+    needs="q_proj k_proj v_proj out_proj num_heads scaling attention_dropout is_causal config",
     takes="attention_mask",
     after=(None,),
 )
 def phi4_parts(self: Foreign, attention_mask: Tensor | None = None, **more: object) -> Any:
-    """Parts of Phi-4's attention, which is causal without a mask by "sdpa", but not by "eager"."""
+    """Parts of Phi-4's attention, which is causal without a mask by "sdpa" if `is_causal`, but not by "eager"."""
     kind = self.config._attn_implementation
     why = attention_reason(self, self.attention_dropout, attention_mask, False, more)
     known = attention_mask is not None or kind in ("eager", "sdpa")
@@ -204,7 +204,7 @@ def phi4_parts(self: Foreign, attention_mask: Tensor | None = None, **more: obje
         return why
     projections = (self.q_proj, self.k_proj, self.v_proj)
     heads = self.num_heads
-    if attention_mask is not None or kind == "eager":
+    if attention_mask is not None or kind == "eager" or not self.is_causal:
         return attention_body(projections, self.out_proj, heads, self.scaling, scores_mask(attention_mask))
 
     def attend(qkv: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ def _expanded(table: Tensor, size: int) -> Tensor:
     return table.unfold(0, size, 1).flip(-1).mT
 
 
-def _parts(self: Foreign, heads: int, positions: bool) -> Body:
-    """Parts of an attention on a map [B, height, width, D]."""
+def _parts(self: Foreign, heads: int, positions: bool, scale: float | None) -> Body:
+    """Parts of an attention on a map [B, height, width, D]; no scale is 1 / √d."""
 
     def attend(qkv: Tensor) -> Tensor:
         q, k, v = heads_of(qkv, heads)
@@ -39,20 +39,20 @@ def _parts(self: Foreign, heads: int, positions: bool) -> Body:
         if positions:
             tables = (_table(self, f"rel_pos_{axis}", n) for axis, n in zip("hw", grid, strict=True))
             axes = axis_bias(q, tables, grid)
-        return merged_heads(attention(q, k, v, scale=self.scale, axis_bias=axes), qkv.shape[1:-1])
+        return merged_heads(attention(q, k, v, scale=scale, axis_bias=axes), qkv.shape[1:-1])
 
     return Body("attention", (self.qkv,), attend, self.proj, heads, decomposed=bool(positions))
 
 
 @fused_body(
     *classes("sam.SamVisionSdpaAttention"),
-    needs="qkv proj num_attention_heads scale use_rel_pos get_rel_pos",
+    needs="qkv proj num_attention_heads use_rel_pos get_rel_pos",
     takes="output_attentions",
     after=(None,),
 )
 def sam_sdpa_parts(self: Foreign, output_attentions: bool = False) -> Body:
-    """Parts of SAM's attention by PyTorch's function, which has neither dropout nor weights to return."""
-    return _parts(self, self.num_attention_heads, self.use_rel_pos)
+    """Parts of SAM's attention by PyTorch's function, which has its own scale, no dropout and no weights to return."""
+    return _parts(self, self.num_attention_heads, self.use_rel_pos, None)
 
 
 @fused_body(
@@ -67,7 +67,7 @@ def sam_parts(self: Foreign, output_attentions: bool | None = None) -> Body | st
         return f"attention dropout {self.dropout}"
     if output_attentions or self._forward_hooks or has_hooks(self):
         return "its attention weights are requested or have a hook"
-    return _parts(self, self.num_attention_heads, self.use_rel_pos)
+    return _parts(self, self.num_attention_heads, self.use_rel_pos, self.scale)
 
 
 @fused_body(
@@ -80,7 +80,7 @@ def seggpt_parts(self: Foreign, output_attentions: bool = False) -> Body | str:
     """Parts of SegGPT's attention."""
     if output_attentions:
         return "its weights are requested"
-    return _parts(self, self.num_attention_heads, self.use_relative_position_embeddings)
+    return _parts(self, self.num_attention_heads, self.use_relative_position_embeddings, self.scale)
 
 
 @fused_body(
@@ -93,4 +93,4 @@ def vitdet_parts(self: Foreign, output_attentions: bool = False) -> Body | str:
     """Parts of ViTDet's attention."""
     if output_attentions:
         return "its weights are requested"
-    return _parts(self, self.num_heads, self.use_relative_position_embeddings)
+    return _parts(self, self.num_heads, self.use_relative_position_embeddings, self.scale)
