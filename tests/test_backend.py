@@ -444,9 +444,54 @@ def windowed(x, mask, bias=None, windows=2):
     return (scores.view(-1, windows, *scores.shape[1:]) + mask).view(scores.shape).softmax(-1) @ v
 
 
+def without_heads(x, bias=None, axes=None):
+    """softmax(q kᵀ + bias) v on [B, N, D]; `axes` adds (row, column) to the scores [B, 2, 3, 2, 3]."""
+    q = k = v = x[:, torch.tensor([0, 1, 2, 3, 4, 0])]
+    scores = q @ k.transpose(1, 2)
+    if axes is not None:
+        row, column = axes(q.view(2, 2, 3, 24))
+        scores = (scores.view(2, 2, 3, 2, 3) + row + column).view(2, 6, 6)
+    return (scores if bias is None else scores + bias).softmax(-1) @ v
+
+
+def axes_of(maps):
+    """Values of a key's row [B, 2, 3, 2, 1] and of its column [B, 2, 3, 1, 3], from queries [B, 2, 3, D]."""
+    return maps[..., :2, None], maps[..., None, :3]
+
+
+def in_units(x, mask=None):
+    """Attention on five axes [B, H, W, N, D]."""
+    q = k = v = x[:, :4].reshape(2, 2, 3, 4, 4)
+    return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+def multi_head(x, memory=None, **options):
+    """`F.multi_head_attention_forward` on [N, B, D] with three heads."""
+    q = x.transpose(0, 1)
+    k = q if memory is None else memory.transpose(0, 1)
+    ends = (None, None, False, 0.0, W24, None)
+    return F.multi_head_attention_forward(q, k, k, 24, 3, W72, None, *ends, need_weights=False, **options)[0]
+
+
+def keys_in_place(x):
+    """Queries and keys of one norm, whose keys are then written in place."""
+    h = norm(x)
+    q, k = F.linear(h, W24), F.linear(h, W24)
+    k[:, :2] = 2 * k[:, :2]
+    return q + k
+
+
+def single_norm(x, first=torch.float32, last=torch.bfloat16):
+    """A linear layer after a LayerNorm that computes in another dtype."""
+    h = x.bfloat16()
+    h = F.layer_norm(h.to(first), (24,), W24[0].to(first)).to(last)
+    return F.linear(h, W24.to(last)).float()
+
+
 W, W24, W48 = (
     torch.randn(f, k, generator=torch.Generator().manual_seed(f)) / 5 for f, k in ((48, 24), (24, 24), (24, 48))
 )
+W72 = torch.cat((W24, W24 / 2, -W24))
 MASK = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))
 WINDOWS = torch.randn(1, 2, 1, 5, 5, generator=torch.Generator().manual_seed(2))
 LEFT: set[str] = set()
@@ -484,7 +529,26 @@ CASES = {
     "mask of keys": (lambda x: F.scaled_dot_product_attention(*[heads(x)] * 3, MASK[:1] > 0), {"attention"}),
     "permuted q, k, v": (lambda x: merged(*mixed(x, (1, 0, 2))), {"attention"}),
     "ordered q, k, v": (lambda x: merged(*mixed(x, (0, 1, 2))), {"attention_qkv"}),
-    "no heads": (lambda x: F.scaled_dot_product_attention(x, x, x), LEFT),
+    "no heads": (lambda x: F.scaled_dot_product_attention(x, x, x), {"attention"}),
+    "no heads, with a mask": (lambda x: F.scaled_dot_product_attention(x, x, x, MASK), LEFT),
+    "no heads, by hand": (without_heads, {"attention"}),
+    "no heads, by hand with a mask": (lambda x: without_heads(x, MASK[:1, :1]), LEFT),
+    "rows and columns": (lambda x: without_heads(x, axes=axes_of), {"attention"}),
+    "columns and rows": (lambda x: without_heads(x, axes=lambda maps: axes_of(maps)[::-1]), {"attention"}),
+    "two rows": (lambda x: without_heads(x, axes=lambda maps: axes_of(maps)[:1] * 2), LEFT),
+    "rows of queries": (lambda x: without_heads(x, axes=lambda maps: (maps[..., :1, None], axes_of(maps)[1])), LEFT),
+    "five axes": (in_units, {"attention"}),
+    "five axes with a mask": (lambda x: in_units(x, MASK[:4, :4]), LEFT),
+    "multi-head": (multi_head, {"attention_qkv"}),
+    "multi-head with a mask": (lambda x: multi_head(x, attn_mask=MASK), {"attention_qkv"}),
+    "multi-head with a mask of True": (lambda x: multi_head(x, attn_mask=MASK > 0.9), {"attention_qkv"}),
+    "multi-head with masks of heads": (lambda x: multi_head(x, attn_mask=MASK.expand(6, 5, 5)), LEFT),
+    "multi-head with masked keys": (lambda x: multi_head(x, key_padding_mask=MASK[:2] > 0.9), LEFT),
+    "multi-head on a memory": (lambda x: multi_head(x, x[:, :3] * 2), {"attention"}),
+    "keys written in place": (keys_in_place, LEFT),
+    "norm in float32": (single_norm, {"linear"}),
+    "norm in float32, another dtype after it": (lambda x: single_norm(x, last=torch.float16), LEFT),
+    "norm in float64": (lambda x: single_norm(x, first=torch.float64), LEFT),
     "by hand": (by_hand, {"attention"}),
     "by hand with a mask": (lambda x: by_hand(x, MASK), {"attention"}),
     "by hand, softmax over queries": (lambda x: by_hand(x, dim=2), LEFT),
@@ -515,7 +579,7 @@ def test_only_equivalent_calls_are_rewritten(case, gpu):
         found.append([*y, *torch.autograd.grad(sum(t.float().square().sum() for t in y), leaf)])
     assert eager.became == expected, eager.rows
     assert all(row.became or row.why for row in eager.rows)
-    half = "autocast" in case or case == "wide values"
+    half = "autocast" in case or "norm in float" in case or case == "wide values"
     eps = torch.finfo(torch.bfloat16 if half else torch.float32).eps
     for got, want in zip(*found, strict=True):
         # sums of at most a few dozen terms, in another order

@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from ..kernels import onednn
 from ..kernels.backend import why_not
-from .graph.nodes import kind, value
+from .graph.nodes import kind, shape, value
 from .graph.rewrite import Rewriter
 from .reporting import Report, Row
 
@@ -83,31 +83,35 @@ def _identity() -> str:
     return f"[{torch._guards.CompileContext.current_compile_id()}]"
 
 
-def rewrite(graph: fx.GraphModule) -> Report:
+def rewrite(graph: fx.GraphModule, anywhere: bool = False) -> Report:
     """Rewrites a captured graph and its checkpointed subgraphs in place, where kernels or oneDNN's products can run.
 
     Copies are rewritten first, so if this raises an error, all graphs are unchanged.
+
+    Args:
+        graph: as captured by Dynamo.
+        anywhere: True to rewrite for any device and dtype, as the kernels' public functions choose in each call.
     """
-    found, rewritten = _plan(graph)
+    found, rewritten = _plan(graph, anywhere)
     for part, new in rewritten:
         part.graph = new
     return found
 
 
-def _plan(graph: fx.GraphModule) -> tuple[Report, list[tuple[Any, fx.Graph]]]:
+def _plan(graph: fx.GraphModule, anywhere: bool = False) -> tuple[Report, list[tuple[Any, fx.Graph]]]:
     """What a rewriting does, and each module whose graph it changes with the new graph."""
     rows: list[Row] = []
-    found = [(part, _rewritten(part.graph, rows)) for part in _parts(graph)]
+    found = [(part, _rewritten(part.graph, rows, anywhere)) for part in _parts(graph)]
     return Report(tuple(rows), unfused=UNFUSED), [(part, new) for part, new in found if new is not None]
 
 
-def _rewritten(graph: fx.Graph, rows: list[Row]) -> fx.Graph | None:
+def _rewritten(graph: fx.Graph, rows: list[Row], anywhere: bool) -> fx.Graph | None:
     """A rewritten copy of a graph, or None if nothing is rewritten; adds a row for each candidate."""
-    candidates = [(node.name, _path(node), name) for node in graph.nodes if (name := kind(node)) in CANDIDATES]
+    candidates = [(node.name, _path(node), name) for node in graph.nodes if (name := _candidate(node)) is not None]
     found = [t for node in graph.nodes if (t := value(node)) is not None and t.is_floating_point()]
     reasons = [why_not(device, dtype) for device, dtype in dict.fromkeys((t.device, t.dtype) for t in found)]
-    kernels = not all(reasons)
-    devices = {t.device for t in found}
+    kernels = anywhere or not all(reasons)
+    devices = () if anywhere else {t.device for t in found}
     products = any(onednn.unlisted(device, dtype) is None for device in devices for dtype in onednn.DTYPES)
     otherwise = "it has nothing to be fused with"
     if not kernels:
@@ -115,9 +119,11 @@ def _rewritten(graph: fx.Graph, rows: list[Row]) -> fx.Graph | None:
     if not candidates or not (kernels or products):
         rows += [Row(path, call, why=otherwise) for _, path, call in candidates]
         return None
-    rewriter = Rewriter(_copied(graph))
+    rewriter = Rewriter(_copied(graph), (lambda *_: None) if anywhere else why_not)
     if kernels:
         rewriter.run()
+    if anywhere:
+        rewriter.insert_layers()
     if products:
         rewriter.insert_products()
     for name, path, call in candidates:
@@ -125,6 +131,12 @@ def _rewritten(graph: fx.Graph, rows: list[Row]) -> fx.Graph | None:
         why = rewriter.why.get(name, otherwise)
         rows.append(Row(path, call, became, why=None if became else why))
     return rewriter.graph if rewriter.became else None
+
+
+def _candidate(node: fx.Node) -> str | None:
+    """The operation of a node that a report lists; None for others, and for a softmax over classes."""
+    name = kind(node)
+    return name if name in CANDIDATES and not (name == "softmax" and len(shape(node)) < 3) else None
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ...kernels.attention import attention
 from ...kernels.attention_qkv import attention_qkv
@@ -13,7 +13,7 @@ from .patterns import Call, Match
 
 
 class AttentionPattern(NamedTuple):
-    """softmax(scale · q kᵀ + bias) v as matched in a graph."""
+    """softmax(scale · q kᵀ + bias) v as matched in a graph; `axis_bias` as in `attention_of_axes`."""
 
     q: fx.Node
     k: fx.Node
@@ -21,14 +21,57 @@ class AttentionPattern(NamedTuple):
     bias: fx.Node | Call | None
     scale: float | None
     inner: list[fx.Node]
+    axis_bias: tuple[Call, Call] | None = None
+
+
+class Scores(NamedTuple):
+    """Scores written out: scale · q kᵀ with what is added to it."""
+
+    q: fx.Node
+    k: fx.Node
+    scale: float
+    bias: fx.Node | None
+    windows: fx.Node | None
+    axis_bias: tuple[Call, Call] | None
+
+
+def attention_of_axes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    axis_bias: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """`attention` for tensors with three axes [B, N, D] or five [B, H, W, N, D]; returns [B, Nq, Dv] or [B, H, W, …].
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        scale: as in `attention`.
+        axis_bias: for three axes, (row [B, Nq, h], column [B, Nq, w]).
+    """
+    if q.dim() == 3:
+        axes = None if axis_bias is None else (axis_bias[0].unsqueeze(1), axis_bias[1].unsqueeze(1))
+        q, k, v = (t.unsqueeze(1) for t in (q, k, v))
+        return attention(q, k, v, scale=scale, axis_bias=axes).squeeze(1)
+    sizes = q.shape[1:3]
+    q, k, v = (t.flatten(1, 2) for t in (q, k, v))
+    return attention(q, k, v, scale=scale).unflatten(1, sizes)
+
+
+attention_of_axes.__name__ = "attention"  # in reports
 
 
 def attend(anchor: fx.Node) -> Iterator[Match | str]:
     """Matches of attention: scaled_dot_product_attention, or matmul, softmax, matmul."""
     found = _attention(anchor)
-    if isinstance(found, AttentionPattern):
+    if isinstance(found, AttentionPattern) and len(shape(found.q)) == 4:
         options = dict(bias=found.bias, scale=found.scale)
         yield Match(anchor, attention, found[:3], options, found.inner, _head_dim(found))
+    elif isinstance(found, AttentionPattern):
+        axes = dict(scale=found.scale, axis_bias=found.axis_bias)
+        yield Match(anchor, attention_of_axes, found[:3], axes, found.inner, _head_dim(found))
     elif found is not None:
         yield found
 
@@ -43,7 +86,7 @@ def attend_packed(anchor: fx.Node) -> Iterator[Match | str]:
         return
     core = up(read(merged)["input"], inner)
     found = _attention(core) if isinstance(core, fx.Node) else None
-    if not isinstance(found, AttentionPattern):
+    if not isinstance(found, AttentionPattern) or len(shape(found.q)) != 4:
         return
     B, H, N, D = shape(found.q)
     split = _unpacked(found, inner)
@@ -62,10 +105,11 @@ def _attention(node: fx.Node) -> AttentionPattern | str | None:
     """The attention whose output is this node; a reason (str) if it is unsupported; None if it is not attention."""
     if kind(node) == "scaled_dot_product_attention":
         given = read(node)
-        inner = []
+        inner: list[fx.Node] = []
         q, k, v = (given[name] for name in ("query", "key", "value"))
         bias = given.get("attn_mask")
-        windows = None
+        windows: fx.Node | Call | None = None
+        axes = None
         scale = given.get("scale")
         if given.get("dropout_p", 0.0) != 0.0:
             return "it drops attention probabilities"
@@ -75,17 +119,23 @@ def _attention(node: fx.Node) -> AttentionPattern | str | None:
         found = _written_out(node)
         if found is None:
             return None
-        q, k, v, bias, windows, scale, inner = found
+        scores, v, inner = found
+        q, k, scale, bias, windows, axes = scores
     else:
         return None
     if not (scale is None or isinstance(scale, (int, float))):
         return "its scale is not a constant"
     sizes = [shape(t) for t in (q, k, v)]
-    if any(len(s) != 4 for s in sizes):
+    if len({len(s) for s in sizes}) > 1 or not 3 <= len(sizes[0]) <= 5:
         return "its tensors have no axes [B, H, N, D]"
-    (B, H, Nq, D), (_, _, Nk, _), (*_, Dv) = sizes
-    if not (equal(sizes[1], (B, H, Nk, D)) and equal(sizes[2], (B, H, Nk, Dv))):
+    (*outer, Nq, D), (*_, Nk, _), (*_, Dv) = sizes
+    if not (equal(sizes[1], (*outer, Nk, D)) and equal(sizes[2], (*outer, Nk, Dv))):
         return "its keys or values are broadcast"
+    if len(outer) != 2:
+        if bias is not None or windows is not None:
+            return "its tensors have no axes [B, H, N, D], and it has a mask"
+        return AttentionPattern(q, k, v, None, scale, inner, axes)
+    B, H = outer
     summands = [t for t in (bias, windows) if t is not None]
     if kind(node) == "matmul" and not all(_is_float(t, like=q) for t in summands):
         return "it adds a tensor that is not of a floating-point dtype to the scores"  # a boolean bias is a mask
@@ -99,8 +149,8 @@ def _attention(node: fx.Node) -> AttentionPattern | str | None:
     return AttentionPattern(q, k, v, bias, scale, inner)
 
 
-def _written_out(node: fx.Node) -> tuple | None:
-    """Matches dropout(softmax(scale · q kᵀ + bias)) v with inactive dropout.
+def _written_out(node: fx.Node) -> tuple[Scores, fx.Node, list[fx.Node]] | None:
+    """Matches dropout(softmax(scale · q kᵀ + bias)) v with inactive dropout: (scores, v, nodes skipped).
 
     If all keys of a row are masked by −inf, the written-out form gives NaN, and the kernel gives 0.
     """
@@ -118,6 +168,7 @@ def _written_out(node: fx.Node) -> tuple | None:
     if value(scores) is None or value(weights).dtype not in (value(scores).dtype, torch.float32):
         return None
     scores, windows = _windows(scores, inner)
+    scores, axis_bias = _decomposed(scores, inner)
     scale, bias = 1.0, None
     if kind(scores) == "add" and read(scores).get("alpha", 1) == 1:
         inner.append(scores)
@@ -138,12 +189,44 @@ def _written_out(node: fx.Node) -> tuple | None:
     q = _scaled_by(q, inner)
     kt = _scaled_by(kt, inner)
     scale *= q[1] * kt[1]
-    axes = order(kt[0])
-    if axes != (0, 1, 3, 2):
+    last = len(shape(kt[0])) - 1
+    if order(kt[0]) != (*range(last - 1), last, last - 1):
         return None
     inner.append(kt[0])
     k = _scaled_by(read(kt[0])["input"], inner)
-    return q[0], k[0], v, bias, windows, scale * k[1], inner
+    return Scores(q[0], k[0], scale * k[1], bias, windows, axis_bias), v, inner
+
+
+def _decomposed(scores: Argument, inner: list[fx.Node]) -> tuple[fx.Node, tuple[Call, Call] | None]:
+    """(scores [B, Nq, Nk], (row, column) added to them by axis or None), as in SAM's image encoder.
+
+    The scores are viewed as [B, qh, qw, kh, kw], to which [B, qh, qw, kh, 1] and [B, qh, qw, 1, kw] are added.
+    """
+    passed: list[fx.Node] = []
+    added: Argument = up(read(scores)["input"], passed) if kind(scores) == "reshape" else None
+    if len(shape(scores)) != 3 or len(shape(added)) != 5:
+        return scores, None
+    terms: list[Argument] = [added]
+    sums: list[fx.Node] = []
+    while (total := next((t for t in terms if kind(t) == "add" and read(t).get("alpha", 1) == 1), None)) is not None:
+        terms.remove(total)
+        terms += [read(total)["input"], read(total)["other"]]
+        sums.append(total)
+    if len(terms) != 3 or any(value(term) is None for term in terms):
+        return scores, None
+    B, qh, qw, kh, kw = shape(added)
+    if not equal(shape(scores), (B, qh * qw, kh * kw)):
+        return scores, None
+    by_size = [(shape(term), term) for term in terms]
+    split = next((t for size, t in by_size if kind(t) == "reshape" and equal(size, shape(added))), None)
+    row = next((t for size, t in by_size if t is not split and equal(size, (B, qh, qw, kh, 1))), None)
+    column = next((t for size, t in by_size if t is not split and equal(size, (B, qh, qw, 1, kw))), None)
+    if split is None or row is None or column is None or not equal(shape(read(split)["input"]), shape(scores)):
+        return scores, None
+    inner += [scores, *passed, *sums, split]
+    rows = Call(torch.flatten, (Call(torch.flatten, (row, 3, 4)), 1, 2))
+    columns = Call(torch.flatten, (Call(torch.flatten, (column, 3, 4)), 1, 2))
+    return up(read(split)["input"], inner), (rows, columns)
 
 
 def _windows(scores: Argument, inner: list[fx.Node]) -> tuple[fx.Node, fx.Node | None]:
@@ -259,16 +342,19 @@ def _unpacked(found: AttentionPattern, inner: list[fx.Node]) -> fx.Node | None:
     return read(split)["input"]
 
 
-def unlike_self_attention(node: fx.Node) -> str | None:
-    """Why a call of `F.multi_head_attention_forward` is not rewritten; None for plain self-attention."""
+def why_not_expanded(node: fx.Node) -> str | None:
+    """Why a call of `F.multi_head_attention_forward` is not rewritten; None if it may be."""
     given = read(node)
     query = given["query"]
     E = given["embed_dim_to_check"]
     weight = given["in_proj_weight"]
-    if given["key"] is not query or given["value"] is not query or len(shape(query)) != 3 or weight is None:
-        return "its queries, keys and values are not one tensor [N, B, D]"
-    if any(given.get(name) is not None for name in ("key_padding_mask", "attn_mask", "bias_k", "static_k", "static_v")):
-        return "it has a mask, or separate keys and values"
+    mask = given.get("attn_mask")
+    if given["value"] is not given["key"] or len(shape(query)) != 3 or weight is None:
+        return "its keys and values are not one tensor [N, B, D]"
+    if any(given.get(name) is not None for name in ("key_padding_mask", "bias_k", "static_k", "static_v")):
+        return "it has a mask of keys, or separate keys and values"
+    if mask is not None and (len(shape(mask)) != 2 or value(mask).dtype not in (torch.bool, value(query).dtype)):
+        return "its mask has not the axes [Nq, Nk], or another dtype"
     if given.get("add_zero_attn") or given.get("use_separate_proj_weight") or given.get("is_causal"):
         return "it is causal, or has separate projections"
     if given["dropout_p"] != 0 and given.get("training", True):

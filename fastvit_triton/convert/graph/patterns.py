@@ -136,6 +136,15 @@ def _norms(x: fx.Node) -> Iterator[tuple[fx.Node, tuple | None, list[fx.Node]]]:
     """
     passed: list[fx.Node] = []
     node = up(x, passed)
+    if kind(node) == "to" and kind(read(node)["input"]) == "layer_norm":  # in float32, as of OpenAI's CLIP
+        inside = read(node)["input"]
+        above = [node, inside]
+        start = read(inside)["input"]
+        if kind(start) == "to" and value(inside).dtype == torch.float32 and len(shape(node)) > 2:
+            source = read(start)["input"]
+            found = _layer_norm(inside)
+            if found is not None and value(source) is not None and value(source).dtype == value(node).dtype:
+                yield source, found[1:], [*passed, *above, start]
     if kind(node) == "layer_norm" and len(shape(node)) > 2 and (found := _layer_norm(node)) is not None:
         yield found[0], found[1:], [*passed, node]
     yield x, None, []
@@ -171,6 +180,12 @@ def _activated(node: Argument) -> tuple[str | None, fx.Node, list[fx.Node]]:
                 if tuple(read(times).values()) in ((x, 1.702), (1.702, x)):
                     return "quick_gelu", x, [node, gate, times]
     return None, node, []
+
+
+def single(anchor: fx.Node) -> Iterator[Match]:
+    """Matches of a linear layer by itself."""
+    if kind(anchor) == "linear" and _plain(anchor):
+        yield Match(anchor, linear, _linear(anchor))
 
 
 def multiply(anchor: fx.Node) -> Iterator[Match | str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -58,7 +59,7 @@ def written(node: fx.Node, fake: FakeTensorMode) -> Memory | None:
         return set()
     values = {n: n.meta.get("example_value") for n in node.all_input_nodes}
     try:
-        with torch.no_grad(), fake, _unchanged(fake.shape_env):
+        with torch.no_grad(), fake, _unchanged(fake.shape_env), enable_python_dispatcher():
             # views, so that a node that changes sizes or strides in place leaves those of the example value
             views = tree_map_only(torch.Tensor, torch.Tensor.detach, values)
             args, options = fx.map_arg((node.args, node.kwargs), views.__getitem__)
@@ -91,7 +92,7 @@ class Regions:
         for node in graph.nodes:
             calls = node.op in ("call_function", "call_method", "call_module")
             silent = calls and node.meta.get("example_value") is None
-            writes = written(node, fake) if calls and not silent else set()
+            writes = written(node, fake) if calls else set()
             if writes is None or silent:
                 region += 1
                 name = getattr(node.target, "__name__", "")
@@ -100,7 +101,7 @@ class Regions:
                 elif name == "_exit_autocast":
                     for entered in node.all_input_nodes:
                         active.pop(entered, None)
-            elif writes:
+            if writes:
                 self._writes.append((self._place[node], writes))
             self._region[node] = region
             self._autocast[region] = tuple(active.values())
@@ -127,6 +128,10 @@ class Regions:
         places = [self._place[n] for n in ends]
         return any(min(places) <= p <= max(places) and not m.isdisjoint(self._memory[read]) for p, m in self._writes)
 
+    def is_written(self, node: fx.Node) -> bool:
+        """True if any node writes the memory of this one."""
+        return any(not m.isdisjoint(self._memory[node]) for _, m in self._writes)
+
     def place(self, node: fx.Node) -> int:
         """Position of a node in the captured graph."""
         return self._place[node]
@@ -145,4 +150,5 @@ class Regions:
             for kind_, *rest in self._autocast[self._region[node]]:
                 stack.enter_context(torch.autocast(kind_, *rest))
             stack.enter_context(torch.no_grad())
+            stack.enter_context(enable_python_dispatcher())  # some operators take symbolic sizes only by it
             yield

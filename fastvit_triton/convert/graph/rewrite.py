@@ -15,9 +15,9 @@ from torch import fx
 
 from ...kernels import onednn, plan
 from ...kernels.backend import why_not
-from .attention_patterns import attend, attend_packed, unlike_self_attention
+from .attention_patterns import attend, attend_packed, why_not_expanded
 from .nodes import equal, kind, operands, order, outside, read, shape, tensors, value
-from .patterns import Call, Match, branch, embed, multiply, normalize
+from .patterns import Call, Match, branch, embed, multiply, normalize, single
 from .regions import Regions
 
 FUSED = ("fused_linear", "fused_mlp")
@@ -27,12 +27,14 @@ class Rewriter:
     """Rewrites a graph in place.
 
     Attributes:
+        refuses: (device, dtype, head dimension) → why the kernels do not run, or None.
         became: name of each removed node → the function that replaced it.
         why: name of a node → why it was not rewritten.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, refuses: Callable[..., str | None] = why_not) -> None:
         self.graph = graph
+        self.refuses = refuses
         self.became: dict[str, str] = {}
         self.why: dict[str, str] = {}
         self.fake = next(tensors(*graph.nodes)).fake_mode  # infers shapes and dtypes without computing
@@ -57,6 +59,12 @@ class Rewriter:
             else:
                 self.why[node.name] = "no neighbour runs on a kernel, so Inductor fuses it"
         self._hand_on_statistics()
+        self.graph.lint()
+
+    def insert_layers(self) -> None:
+        """Replaces linear layers that nothing was fused with, for graphs that no compiler receives."""
+        for node in self._all("linear"):
+            self._first(node, (single,))
         self.graph.lint()
 
     def insert_products(self) -> None:
@@ -128,7 +136,7 @@ class Rewriter:
         """Why the kernel or the product that a match calls does not run; None if it does."""
         x, *others = map(value, match.args)
         if match.function is not onednn.product_in_graph:
-            return why_not(x.device, x.dtype, match.head_dim)
+            return self.refuses(x.device, x.dtype, match.head_dim)
         with self.regions.modes(match.anchor):
             return plan.product_refusal(x, others[0], value(match.anchor).requires_grad)
 
@@ -175,32 +183,54 @@ class Rewriter:
             node.kwargs = {"dtype": like.dtype, **node.kwargs}
 
     def _unusable(self, node: fx.Node, x: fx.Node, given: dict) -> str | None:
-        dtypes = {t.dtype for t in tensors(given)}
+        dtypes = {t.dtype for t in tensors(given)} - {torch.bool}
         if dtypes - {torch.float32, torch.bfloat16, torch.float16} if self.regions.casts(node) else len(dtypes) > 1:
             return "its tensors differ in dtype"
-        return why_not(value(x).device, value(x).dtype, given["embed_dim_to_check"] // given["num_heads"])
+        return self.refuses(value(x).device, value(x).dtype, given["embed_dim_to_check"] // given["num_heads"])
 
-    def _self_attention(self, before: fx.Node, x: fx.Node, given: dict) -> fx.Node:
-        """Inserts, before a node, self-attention on x [B, N, D] as `F.multi_head_attention_forward` computes it."""
+    def _attention(self, before: fx.Node, x: fx.Node, given: dict, memory: fx.Node | None = None) -> fx.Node:
+        """Inserts, before a node, an attention as `F.multi_head_attention_forward` computes it.
+
+        Args:
+            before: the node.
+            x: queries [B, N, D], which are also keys and values without `memory`.
+            given: the arguments of the call.
+            memory: keys and values [B, M, D].
+        """
         call = partial(self._insert, before)
-        heads = given["num_heads"]
-        qkv = call(F.linear, x, given["in_proj_weight"], given["in_proj_bias"])  # [B, N, 3·H·D]
-        split = call(torch.unflatten, qkv, -1, (3, heads, given["embed_dim_to_check"] // heads))
-        parts = call(torch.unbind, call(torch.permute, split, (2, 0, 3, 1, 4)), 0)
-        o = call(F.scaled_dot_product_attention, *(call(operator.getitem, parts, i) for i in range(3)))
+        weight, bias = given["in_proj_weight"], given["in_proj_bias"]
+        E, heads = given["embed_dim_to_check"], given["num_heads"]
+
+        def project(t: fx.Node, first: int, last: int) -> list[fx.Node]:
+            """The projections of these numbers, with their heads: [B, H, N, D] each."""
+            rows = slice(first * E, last * E)
+            part = [w if memory is None or w is None else call(operator.getitem, w, rows) for w in (weight, bias)]
+            split = call(torch.unflatten, call(F.linear, t, *part), -1, (last - first, heads, E // heads))
+            parts = call(torch.unbind, call(torch.permute, split, (2, 0, 3, 1, 4)), 0)
+            return [call(operator.getitem, parts, i) for i in range(last - first)]
+
+        q, k, v = project(x, 0, 3) if memory is None else (*project(x, 0, 1), *project(memory, 1, 3))
+        mask = given.get("attn_mask")
+        if mask is not None and value(mask).dtype == torch.bool:
+            mask = call(torch.logical_not, mask)  # True keeps a key, in the function that is called
+        o = call(F.scaled_dot_product_attention, q, k, v, *(() if mask is None else (mask,)))
         merged = call(torch.flatten, call(torch.transpose, o, 1, 2), 2)
         return call(F.linear, merged, given["out_proj_weight"], given["out_proj_bias"])
 
     def _expand(self, node: fx.Node) -> None:
-        """Expands a self-attention call of `F.multi_head_attention_forward` into its inner calls."""
+        """Expands a call of `F.multi_head_attention_forward` into its inner calls."""
         given = read(node)
-        query = read(node)["query"]
-        reason = unlike_self_attention(node) or self._unusable(node, query, given)
+        query = given["query"]
+        reason = why_not_expanded(node) or self._unusable(node, query, given)
         if reason is not None:
             self.why[node.name] = reason
             return
-        x = read(query)["input"] if order(query) == (1, 0, 2) else self._insert(node, torch.transpose, query, 0, 1)
-        y = self._self_attention(node, x, given)
+
+        def images_first(t: fx.Node) -> fx.Node:
+            return read(t)["input"] if order(t) == (1, 0, 2) else self._insert(node, torch.transpose, t, 0, 1)
+
+        memory = None if given["key"] is query else images_first(given["key"])
+        y = self._attention(node, images_first(query), given, memory)
         for item in list(node.users):
             for reader in list(item.users):
                 if order(reader) == (1, 0, 2):  # transposes to [B, N, D], y's layout
@@ -209,10 +239,11 @@ class Rewriter:
             if item.users:
                 self._replace(item, self._insert(node, torch.transpose, y, 0, 1))
             self.graph.erase_node(item)
-        self.became[node.name] = "attention_qkv"
+        self.became[node.name] = "attention_qkv" if memory is None else "attention"
         self.graph.erase_node(node)
-        if not query.users:
-            self.graph.erase_node(query)
+        for operand in dict.fromkeys((query, given["key"])):
+            if not operand.users and operand.op != "placeholder":
+                self.graph.erase_node(operand)
 
     def _expand_layer(self, node: fx.Node) -> None:
         """Expands the single op of `nn.TransformerEncoderLayer` in inference into the calls made in training."""
@@ -237,10 +268,10 @@ class Rewriter:
             return call(F.linear, h, given["weight2"], given["bias2"])
 
         if given["norm_first"]:
-            x = call(operator.add, x, self._self_attention(node, norm(x, 1), given))
+            x = call(operator.add, x, self._attention(node, norm(x, 1), given))
             x = call(operator.add, x, hidden(norm(x, 2)))
         else:
-            x = norm(call(operator.add, x, self._self_attention(node, x, given)), 1)
+            x = norm(call(operator.add, x, self._attention(node, x, given)), 1)
             x = norm(call(operator.add, x, hidden(x)), 2)
         self._replace(node, x)
         self.became[node.name] = "attention_qkv, mlp"
@@ -251,7 +282,7 @@ class Rewriter:
         users = sorted(norm.users, key=self.regions.place)
         layers = [read(n) for n in users if kind(n) == "linear" and read(n)["input"] is norm]
         x = value(read(norm)["input"])
-        if len(users) < 2 or len(layers) < len(users) or why_not(x.device, x.dtype) is not None:
+        if len(users) < 2 or len(layers) < len(users) or self.refuses(x.device, x.dtype) is not None:
             return
         weights = tuple(n["weight"] for n in layers)
         biases = tuple(n.get("bias") for n in layers)
@@ -262,6 +293,8 @@ class Rewriter:
         if not fits or not plain or not self.regions.together(users, first):
             self.why[norm.name] = "the layers that follow differ in size or dtype, or a mode changes between them"
             return
+        if any(self.regions.is_written(user) for user in users):
+            return  # autograd forbids writing one of several views
         if any(self.regions.place(n) > self.regions.place(first) for n in operands(weights, biases)):
             return
         bias = None
