@@ -14,17 +14,25 @@ from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
+import research
 import torch
 from catalogue import MODELS, build, inputs, joined, outputs
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fastvit_triton import optimize
+from fastvit_triton.convert import Report
 from fastvit_triton.kernels.backend import using_backend
 
 WHEN = "before", "after"
 TOLERANCE = 1e-6  # of the largest output: some originals round values to float32, 6e-8 each
-KNOWN = "timm", "transformers", "vit_pytorch", "torchvision"  # packages whose classes and functions are patched
+KNOWN = (
+    "timm",
+    "transformers",
+    "vit_pytorch",
+    "torchvision",
+    "research",
+)  # packages whose classes and functions are patched
 
 
 class Model(NamedTuple):
@@ -33,10 +41,12 @@ class Model(NamedTuple):
     Attributes:
         build: () → the model in float64, with random weights.
         call: model → its outputs for inputs of its dtype, as one vector.
+        convert: `optimize`, with an example for models whose blocks are captured.
     """
 
     build: Callable[[], nn.Module]
     call: Callable[[nn.Module], Tensor]
+    convert: Callable[[nn.Module], Report] = optimize
 
 
 class Change(NamedTuple):
@@ -54,12 +64,22 @@ class Change(NamedTuple):
 
 
 def models() -> dict[str, Model]:
-    """The models of the catalogue, by name."""
+    """The models of the catalogue, and those of research.py, whose blocks are captured, by name."""
 
     def row(name: str) -> Model:
         return Model(lambda: build(name), lambda model: joined(outputs(model, _drawn(model, name))).double())
 
-    return {name: row(name) for name in MODELS}
+    return {name: row(name) for name in MODELS} | {f"captured_{name}": _captured(name) for name in research.MODELS}
+
+
+def _captured(name: str) -> Model:
+    model = research.MODELS[name]
+
+    def example() -> tuple:
+        torch.manual_seed(5)
+        return model.inputs(2, model.sizes[0])
+
+    return Model(model.build, lambda m: joined(m(*example())), lambda m: optimize(m, example=example()))
 
 
 def _drawn(model: nn.Module, name: str) -> Any:
@@ -244,11 +264,11 @@ def applied(model: nn.Module, change: Change) -> Iterator[None]:
 # ---- which changes a model has
 
 
-def changes(model: nn.Module) -> list[Change]:
+def changes(model: nn.Module, convert: Callable[[nn.Module], Report] = optimize) -> list[Change]:
     """All changes of this model's converted modules: one module of each class, and its submodules to depth 2."""
     converted = copy.deepcopy(model)
     paths: dict[type, str] = {}
-    for row in optimize(converted).rows:
+    for row in convert(converted).rows:
         if row.became is not None:
             paths.setdefault(type(model.get_submodule(row.path)), row.path)
     found: dict[Change, None] = {}
@@ -332,7 +352,14 @@ class Verdict(NamedTuple):
     what: str
 
 
-def compare(original: nn.Module, converted: nn.Module, call: Callable, change: Change, when: str) -> Verdict | None:
+def compare(
+    original: nn.Module,
+    converted: nn.Module,
+    call: Callable,
+    change: Change,
+    when: str,
+    convert: Callable[[nn.Module], Report] = optimize,
+) -> Verdict | None:
     """Compares the changed original with the changed and converted model.
 
     Args:
@@ -341,6 +368,7 @@ def compare(original: nn.Module, converted: nn.Module, call: Callable, change: C
         call: see `Model`.
         change: the change, which is made to copies.
         when: "before": it is made before `optimize`; "after": to a copy of `converted`.
+        convert: see `Model`.
 
     Returns:
         The verdict; None if the change cannot be made, or the changed original cannot be run.
@@ -356,7 +384,7 @@ def compare(original: nn.Module, converted: nn.Module, call: Callable, change: C
         try:
             with applied(ours, change):
                 if when == "before":
-                    optimize(ours)
+                    convert(ours)
                 got = results(ours, call)
         except Exception as error:
             return Verdict(False, f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}")
@@ -374,9 +402,12 @@ def judged(model: Model, chosen: Callable[[int], bool] = lambda i: True) -> Iter
     torch.manual_seed(0)
     original = model.build().eval()
     converted = copy.deepcopy(original)
-    optimize(converted)
+    model.convert(converted)
     with using_backend("torch"):
         results(converted, model.call)
-    for i, (change, when) in enumerate((change, when) for change in changes(original) for when in WHEN):
-        if chosen(i) and (verdict := compare(original, converted, model.call, change, when)) is not None:
-            yield change, when, verdict
+    mutants = ((change, when) for change in changes(original, model.convert) for when in WHEN)
+    for i, (change, when) in enumerate(mutants):
+        if chosen(i):
+            verdict = compare(original, converted, model.call, change, when, model.convert)
+            if verdict is not None:
+                yield change, when, verdict

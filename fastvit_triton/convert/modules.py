@@ -1,5 +1,7 @@
 """`optimize` and `revert`: bind fused forwards to instances of third-party modules, and remove them."""
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +20,10 @@ from ..engine.source import code_of
 from ..engine.ways import SIZES
 from ..kernels import onednn
 from ..kernels.backend import backend, why_not
-from . import readers  # noqa: F401  (registers the fused forwards)
+from . import (
+    captured,
+    readers,  # noqa: F401  (registers the fused forwards)
+)
 from .forwards import FORWARDS, INNER, METHODS, Forward, Parts, bind, forward_for, known_type
 from .readers.torch import STEMS, stems_of
 from .readers.transformers import attention_interface
@@ -32,6 +37,7 @@ LEFT: dict[str, str | None] = {
     "transformers.models.videoprism.modeling_videoprism.VideoPrismAttention": "its scores are capped by a tanh",
 }  # type → why it is not converted
 LEFT |= dict.fromkeys(INNER)  # submodules of a candidate
+NEEDS_EXAMPLE = "it needs an example: optimize(model, example=images)"
 WORDS = ("attention", "attn", "mlp", "feedforward", "layernorm")  # in names of unknown classes that are reported
 
 
@@ -39,6 +45,7 @@ def optimize(
     model: nn.Module,
     *,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    example: Any = None,
     freeze: bool = False,
     tune: Any = None,
     verify: Any = None,
@@ -59,12 +66,20 @@ def optimize(
     in its attention interface. Shallow copies (replicas of nn.DataParallel) share the original's forward: use
     DistributedDataParallel, or `revert` first.
 
+    With an example, blocks of types that are not known are captured as graphs, as torch.compile does, and their
+    attention, linear layers, norms and activations fused where this computes the same. Calls in other modes and dtypes
+    than the example's are captured when they first occur. The graph runs only while the block is as it was: with a hook
+    inside, patched code or another attribute the block's own forward runs. Copies share the graphs; a model that was
+    unpickled in another process has none, until `optimize` or `warmup` runs it on an example.
+
     If an exception is raised, also in filter_fn, all modules are restored.
 
     Args:
         model: timm, transformers, torchvision, vit-pytorch, torch.nn modules, or a model that contains some of these.
         filter_fn: called with a candidate and its path; only candidates for which it returns True are converted. A
             fused block calls the others.
+        example: an input of the model, a tensor or a tuple or dictionary of arguments: blocks of unknown types are
+            captured from one call with it, without gradients and in the mode that the model is in.
         freeze: the weights are final: also call `fastvit_triton.freeze` on the model.
         tune: an example input: also measure how the model runs fastest on this GPU or CPU, in training if it is in
             training mode; see `fastvit_triton.tune`. Nothing is measured if neither the kernels nor oneDNN can run.
@@ -78,21 +93,22 @@ def optimize(
 
     Raises:
         TypeError: model is not an nn.Module, filter_fn cannot be called, freeze is not a bool, or verify is one.
-        Exception: whatever the model raises on the input to verify.
+        Exception: whatever the model raises on the example or on the input to verify.
     """
     _check(model)
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(f"filter_fn is {filter_fn!r}; give a function of a module and its path, or None")
     if not isinstance(freeze, bool):
         raise TypeError(f"freeze is {freeze!r}; give True or False")
-    if isinstance(verify, bool):
-        raise TypeError(f"verify is {verify}; give an example input of the model, or None")
+    for name, value in (("verify", verify), ("example", example)):
+        if isinstance(value, bool):
+            raise TypeError(f"{name} is {value}; give an example input of the model, or None")
     attention_interface.register()
     forget()
     with _all_or_nothing(model):
         if freeze:  # first, as only frozen BatchNorms are folded
             freeze_weights(model)
-        rows = _rows(model, filter_fn)
+        rows = _with_captured(model, _rows(model, filter_fn), filter_fn, example)
         if verify is not None:
             rows = _verified(model, rows, verify)
     parameter = next(model.parameters(), None)
@@ -101,7 +117,12 @@ def optimize(
 
         measure(model, tune, model.training)
     device, products = (None, None) if parameter is None else _on_device(model, parameter, freeze)
-    return Report(rows, device, products, subject=Subject(model, tune if verify is None else verify))
+    return Report(
+        rows,
+        device,
+        products,
+        subject=Subject(model, next((e for e in (example, verify, tune) if e is not None), None)),
+    )
 
 
 def _can_be_tuned(parameter: nn.Parameter) -> bool:
@@ -204,12 +225,80 @@ def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) 
     return tuple(_named(row, known[row.path], folded) for row in rows)
 
 
+def _with_captured(
+    model: nn.Module, rows: tuple[Row, ...], filter_fn: Callable[[nn.Module, str], bool] | None, example: Any
+) -> tuple[Row, ...]:
+    """The rows with those of the blocks that are captured from an example, or could be."""
+    ours = {row.path for row in rows if row.why == OURS}
+    read = {
+        row.path
+        for row in rows
+        if not row.bare and is_our_forward(model.get_submodule(row.path).__dict__.get("forward"))
+    }
+    converted = ours | {path for path in read if not captured.is_bound(model.get_submodule(path))}
+    found: dict[str, Row] = {}
+    paths = list(captured.candidates(model, converted, example is not None))
+    while paths:
+        asked: list[str] = []
+        for path in paths:
+            module = model.get_submodule(path)
+            if filter_fn is not None and not filter_fn(module, path):
+                found[path] = Row(path, type(module).__name__, why="excluded by filter_fn")
+            elif example is None:
+                found[path] = Row(path, type(module).__name__, why=NEEDS_EXAMPLE)
+            elif "forward" in module.__dict__ and not captured.is_bound(module):
+                found[path] = Row(path, type(module).__name__, why="its forward was replaced")
+            else:
+                captured.ask(module)
+                bind(module, "forward", captured.run)
+                asked.append(path)
+        paths = []
+        if asked:
+            captured.call(model, example)
+        for path in asked:
+            row = found[path] = _captured_row(model.get_submodule(path), path, converted)
+            if row.became is None:
+                del model.get_submodule(path).__dict__["forward"]
+                paths += captured.candidates(model, converted, False, path)
+    return _merged(model, rows, found)
+
+
+def _captured_row(module: nn.Module, path: str, converted: set[str]) -> Row:
+    """The row of a module whose call was to be captured, when those at the paths `converted` have a fused forward."""
+    name = type(module).__name__
+    captures = captured.captures_of(module)
+    if not captures:
+        return Row(path, name, why=f"it cannot be captured: {captured.why_none(module)}")
+    calls = Counter[str]()
+    left: dict[str, None] = {}
+    for capture in captures:
+        calls |= capture.calls
+        left |= dict.fromkeys(f"{row.type}: {row.why}" for row in capture.left)
+    layers = {row.type for capture in captures for row in capture.left} - {"layer_norm", "gelu", "relu", "silu"}
+    if layers and any(other.startswith(f"{path}.") for other in converted):
+        return Row(path, name, why=f"what it holds is fused instead, as its graph leaves {', '.join(sorted(layers))}")
+    kind = "block" if re.search("Block|Layer", name) else "module"
+    parts = ", ".join(function if n == 1 else f"{function} ×{n}" for function, n in calls.items())
+    return Row(path, name, f"fused captured {kind} ({parts})", why="; ".join(left) or None)
+
+
+def _merged(model: nn.Module, rows: tuple[Row, ...], found: dict[str, Row]) -> tuple[Row, ...]:
+    """All rows in the order of the model's modules; that of a captured module replaces those of all that it holds."""
+    by_path = {row.path: row for row in rows} | found
+    tops = tuple(f"{path}." if path else "" for path, row in found.items() if row.became is not None)
+    order = (path for path, _ in model.named_modules(remove_duplicate=False) if path in by_path)
+    return tuple(by_path[path] for path in order if f"{path}." in tops or not path.startswith(tops))
+
+
 def _verified(model: nn.Module, rows: tuple[Row, ...], inputs: Any) -> tuple[Row, ...]:
     """The rows after undoing the conversions whose outputs differ from the originals'."""
     original = as_double(model)
     revert(original)
+    converted = as_double(model)
+    for module in filter(captured.is_bound, converted.modules()):
+        captured.ask(module)
     paths = [row.path for row in rows if row.became is not None and "the same module as" not in (row.why or "")]
-    found = differences(original, as_double(model), paths, inputs)
+    found = differences(original, converted, paths, inputs)
     wrong = {path: by for path, by in found.items() if not by <= TOLERANCE}
     for path in wrong:
         del model.get_submodule(path).__dict__["forward"]

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..engine.hooks import has_global_hooks
 from ..kernels.backend import using_backend
-from .verify import arguments
+from .example import arguments
 
 LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
 PACKED = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")  # of nn.MultiheadAttention

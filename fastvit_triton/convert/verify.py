@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..kernels.backend import using_backend
+from .example import arguments
 
 TOLERANCE = 1e-6  # ‖ours − original‖ / ‖original‖; models round some values to float32, which gives about 1e-7
 
@@ -41,13 +42,6 @@ def differences(original: nn.Module, converted: nn.Module, paths: Iterable[str],
             for handle in handles:
                 handle.remove()
     return found
-
-
-def arguments(inputs: Any) -> tuple[tuple, dict[str, Any]]:
-    """Positional and keyword arguments of a call: a dictionary is keywords, a tuple or list several arguments."""
-    if isinstance(inputs, dict):
-        return (), inputs
-    return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
 
 
 def as_double(model: nn.Module) -> nn.Module:

@@ -1,8 +1,7 @@
 """Warm-up: compiles, in threads, the kernels that a model will launch."""
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import as_completed
 from typing import NamedTuple
 
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..engine.freeze import fold_again
+from ..convert.captured import ask, is_bound
+from ..convert.example import unchanged
 from ..kernels.compiling import Collector, compiling
 
 
@@ -31,7 +31,8 @@ def warmup(
 
     The model runs once without launching kernels; the undefined results are discarded. Buffers and random states are
     restored, and gradients are not written, but hooks of parameters run. Triton caches compiled kernels on disk for
-    other processes. Under DDP or FSDP pass the wrapped module. Without a GPU this does nothing.
+    other processes. Under DDP or FSDP pass the wrapped module. Without a GPU nothing
+    is compiled. Captured blocks (see `optimize`) that have no graph, as in an unpickled model, are captured.
 
     Args:
         model: one of ours, or one that `optimize` converted.
@@ -45,6 +46,11 @@ def warmup(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; give an nn.Module")
     start, inputs, named = time.perf_counter(), *given(example)
+    if blocks := list(filter(is_bound, model.modules())):
+        for module in blocks:
+            ask(module)
+        with unchanged(model):  # Dynamo captures nothing under a mode such as the collector's
+            run(model, inputs, named, train)
     with unchanged(model), Collector() as collector:
         run(model, inputs, named, train)
     with compiling(collector.launches) as futures:
@@ -75,21 +81,3 @@ def run(model: nn.Module, inputs: tuple, named: dict, train: bool) -> object:
                     differentiable, learn, [torch.ones_like(t) for t in differentiable], allow_unused=True
                 )
     return outputs
-
-
-@contextlib.contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Context that restores buffers and random states at its end, and invalidates cached folds."""
-    places = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-    before = [(*place, place[2].clone()) for place in places]
-    devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.is_cuda}
-    try:
-        with torch.random.fork_rng([d.index for d in devices]):
-            yield
-    finally:
-        fold_again(model)
-        for buffers, name, buffer, kept in before:
-            buffers[name] = buffer  # a forward may have replaced it
-            with torch.no_grad(), torch.inference_mode(buffer.is_inference()):
-                if not torch.equal(buffer, kept):
-                    buffer.copy_(kept)

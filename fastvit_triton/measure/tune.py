@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..convert import optimize
-from ..deploy.warm_up import given, run, unchanged, warmup
+from ..convert.example import unchanged
+from ..deploy.warm_up import given, run, warmup
 from ..kernels import launch, measured, onednn, plan
 from ..kernels.backend import backend, using_backend
 from ..kernels.compiling import Collector

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ..convert.example import arguments
 from ..convert.reporting import Report
-from ..convert.verify import arguments
 from ..expected.times import error_of_gain
 from ..kernels.backend import why_not
 from ..kernels.cost import Gpu, gpu_by_name

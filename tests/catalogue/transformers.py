@@ -188,7 +188,7 @@ TOWERS = dict(
             "GroupViTVisionModel",
             22,
             GROUPS,
-            left=("GroupViTAssignAttention", "GroupViTCrossAttentionLayer", "GroupViTMixerMLP"),
+            left=("GroupViTTokenAssign", "GroupViTAssignAttention", "GroupViTCrossAttentionLayer", "GroupViTMixerMLP"),
             own=("GroupViTAttention",),
         ),
         row(
@@ -405,6 +405,7 @@ DENSE = dict(  # with windows, other inputs or other positions
             2,
             LFM,
             inputs=named(pixel_values=(12, 768), grid_thw=torch.tensor([[1, 2, 2], [1, 2, 4]])),
+            left=("Lfm3VlVisionLayer",),
             rounded=True,
         ),
         row(

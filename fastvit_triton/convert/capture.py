@@ -1,0 +1,305 @@
+"""Captures the call of a module as a graph by Dynamo, rewrites it with the patterns of `graph`, and makes it callable.
+
+The graph holds PyTorch calls on the parameters and inputs, and sizes as symbols, so that one graph serves every batch
+and image size, and every module with the same structure. It is not compiled: the rewritten graph runs as it is, and
+autograd records its operators. What the graph depends on besides the structure is returned with it, see `Capture`.
+"""
+
+import contextlib
+import logging
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import ConstantVariable, TensorVariable
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from torch.fx.experimental import _config as shapes_config
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from ..engine.hooks import PACKAGE
+from .backend import rewrite
+from .graph.nodes import up
+from .reporting import Row
+
+log = logging.getLogger(__name__)
+
+OURS = f"{PACKAGE}."
+ATTRIBUTE = re.compile(r"L\['module'\](\.\w+|\['\w+'\]|\[\d+\])*$")  # compared by the caller
+COMPARED = ("CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH")
+PYTORCH = re.compile(r"G\['__import_torch(_dot_|'\])|G\['__builtins|__import__\('torch'\)|G\['torch'\]")
+
+
+class Refusal(RuntimeError):
+    """Raised if a call cannot be captured; the message completes "it cannot be captured: "."""
+
+
+class _Stop(Exception):
+    """Ends the compiled call before it computes anything."""
+
+
+class Capture(NamedTuple):
+    """A rewritten graph and what it holds for.
+
+    Attributes:
+        run: (module, positional arguments, keyword arguments) → its outputs.
+        fits: the same arguments → True if the graph holds for their sizes.
+        constants: globals and attributes of classes that the graph has as constants: (how to read it, its value).
+        calls: of the graph to the kernels' public functions, by name.
+        left: what the patterns look for and did not fuse, with the reasons.
+    """
+
+    run: Callable[[nn.Module, tuple, dict], Any]
+    fits: Callable[[nn.Module, tuple, dict], bool]
+    constants: list[tuple[Callable[[nn.Module], Any], Any]]
+    calls: Counter[str]
+    left: tuple[Row, ...]
+
+
+def capture(module: nn.Module, args: tuple, named: dict[str, Any], outputs: Any) -> Capture:
+    """Captures and rewrites the call of a module's own forward; nothing is computed.
+
+    Gradients, autocast and the training mode are those of the moment.
+
+    Args:
+        module: it and its submodules must run the code of their classes, without hooks.
+        args: positional arguments: tensors, numbers, None, and containers of these.
+        named: keyword arguments of the same kinds.
+        outputs: what the call returns for these arguments.
+
+    Raises:
+        Refusal: with the reason, for example a graph break.
+    """
+    box: list[Capture | Refusal] = []
+    scope: dict[str, Any] = {"__builtins__": __builtins__}
+
+    def compiler(graph: fx.GraphModule, inputs: list) -> Callable:
+        try:
+            box.append(_captured(graph, scope, module, args, named, outputs))
+        except Refusal as refusal:
+            box.append(refusal)
+        # Any error of the rewriting: the module runs as it is written, and the report has the error.
+        except Exception as error:
+            log.debug("the rewriting of %s failed", type(module).__name__, exc_info=True)
+            box.append(Refusal(f"its rewriting failed with {error!r}"))
+
+        def stop(*inputs: Any) -> Any:
+            raise _Stop
+
+        return stop
+
+    # a function of its own, as Dynamo keeps compiled code by code object, and names of modules in its globals
+    call = FunctionType(_call.__code__.replace(), scope, "call")
+    leaves: dict[int, Tensor] = {}  # without history; what was one tensor remains one
+
+    def leaf(t: Tensor) -> Tensor:
+        return leaves.setdefault(id(t), t.detach().requires_grad_(t.requires_grad))
+
+    inputs = tree_map_only(Tensor, leaf, (args, named))
+    failure: Exception | None = None
+    for ones in (True, False):
+        try:
+            with _settings(ones):
+                torch.compile(call, backend=compiler, fullgraph=True, dynamic=True)(module, *inputs)
+        except _Stop:
+            break
+        # Any error of Dynamo or of the user's code under it: the module then runs as it is written.
+        except (TorchDynamoException, RuntimeError, TypeError, ValueError, AttributeError) as error:
+            failure = failure or error
+    if not box and failure is not None:
+        raise Refusal(f"{type(failure).__name__}: {_first_line(failure)}") from failure
+    if not box:
+        raise Refusal("Dynamo is disabled")
+    if isinstance(box[0], Refusal):
+        raise box[0]
+    return box[0]
+
+
+def _call(module, args, named):
+    return type(module).forward(module, *args, **named)
+
+
+@contextlib.contextmanager
+def _settings(ones: bool) -> Iterator[None]:
+    """Context in which all sizes are symbols, with `ones` also those of 1, and all other numbers are constants.
+
+    A tensor that is broadcast has a size of 1 that must be a constant. `sdp_kernel`, which Dynamo does not trace, only
+    chooses among PyTorch's implementations of an attention.
+    """
+    with (
+        warnings.catch_warnings(),
+        patch.object(torch.backends.cuda, "sdp_kernel", lambda *flags, **named: contextlib.nullcontext()),
+        torch._dynamo.config.patch(specialize_float=True),
+        shapes_config.patch(  # type: ignore[attr-defined]
+            use_duck_shape=False, backed_size_oblivious=ones
+        ),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else ""
+
+
+def _captured(
+    graph: fx.GraphModule, scope: dict, module: nn.Module, args: tuple, named: dict[str, Any], outputs: Any
+) -> Capture:
+    """Makes a capture of Dynamo's graph; called within Dynamo's compilation."""
+    _check_effects(graph)
+    sources = {node: _source(node) for node in graph.graph.find_nodes(op="placeholder")}
+    fits = _conditions(sources)
+    constants = _constants(scope, module)
+    (output,) = graph.graph.find_nodes(op="output")
+    made = [node for node in output.args[0] if _maker(node).op != "placeholder"]  # the others are stored, see `_keeps`
+    output.args = (tuple(made),)
+    result = _result(outputs, args, named, len(made))
+    left = rewrite(graph, anywhere=True).left
+    functions = [node.target for node in graph.graph.nodes if callable(node.target)]
+    calls = Counter(f.__name__ for f in functions if (getattr(f, "__module__", None) or "").startswith(OURS))
+    if not calls:
+        raise Refusal("it has nothing to fuse")
+    graph.recompile()
+    for node in graph.graph.nodes:
+        node.meta.clear()  # fake tensors and stack traces
+    return Capture(_runner(graph, list(sources.values()), result), fits, constants, calls, left)
+
+
+def _check_effects(graph: fx.GraphModule) -> None:
+    """Refuses a call that changes anything but tensors, or whose graph has operators that do not run by themselves."""
+    effects = InstructionTranslator.current_tx().output.side_effects
+    for variable in effects.id_to_variable.values():
+        existing = isinstance(variable.mutation_type, (AttributeMutationExisting, ValueMutationExisting))
+        if existing and effects.is_modified(variable) and not _keeps(effects, variable):
+            raise Refusal("its forward changes an attribute or a global")
+    if effects.tensor_hooks:
+        raise Refusal("its forward registers hooks of tensors")
+    if any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in graph.graph.nodes):
+        raise Refusal("it calls a higher-order operator, such as checkpointing")
+
+
+def _keeps(effects: Any, variable: Any) -> bool:
+    """True if all that a forward stores in an object is what it had, such as `self.mask = self.mask.to(x.device)`."""
+    stored = effects.store_attr_mutations.get(variable)
+    if not stored or variable.source is None:
+        return False
+    for name, value in stored.items():
+        if isinstance(value, ConstantVariable):
+            if getattr(getattr(variable, "value", None), name, value) is not value.value:
+                return False
+            continue
+        argument = _maker(value.proxy.node).meta.get("grapharg") if isinstance(value, TensorVariable) else None
+        if argument is None or argument.source.name != f"{variable.source.name}.{name}":
+            return False
+    return True
+
+
+def _maker(node: fx.Node) -> fx.Node:
+    """The node whose value this one has: itself, or the first above operators without effect."""
+    return up(node, [])
+
+
+def _source(node: fx.Node) -> str:
+    """Python expression of a graph's input, in terms of `module`, `args` and `named`."""
+    argument = node.meta.get("grapharg")
+    name = "" if argument is None else argument.source.name
+    if not name.startswith(("L['module']", "L['args']", "L['named']")):
+        raise Refusal(f"it reads {name or 'a value'} besides its inputs and weights")
+    return re.sub(r"^L\['(\w+)'\]", r"\1", name)
+
+
+def _conditions(sources: dict[fx.Node, str]) -> Callable[[nn.Module, tuple, dict], bool]:
+    """The function that tells if a graph holds for the sizes of its inputs."""
+    symbols: dict[str, torch.SymInt] = {}  # by expression
+    static: list[str] = []
+    for node, source in sources.items():
+        example = node.meta["example_value"]
+        if isinstance(example, torch.SymInt):
+            symbols.setdefault(source, example)
+        elif isinstance(example, Tensor) and not source.startswith("module"):
+            sizes = [(f"{source}.shape[{i}]", size) for i, size in enumerate(example.shape)]
+            if not example.is_contiguous():
+                sizes += [(f"{source}.stride()[{i}]", size) for i, size in enumerate(example.stride())]
+            for name, size in sizes:
+                if isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None:
+                    symbols.setdefault(name, size)
+                else:
+                    static.append(f"{name} == {int(size)}")
+    mode = torch._guards.TracingContext.get().fake_mode
+    assert mode is not None and mode.shape_env is not None  # as Dynamo traces with symbolic sizes
+    text = mode.shape_env.produce_guards_expression(list(symbols.values())) or ""
+    names = list(symbols)
+    conditions = [c for c in text.split(" and ") if c and not re.fullmatch(r"0 <= L\['t\d+'\]", c)]
+    conditions = [re.sub(r"L\['t(\d+)'\]", lambda found: names[int(found[1])], c) for c in conditions]
+    return eval(f"lambda module, args, named: {' and '.join([*static, *conditions]) or 'True'}", dict(SYMPY_INTERP))
+
+
+def _constants(scope: dict[str, Any], module: nn.Module) -> list[tuple[Callable[[nn.Module], Any], Any]]:
+    """Globals and attributes of classes that Dynamo's graph has as constants: (how to read it, its value).
+
+    Args:
+        scope: globals of the compiled function, in which Dynamo puts the modules whose globals it reads.
+        module: that was captured.
+    """
+    names: dict[str, None] = {}
+    for guard in torch._guards.TracingContext.get().guards_context.dynamo_guards:
+        if guard.create_fn_name() in COMPARED and not ATTRIBUTE.match(guard.name) and not PYTORCH.match(guard.name):
+            names[guard.name] = None
+    texts = (name.replace("L['module']", "module") for name in names)
+    reads = [eval(f"lambda module: {text}", {"G": scope, **scope}) for text in texts if "L[" not in text]
+    return [(read, read(module)) for read in reads]  # the caller compares arguments, L[...]
+
+
+def _result(outputs: Any, args: tuple, named: dict[str, Any], number: int) -> Callable[[tuple, tuple, dict], Any]:
+    """The function that makes a call's result: (tensors of the graph, args, named) → as `outputs`.
+
+    Args:
+        outputs: of a call; tensors, None, booleans and strings in containers that PyTorch's pytree knows.
+        args: of that call.
+        named: of that call.
+        number: of tensors that the graph returns.
+    """
+    if type(outputs) is Tensor and number == 1:
+        return lambda made, args, named: made[0]
+    inputs = {id(leaf): i for i, leaf in enumerate(tree_leaves((args, named)))}
+    leaves, spec = tree_flatten(outputs)
+    places: dict[int, int] = {}  # number of a tensor by its identity, in the order of the graph's outputs
+    parts: list[tuple[str, Any]] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and id(leaf) in inputs:
+            parts.append(("input", inputs[id(leaf)]))
+        elif isinstance(leaf, Tensor):
+            parts.append(("output", places.setdefault(id(leaf), len(places))))
+        elif leaf is None or isinstance(leaf, (bool, str)):
+            parts.append(("constant", leaf))
+        else:
+            raise Refusal(f"it returns a {type(leaf).__name__}")
+    if len(places) != number:
+        raise Refusal("it returns views or copies that the graph does not have")
+
+    def result(made: tuple, args: tuple, named: dict) -> Any:
+        given = tree_leaves((args, named)) if inputs else ()
+        values = [made[v] if kind == "output" else given[v] if kind == "input" else v for kind, v in parts]
+        return tree_unflatten(values, spec)
+
+    return result
+
+
+def _runner(graph: fx.GraphModule, sources: list[str], result: Callable) -> Callable[[nn.Module, tuple, dict], Any]:
+    """The function that calls a graph with its inputs, each of which a Python expression reads."""
+    body = graph.forward
+    read = eval(f"lambda module, args, named: ({''.join(f'{source}, ' for source in sources)})", {})
+
+    def run(module: nn.Module, args: tuple, named: dict) -> Any:
+        return result(body(*read(module, args, named)), args, named)
+
+    return run

@@ -1,0 +1,359 @@
+"""Blocks that run as captured and rewritten graphs: which graph a call takes, and the guard in front of it.
+
+Graphs are kept by structure: the types, code, attributes and forms of the tensors of a module and its submodules. A
+call enters a graph only if the module is as it was when its structure was read (see `engine.replay.guard`), no
+submodule has a hook, and the arguments have the form, and the sizes, that the graph was captured for. Otherwise the
+module's own forward runs. Modules of the same structure share graphs; copies do too, and capture none themselves.
+"""
+
+import threading
+import weakref
+from collections.abc import Hashable, Iterator
+from enum import Enum
+from functools import partial
+from operator import attrgetter
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..engine import ways
+from ..engine.hooks import has_global_hooks, has_hooks, is_our_forward, runs_other_code
+from ..engine.replay.guard import Guard
+from ..engine.source import code_of
+from ..kernels.backend import transparent
+from .example import arguments, unchanged
+from .third_party import can_run
+
+if TYPE_CHECKING:
+    from .capture import Capture
+
+PRIVATE = "_fastvit_triton"  # attributes that the engine sets
+INTERNAL = frozenset(vars(nn.Module())) - {"training"}  # hooks, and tables of what is read apart
+ATOMS = (bool, int, str, bytes, complex, type(None), type(...), torch.dtype, torch.device, torch.layout, Enum)
+CODE = (type, FunctionType, BuiltinFunctionType, ModuleType)
+LAYERS = (nn.Linear, nn.MultiheadAttention, nn.modules.conv._ConvNd)
+STACKS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+MAX_GRAPHS = 4  # of one structure and form of call, for the branches that sizes select
+
+form_of = attrgetter("shape", "dtype", "device")
+
+
+class Unreadable(ValueError):
+    """Raised for a module whose attributes cannot be compared; stands for an argument that cannot."""
+
+
+class Reading(NamedTuple):
+    """A module as it was when its structure was read.
+
+    Attributes:
+        guard: snapshot of the module and its submodules.
+        tensors: their parameters and buffers, with the forms that they had.
+        graphs: by form of call; None if the module must run as it is written.
+        why: the reason for that.
+    """
+
+    guard: Guard
+    tensors: tuple[list[Tensor], list[tuple]]
+    graphs: "dict[Hashable, Graphs] | None"
+    why: str | None = None
+
+    def holds(self, module: nn.Module) -> bool:
+        """True if the module is unchanged."""
+        tensors, forms = self.tensors
+        return self.guard.holds(module) and list(map(form_of, tensors)) == forms
+
+
+class Graphs:
+    """The captures of one structure and form of call.
+
+    Attributes:
+        captures: at most MAX_GRAPHS.
+        why: why the last attempt failed; None if it did not.
+    """
+
+    def __init__(self) -> None:
+        self.captures: list[Capture] = []
+        self.why: str | None = None
+
+    def fitting(self, module: nn.Module, args: tuple, named: dict) -> "Capture | None":
+        """The capture that holds for a call; None if there is none."""
+        for capture in self.captures:
+            if capture.fits(module, args, named) and all(read(module) == value for read, value in capture.constants):
+                return capture
+        return None
+
+
+_table: dict[Hashable, dict[Hashable, Graphs]] = {}  # by structure, then by form of call
+_readings: "weakref.WeakKeyDictionary[nn.Module, Reading]" = weakref.WeakKeyDictionary()
+_asked: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # modules whose calls may be captured
+_lock = threading.RLock()
+
+
+class State(threading.local):
+    """Thread-local state.
+
+    Attributes:
+        example: True while `optimize` runs an example, whose calls are captured on every device.
+    """
+
+    def __init__(self) -> None:
+        self.example = False
+
+
+state = State()
+
+
+@transparent
+def run(module: nn.Module, *args: Any, **named: Any) -> Any:
+    """Forward that `optimize` binds: runs a captured graph, or the forward of the module's class."""
+    if ways.state.inside_plain or torch.compiler.is_compiling() or not _can_run(args, named):
+        return type(module).forward(module, *args, **named)
+    reading = _readings.get(module)
+    if reading is None or not reading.holds(module):
+        reading = _readings[module] = read(module)
+    form = None if reading.graphs is None else _form_of_call(args, named)
+    if reading.graphs is None or form is None:
+        return type(module).forward(module, *args, **named)
+    graphs = reading.graphs.setdefault(form, Graphs())
+    capture = graphs.fitting(module, args, named)
+    if capture is None and module in _asked and _is_checkpointed():
+        with torch.no_grad(), torch.random.fork_rng():
+            outputs = type(module).forward(module, *args, **named)
+        _capture(module, graphs, args, named, outputs)  # before the call, as its graph must run when it is repeated
+        capture = graphs.fitting(module, args, named)
+    if capture is not None:
+        return capture.run(module, args, named)
+    outputs = type(module).forward(module, *args, **named)
+    if module in _asked:
+        _capture(module, graphs, args, named, outputs)
+    return outputs
+
+
+def _is_checkpointed() -> bool:
+    """True if the tensors that autograd saves are watched, as by `torch.utils.checkpoint`."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _can_run(args: tuple, named: dict[str, Any]) -> bool:
+    """True if the kernels, oneDNN or their references may run for the first tensor of a call."""
+    x = first_tensor((*args, *named.values()))
+    return type(x) is Tensor and (state.example or can_run(x)) and not has_global_hooks()
+
+
+def first_tensor(values: Any) -> Tensor | None:
+    """The first tensor in these arguments, also in a list or tuple; None if there is none."""
+    for value in values:
+        if isinstance(value, Tensor):
+            return value
+        if isinstance(value, (list, tuple)) and (inner := first_tensor(value)) is not None:
+            return inner
+    return None
+
+
+def ask(module: nn.Module) -> None:
+    """Lets calls of a module be captured, where no graph fits."""
+    _asked.add(module)
+
+
+def is_bound(module: nn.Module) -> bool:
+    """True if a module's forward is `run`."""
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, partial) and forward.func is run
+
+
+def captures_of(module: nn.Module) -> "list[Capture]":
+    """All captures that a module can run now."""
+    reading = _readings.get(module)
+    graphs = () if reading is None or reading.graphs is None else reading.graphs.values()
+    return [capture for each in graphs for capture in each.captures]
+
+
+def why_none(module: nn.Module) -> str:
+    """Why a module that was asked for captures has none."""
+    reading = _readings.get(module)
+    if reading is None:
+        return "the example does not reach it with a tensor"
+    reasons = [graphs.why for graphs in (reading.graphs or {}).values() if graphs.why is not None]
+    return reading.why or next(iter(reasons), "one of its arguments cannot be compared")
+
+
+def _capture(module: nn.Module, graphs: Graphs, args: tuple, named: dict, outputs: Any) -> None:
+    """Adds a capture of a call to those of its structure and form, or the reason why there is none."""
+    from .capture import Refusal, capture  # here, as it imports Dynamo
+
+    modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+    if modes or torch._C._are_functorch_transforms_active():
+        return  # Dynamo skips such a call
+    with _lock:
+        if graphs.why is not None or len(graphs.captures) >= MAX_GRAPHS or graphs.fitting(module, args, named):
+            return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return
+        inside = [(m, m.__dict__["forward"]) for m in module.modules() if is_our_forward(m.__dict__.get("forward"))]
+        for m, _ in inside:
+            del m.__dict__["forward"]  # Dynamo follows the code of the classes
+        try:
+            graphs.captures.append(capture(module, args, named, outputs))
+        except Refusal as refusal:
+            graphs.why = str(refusal)
+        finally:
+            for m, forward in inside:
+                m.__dict__["forward"] = forward
+
+
+def call(model: nn.Module, example: Any) -> None:
+    """Calls a model with an example so that every module that was asked is captured; the model is left unchanged."""
+    args, named = arguments(example)
+    state.example = True
+    try:
+        with torch.no_grad(), unchanged(model):
+            model(*args, **named)
+    finally:
+        state.example = False
+
+
+def candidates(model: nn.Module, converted: set[str], within: bool, inside: str | None = None) -> Iterator[str]:
+    """Yields paths of modules to capture: the outermost ones that hold no stack of such modules.
+
+    Each is of a class that is not PyTorch's, and holds an `nn.MultiheadAttention` or two linear layers.
+
+    Args:
+        model: the model.
+        converted: paths of modules with a fused forward, which are passed over with all that they hold.
+        within: False to count only layers outside of modules with a fused forward.
+        inside: path of a module that is passed over itself; None for the model.
+    """
+    free = {path for path, _ in model.named_modules() if not any(map(converted.__contains__, _around(path)))}
+
+    def is_candidate(path: str, module: nn.Module) -> bool:
+        below = dict(module.named_modules(prefix=path))
+        layers = (m for name, m in below.items() if within or name in free)
+        number = sum(2 * isinstance(m, nn.MultiheadAttention) + isinstance(m, nn.Linear) for m in layers)
+        parts = (part for m in below.values() if isinstance(m, STACKS) for part in m.children())
+        return _is_foreign(module) and number > 1 and not any(map(_is_block, parts))
+
+    def visit(path: str, module: nn.Module) -> Iterator[str]:
+        if path not in free:
+            return
+        if path != inside and is_candidate(path, module):
+            yield path
+            return
+        for name, child in module.named_children():
+            yield from visit(f"{path}.{name}" if path else name, child)
+
+    top = inside or ""
+    yield from visit(top, model.get_submodule(top))
+
+
+def _is_foreign(module: nn.Module) -> bool:
+    return not type(module).__module__.startswith("torch.")
+
+
+def _is_block(module: nn.Module) -> bool:
+    """True for a module with layers whose class is not PyTorch's."""
+    return _is_foreign(module) and any(isinstance(m, LAYERS) for m in module.modules())
+
+
+def _around(path: str) -> Iterator[str]:
+    """The path, and those of the modules around it."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
+
+
+def read(module: nn.Module) -> Reading:
+    """Reads the structure of a module, and finds the captures of this structure."""
+    inside = list(module.modules())[1:]
+    guard = Guard(module, inside)
+    tensors = guard.tensors, list(map(form_of, guard.tensors))
+    watched = next((m for m in inside if has_hooks(m)), None)
+    if watched is not None:
+        return Reading(guard, tensors, None, f"{type(watched).__name__} has a hook, or its code was changed")
+    if runs_other_code(module):
+        return Reading(guard, tensors, None, "its code was changed")
+    try:
+        structure = structure_of(module)
+    except Unreadable as error:
+        return Reading(guard, tensors, None, str(error))
+    return Reading(guard, tensors, _table.setdefault(structure, {}))
+
+
+# ---- structure of a module, form of a call: hashable descriptions
+
+
+def structure_of(module: nn.Module) -> Hashable:
+    """Types, code, attributes and forms of tensors of a module and its submodules.
+
+    Raises:
+        Unreadable: for an attribute whose value cannot be compared.
+    """
+    numbers: dict[int, int] = {}
+    parts: list[Hashable] = []
+    for path, m in module.named_modules(remove_duplicate=False):
+        facts = m.__dict__
+        own = {k: v for k, v in facts.items() if k not in INTERNAL and not k.startswith(PRIVATE)}
+        if is_our_forward(own.get("forward")):
+            del own["forward"]
+        tensors = [_described(facts[kind], numbers) for kind in ("_parameters", "_buffers")]
+        number = numbers.setdefault(id(m), len(numbers))
+        parts.append((path, number, type(m), code_of(type(m)), *tensors, _described(own, numbers)))
+    return tuple(parts)
+
+
+def _described(value: Any, numbers: dict[int, int]) -> Hashable:
+    """A hashable description of an attribute; tensors and objects by form and by the order of their first use."""
+    if isinstance(value, ATOMS):
+        return type(value), value
+    if isinstance(value, float):
+        return float, repr(value)
+    if isinstance(value, Tensor):
+        return type(value), *form_of(value), value.stride(), numbers.setdefault(id(value), len(numbers))
+    if isinstance(value, (tuple, list)):
+        return type(value), *(_described(v, numbers) for v in value)
+    if isinstance(value, dict):
+        return type(value), *((_described(k, numbers), _described(v, numbers)) for k, v in value.items())
+    if isinstance(value, CODE):
+        return value
+    if isinstance(value, MethodType):
+        return value.__func__, _described(value.__self__, numbers)
+    if isinstance(value, partial):
+        return partial, _described(value.func, numbers), *(_described(v, numbers) for v in (value.args, value.keywords))
+    if isinstance(value, nn.Module):
+        return nn.Module, numbers.setdefault(id(value), len(numbers))
+    if not hasattr(value, "__dict__"):
+        raise Unreadable(f"an attribute is a {type(value).__name__}, whose state cannot be compared")
+    if id(value) in numbers:
+        return type(value), numbers[id(value)]
+    numbers[id(value)] = len(numbers)
+    return type(value), _described(vars(value), numbers)
+
+
+def _form_of_call(args: tuple, named: dict[str, Any]) -> Hashable | None:
+    """Form of the arguments, and the modes that a graph depends on; None if an argument cannot be described."""
+    x = first_tensor((*args, *named.values()))
+    device = "cpu" if x is None else x.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    numbers: dict[int, int] = {}
+    forms = [_form(value, numbers) for value in (*args, *named.values())]
+    return None if Unreadable in forms else (*forms, *named, torch.is_grad_enabled(), autocast)
+
+
+def _form(value: Any, numbers: dict[int, int]) -> Hashable:
+    """Form of one argument; sizes and whole numbers do not count. `Unreadable` if it cannot be described."""
+    if type(value) is Tensor or type(value) is nn.Parameter:
+        order = None if value.is_contiguous() else tuple(sorted(range(value.dim()), key=value.stride))
+        number = numbers.setdefault(id(value), len(numbers))
+        return value.dtype, value.device, value.dim(), value.requires_grad, order, number
+    if isinstance(value, bool) or value is None or isinstance(value, (str, float)):
+        return type(value), value
+    if isinstance(value, int):
+        return int
+    if isinstance(value, dict):
+        value = tuple(value.items())
+    if type(value) in (tuple, list):
+        parts = tuple(_form(v, numbers) for v in value)
+        return Unreadable if Unreadable in parts else (type(value), *parts)
+    return Unreadable
