@@ -60,6 +60,46 @@ def converted(depth: int) -> nn.Module:
     return model
 
 
+class WrittenAttention(nn.Module):
+    """Self-attention of a class that no reader knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+        self.proj = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, N, D] → [B, N, D]."""
+        B, N, D = x.shape
+        q, k, v = self.qkv(x).reshape(B, N, 3, 1, D).permute(2, 0, 3, 1, 4).unbind(0)
+        x = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.proj(x.transpose(1, 2).reshape(B, N, D))
+
+
+class WrittenBlock(nn.Module):
+    """Pre-norm block of a class that no reader knows, with the submodules of timm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.attn = WrittenAttention()
+        self.ls1, self.ls2 = nn.Identity(), nn.Identity()
+        self.mlp = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.0), nn.Linear(64, 16), nn.Dropout(0.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, N, D] → [B, N, D]."""
+        x = x + self.ls1(self.attn(self.norm1(x)))
+        return x + self.ls2(self.mlp(self.norm2(x)))
+
+
+def captured(depth: int) -> nn.Module:
+    """Blocks that `optimize` captures."""
+    model = nn.Module()
+    model.blocks = nn.Sequential(*(WrittenBlock() for _ in range(depth)))
+    optimize(model.blocks, example=torch.zeros(2, 2, 16))
+    return model
+
+
 def frozen(depth: int) -> nn.Module:
     """Our model with its LayerNorms folded once."""
     model = ours(depth).eval()
@@ -112,6 +152,8 @@ def variants() -> Iterator[tuple[str, str, str, Callable[[int], nn.Module], bool
         for block, make in (("ours", ours), ("timm's, optimized", converted)):
             for way in WAYS:
                 yield phase, block, way, make, True
+        yield phase, "captured", "fused", captured, True
+        yield phase, "captured, not replayed", "fused", captured, False
         for way in ("mixed", "fused"):
             yield phase, "timm's, optimized, not replayed", way, converted, False
     yield "inference", "ours, frozen", "fused", frozen, True

@@ -53,6 +53,7 @@ class Capture(NamedTuple):
         run: (module, positional arguments, keyword arguments) → its outputs.
         fits: the same arguments → True if the graph holds for their sizes.
         constants: globals and attributes of classes that the graph has as constants: (how to read it, its value).
+        writes: True if it writes any tensor in place.
         calls: of the graph to the kernels' public functions, by name.
         left: what the patterns look for and did not fuse, with the reasons.
     """
@@ -60,6 +61,7 @@ class Capture(NamedTuple):
     run: Callable[[nn.Module, tuple, dict], Any]
     fits: Callable[[nn.Module, tuple, dict], bool]
     constants: list[tuple[Callable[[nn.Module], Any], Any]]
+    writes: bool
     calls: Counter[str]
     left: tuple[Row, ...]
 
@@ -163,6 +165,7 @@ def _captured(
     made = [node for node in output.args[0] if _maker(node).op != "placeholder"]  # the others are stored, see `_keeps`
     output.args = (tuple(made),)
     result = _result(outputs, args, named, len(made))
+    writes = any(_is_write(node) for node in graph.graph.nodes)
     left = rewrite(graph, anywhere=True).left
     functions = [node.target for node in graph.graph.nodes if callable(node.target)]
     calls = Counter(f.__name__ for f in functions if (getattr(f, "__module__", None) or "").startswith(OURS))
@@ -171,7 +174,7 @@ def _captured(
     graph.recompile()
     for node in graph.graph.nodes:
         node.meta.clear()  # fake tensors and stack traces
-    return Capture(_runner(graph, list(sources.values()), result), fits, constants, calls, left)
+    return Capture(_runner(graph, list(sources.values()), result), fits, constants, writes, calls, left)
 
 
 def _check_effects(graph: fx.GraphModule) -> None:
@@ -185,6 +188,13 @@ def _check_effects(graph: fx.GraphModule) -> None:
         raise Refusal("its forward registers hooks of tensors")
     if any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in graph.graph.nodes):
         raise Refusal("it calls a higher-order operator, such as checkpointing")
+
+
+def _is_write(node: fx.Node) -> bool:
+    """True if the name of a node's operator is that of one that may write its operands."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in ("setitem", "batch_norm")
+    return node.op in ("call_function", "call_method") and (in_place or "out" in node.kwargs)
 
 
 def _keeps(effects: Any, variable: Any) -> bool:

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..engine import ways
+from ..engine import replay, ways
 from ..engine.hooks import has_global_hooks, has_hooks, is_our_forward, runs_other_code
 from ..engine.replay.guard import Guard
 from ..engine.source import code_of
-from ..kernels.backend import transparent
+from ..kernels import settings
+from ..kernels.backend import kernels_available, transparent
 from .example import arguments, unchanged
 from .third_party import can_run
 
@@ -108,15 +109,21 @@ state = State()
 @transparent
 def run(module: nn.Module, *args: Any, **named: Any) -> Any:
     """Forward that `optimize` binds: runs a captured graph, or the forward of the module's class."""
-    if ways.state.inside_plain or torch.compiler.is_compiling() or not _can_run(args, named):
+    if ways.state.inside_plain or torch.compiler.is_compiling():
         return type(module).forward(module, *args, **named)
-    reading = _readings.get(module)
-    if reading is None or not reading.holds(module):
-        reading = _readings[module] = read(module)
-    form = None if reading.graphs is None else _form_of_call(args, named)
-    if reading.graphs is None or form is None:
+    x = first_tensor((*args, *named.values()))
+    if type(x) is not Tensor or not (state.example or can_run(x)) or has_global_hooks():
         return type(module).forward(module, *args, **named)
-    graphs = reading.graphs.setdefault(form, Graphs())
+    if kernels_available(x):
+        return replay.call((run, settings.choices(x.device.type)), _run, module, *args, **named)
+    return _run(module, *args, **named)
+
+
+def _run(module: nn.Module, *args: Any, **named: Any) -> Any:
+    """Runs a captured graph, or the forward of the module's class, which is then captured if that was asked for."""
+    graphs = _graphs(module, args, named)
+    if graphs is None:
+        return type(module).forward(module, *args, **named)
     capture = graphs.fitting(module, args, named)
     if capture is None and module in _asked and _is_checkpointed():
         with torch.no_grad(), torch.random.fork_rng():
@@ -131,15 +138,28 @@ def run(module: nn.Module, *args: Any, **named: Any) -> Any:
     return outputs
 
 
+def _graphs(module: nn.Module, args: tuple, named: dict[str, Any]) -> Graphs | None:
+    """The graphs of a module as it is now, for calls of this form; None if it must run as it is written."""
+    reading = _readings.get(module)
+    if reading is None or not reading.holds(module):
+        reading = _readings[module] = read(module)
+    form = None if reading.graphs is None else _form_of_call(args, named)
+    return None if reading.graphs is None or form is None else reading.graphs.setdefault(form, Graphs())
+
+
+def _is_recordable(module: nn.Module, args: tuple, named: dict[str, Any]) -> bool:
+    """True if `_run` runs a graph that depends on nothing but the module and its inputs, and writes to nothing."""
+    graphs = _graphs(module, args, named)
+    capture = None if graphs is None else graphs.fitting(module, args, named)
+    return capture is not None and not capture.constants and not capture.writes
+
+
+_run.recordable = _is_recordable  # type: ignore[attr-defined]
+
+
 def _is_checkpointed() -> bool:
     """True if the tensors that autograd saves are watched, as by `torch.utils.checkpoint`."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def _can_run(args: tuple, named: dict[str, Any]) -> bool:
-    """True if the kernels, oneDNN or their references may run for the first tensor of a call."""
-    x = first_tensor((*args, *named.values()))
-    return type(x) is Tensor and (state.example or can_run(x)) and not has_global_hooks()
 
 
 def first_tensor(values: Any) -> Tensor | None:

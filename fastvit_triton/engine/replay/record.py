@@ -43,7 +43,8 @@ def record(
     If its result is not returned, the state of the random number generators is restored.
 
     Args:
-        forward: the function to record.
+        forward: the function to record. If it has an attribute `recordable`, this function of (module, inputs, named)
+            says if the call runs only operators and writes to nothing; else the code of the modules must be known.
         module: the module that it runs; checked with all its submodules by the guard.
         inputs: tensors, numbers, modules and tuples of these.
         named: keyword arguments of the same types.
@@ -54,7 +55,10 @@ def record(
     inside = list({id(m): m for root in (module, *modules) for m in root.modules()}.values())
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
-    if not all(runs_known_code(m, hooks_count=m is not module) for m in inside):
+    recordable = getattr(forward, "recordable", None)
+    if recordable is None and not all(runs_known_code(m, hooks_count=m is not module) for m in inside):
+        return None
+    if recordable is not None and not recordable(module, inputs, named):
         return None
     leaves = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors}
     if len(leaves) < len(tensors):
