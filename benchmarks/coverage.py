@@ -1,11 +1,13 @@
 """How much of other packages' models `optimize` fuses, on the meta device: parameters, products, launches and bytes.
 
     python -m benchmarks.coverage [towers] --out benchmarks/results [--package PACKAGE] [--only PATTERN]
+    python -m benchmarks.coverage official --sources FOLDER --out benchmarks/results [--only PATTERN]
 
 The models are those of coverage_models.txt, or with `towers` those of coverage_towers.txt: every vision model class of
 transformers, of depth 2, and a model of each family of timm. Inference in bfloat16, a batch of 8, on sm_90: counted
 from shapes by fastvit_triton.expected; nothing runs and nothing is measured. A model that fails becomes a row
-with the error. coverage_excluded.txt names the classes that have no attention over image tokens, and why.
+with the error. coverage_excluded.txt names the classes that have no attention over image tokens, and why. `official`
+captures blocks of research repositories and compares them with the originals: see official.py.
 """
 
 import argparse
@@ -208,11 +210,20 @@ def write(rows: list[dict[str, object]], folder: Path, towers: bool = False) -> 
 def main() -> None:
     """Counts the models, prints a line for each, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("list", nargs="?", choices=("models", "towers"), default="models", help="which list of models")
+    lists = ("models", "towers", "official")
+    parser.add_argument("list", nargs="?", choices=lists, default="models", help="which list of models")
     parser.add_argument("--out", type=Path, help="folder for the results")
     parser.add_argument("--only", default="", metavar="PATTERN", help="regular expression for package:model")
+    parser.add_argument("--sources", type=Path, help="of official code: folder with a checkout of each repository")
     parser.add_argument("--package", default="", help="only the models of this package")
     given = parser.parse_args()
+    if given.list == "official":
+        from . import official  # here, as it sets the backend
+
+        if given.sources is None:
+            parser.error("official needs --sources FOLDER, with a checkout of each repository")
+        official.main(given.sources, given.only, given.out)
+        return
     path = TOWERS if given.list == "towers" else MODELS
     chosen = [e for e in entries(path.read_text(encoding="utf-8")) if given.package in ("", e.package)]
     chosen = [e for e in chosen if re.search(given.only, e.name)]

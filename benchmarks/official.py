@@ -1,6 +1,6 @@
 """How much of official ViT code, which no list names, `optimize(model, example=…)` fuses, and whether it is exact.
 
-    python -m benchmarks.official --sources FOLDER [--only PATTERN] [--out benchmarks/results]
+    python -m benchmarks.coverage official --sources FOLDER [--only PATTERN] [--out benchmarks/results]
 
 FOLDER holds a checkout of each repository under its name, such as FOLDER/dinov2. Each model is built at a small width
 with random weights. Counted: the weights of linear layers inside blocks that run in fused calls, and the attention
@@ -8,14 +8,12 @@ products that do. Compared: outputs and all gradients in float64 with those of t
 divided by the largest value, in evaluation and in training mode, where stochastic depth and dropout are 0.
 """
 
-import argparse
 import contextlib
 import copy
 import json
 import re
 import subprocess
 import sys
-import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,6 +31,9 @@ from fastvit_triton.convert.captured import captures_of, is_bound
 from fastvit_triton.convert.reporting import Report
 from fastvit_triton.files import replacing
 from fastvit_triton.measure.machine import provenance
+from fastvit_triton.measure.timeout import one_line
+
+from .tables import official_markdown
 
 ATTENTION = ("scaled_dot_product_attention", "softmax", "multi_head_attention")
 
@@ -336,6 +337,7 @@ def fused(model: nn.Module, report: Report) -> dict[str, Any]:
             left |= {f"{prefix}{row.path}": None for row in capture.left if row.type == "linear"}
             attention_left += [f"{prefix}{row.path}: {row.why}" for row in capture.left if row.type in ATTENTION]
             attention += sum(n for name, n in capture.calls.items() if "attention" in name)
+    attention += sum("attention" in (row.became or "") and "captured" not in row.became for row in report.rows)
     total = weights = 0
     unfused: list[str] = []
     for path, module in model.named_modules():
@@ -373,44 +375,34 @@ def row_of(entry: Official, folder: Path) -> dict[str, Any]:
                 row[mode] = difference(results(model, example, mode == "train"), want)
         # Any error: the row states it, and the other models are tried.
         except Exception as error:
-            row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
-            if "-v" in sys.argv:
-                traceback.print_exc()
+            row["error"] = f"{type(error).__name__}: {one_line(str(error))[:200]}"
     return row
 
 
-def main() -> None:
-    """Counts and compares the models, prints a line for each, and writes the rows."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--sources", type=Path, required=True, help="folder with a checkout of each repository")
-    parser.add_argument("--only", default="", metavar="PATTERN", help="regular expression for repository and model")
-    parser.add_argument("--out", type=Path, help="folder for official.json")
-    parser.add_argument("-v", action="store_true", help="print reasons and tracebacks")
-    options = parser.parse_args()
+def main(folder: Path, only: str, out: Path | None) -> None:
+    """Counts and compares the models, prints a line for each, and writes coverage-official.json and .md.
+
+    Args:
+        folder: with a checkout of each repository.
+        only: regular expression for repository and model.
+        out: folder of the results; None to write none.
+    """
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     set_backend("torch")
     rows = []
     for entry in MODELS:
-        if not re.search(options.only, f"{entry.repository} {entry.model}"):
+        if not re.search(only, f"{entry.repository} {entry.model}"):
             continue
-        row = row_of(entry, options.sources)
-        row["commit"] = commit(options.sources, entry)
+        row = row_of(entry, folder) | dict(commit=commit(folder, entry))
         rows.append(row)
-        if "error" in row:
-            print(f"{entry.repository} {entry.model}: {row['error']}", flush=True)
-            continue
-        share = row["fused_weights"] / max(row["weights"], 1)
-        print(
-            f"{entry.repository} {entry.model}: {share:.1%} of {row['weights']} weights, {row['attention']} attention "
-            f"fused, {len(row['attention_left'])} left, eval {row['eval']:.0e}, train {row['train']:.0e}",
-            flush=True,
-        )
-        if options.v:
-            print("    left:", *row["left"], *row["attention_left"], *row["why"].items(), sep="\n        ")
-    if options.out is not None:
-        with replacing(options.out / "official.json") as file:
-            file.write_text(json.dumps(dict(provenance=provenance(), rows=rows), indent=1) + "\n")
+        print(*(f"{name}={value}" for name, value in row.items() if name != "why"), flush=True)
+    if out is not None:
+        facts = {k: v for k, v in provenance().items() if k in ("command", "date", "commit", "packages")}
+        result = facts | dict(rows=rows)
+        for kind, text in (("json", json.dumps(result, indent=1) + "\n"), ("md", official_markdown(result))):
+            with replacing(out / f"coverage-official.{kind}") as temporary:
+                temporary.write_text(text)
 
 
 def commit(folder: Path, entry: Official) -> str:
@@ -419,7 +411,3 @@ def commit(folder: Path, entry: Official) -> str:
     if (root / "COMMIT").exists():
         return (root / "COMMIT").read_text().strip()
     return subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True).stdout.strip()
-
-
-if __name__ == "__main__":
-    main()

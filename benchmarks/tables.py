@@ -121,3 +121,27 @@ def towers_markdown(result: dict) -> str:
         launches = f"{r['eager'][0]} → {r['fused'][0]}" if "eager" in r else ""
         lines.append(f"| {r['model'].rpartition('.')[2]} | {r.get('inside', 0):.0%} | {launches} | {why} |")
     return "\n".join(lines) + "\n"
+
+
+def official_markdown(result: dict) -> str:
+    """The table of `benchmarks.coverage official`: weights and attention products that are fused, and the errors."""
+    lines = [
+        f"Written by `{result['command']}` on {result['date']}.",
+        "Linear: share of the weights of linear layers inside blocks that run in fused calls. Attention: products that do.",
+        "Error: the largest difference of an output or gradient from the original's in float64 (OpenAI's CLIP: float32),",
+        "divided by the largest value, in evaluation and in training.",
+        "",
+        "| repository | model | commit | linear | attention | error |",
+        "| --- | --- | --- | --: | --: | --: |",
+    ]
+    for r in result["rows"]:
+        cells = [r["repository"], r["model"], r["commit"][:7]]
+        if "error" in r:
+            cells += [r["error"], "", ""]
+        else:
+            left = f", {len(r['attention_left'])} not" if r["attention_left"] else ""
+            worst = max(r["eval"], r["train"])
+            share = r["fused_weights"] / max(r["weights"], 1)
+            cells += [f"{share:.0%}", f"{r['attention']}{left}", f"{worst:.0e}" if worst else "0"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

@@ -128,6 +128,11 @@ def fashion_mnist() -> str:
     return f"{table}\n\n{text} Source: `benchmarks/results/fashion-mnist.json`, {result['date']}."
 
 
+def official() -> str:
+    """What `optimize` captures of official code."""
+    return (RESULTS / "coverage-official.md").read_text(encoding="utf-8")
+
+
 def coverage() -> str:
     """How much of other packages' models `optimize` fuses."""
     return (RESULTS / "coverage.md").read_text(encoding="utf-8")
@@ -282,7 +287,16 @@ Source: `benchmarks/results/survey.json`, {" to ".join(sorted({dates[0], dates[-
 
 REPORTED = "What the papers report, and what this package shows"
 GENERATED = "Written by `python docs/generate.py` from {}."
-PAGES = dict(ways=ways, coverage=coverage, towers=towers, memory=memory, models=models, kernels=kernels, api=api)
+PAGES = dict(
+    ways=ways,
+    coverage=coverage,
+    official=official,
+    towers=towers,
+    memory=memory,
+    models=models,
+    kernels=kernels,
+    api=api,
+)
 PAGES |= dict(faults=faults, fashion_mnist=fashion_mnist, recompiles=recompiles)
 WRITTEN = dict(claims=claims, survey=survey)
 

@@ -8,6 +8,7 @@ import copy
 import pickle
 import threading
 import warnings
+from pathlib import Path
 
 import mutants
 import pytest
@@ -16,6 +17,7 @@ import torch
 from catalogue import joined
 from interpreter import interpreting
 from research import D
+from test_parallel import launch
 from torch import nn
 from torch.func import functional_call
 from torch.testing import assert_close
@@ -353,3 +355,30 @@ def test_verify_runs_graphs(runs):
         "its outputs differ from the original's"
     ]
     captured._table.clear()
+
+
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated")  # by Dynamo
+def test_torch_compile_traces_the_rewritten_graph():
+    """Oracle: by hand, the operators of ours in the graph that Dynamo hands to a backend."""
+    original, converted = pair("dino")
+    original, converted = original.float(), converted.float()
+    (x,) = (t.float() for t in MODELS["dino"].inputs(2, 5))
+    found = []
+
+    def backend(graph, inputs):
+        found.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    with torch.no_grad(), interpreting():
+        optimize(converted, example=x)
+        got = torch.compile(converted, backend=backend, fullgraph=True)(x)
+        want = original(x)
+    assert sum("attention_fwd" in name for name in found) == 2
+    assert_close(got, want, rtol=64 * torch.finfo(torch.float32).eps, atol=64 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.full
+def test_ddp_and_fsdp2(tmp_path):
+    """Oracle: the gradients of the original on the whole batch, in two processes."""
+    launch(2, str(Path(__file__).with_name("capture_job.py")), str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]

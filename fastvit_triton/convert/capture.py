@@ -11,6 +11,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -171,7 +172,6 @@ def _captured(
     calls = Counter(f.__name__ for f in functions if (getattr(f, "__module__", None) or "").startswith(OURS))
     if not calls:
         raise Refusal("it has nothing to fuse")
-    graph.recompile()
     for node in graph.graph.nodes:
         node.meta.clear()  # fake tensors and stack traces
     return Capture(_runner(graph, list(sources.values()), result), fits, constants, writes, calls, left)
@@ -235,18 +235,27 @@ def _conditions(sources: dict[fx.Node, str]) -> Callable[[nn.Module, tuple, dict
         example = node.meta["example_value"]
         if isinstance(example, torch.SymInt):
             symbols.setdefault(source, example)
-        elif isinstance(example, Tensor) and not source.startswith("module"):
+        elif isinstance(example, Tensor):
             sizes = [(f"{source}.shape[{i}]", size) for i, size in enumerate(example.shape)]
             if not example.is_contiguous():
                 sizes += [(f"{source}.stride()[{i}]", size) for i, size in enumerate(example.stride())]
+            if isinstance(example.storage_offset(), torch.SymInt):
+                sizes.append((f"{source}.storage_offset()", example.storage_offset()))
             for name, size in sizes:
                 if isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None:
                     symbols.setdefault(name, size)
-                else:
+                elif not source.startswith("module"):  # the caller compares those of the module
                     static.append(f"{name} == {int(size)}")
     mode = torch._guards.TracingContext.get().fake_mode
     assert mode is not None and mode.shape_env is not None  # as Dynamo traces with symbolic sizes
-    text = mode.shape_env.produce_guards_expression(list(symbols.values())) or ""
+    env = mode.shape_env
+    known = set().union(*(size.node.expr.free_symbols for size in symbols.values()))
+    guards = [guard for guard in env.guards if guard.expr.free_symbols <= known]
+    for symbol in set().union(*(guard.expr.free_symbols for guard in env.guards)) - known:
+        if not all(source.name.startswith("L['module']") for source in env.var_to_sources.get(symbol, [])):
+            if env.replacements.get(symbol) is None:  # a size that is a constant now is compared above
+                raise Refusal(f"it depends on the size {symbol}, which no input has")
+    text = env.produce_guards_expression(list(symbols.values()), guards=guards) or ""
     names = list(symbols)
     conditions = [c for c in text.split(" and ") if c and not re.fullmatch(r"0 <= L\['t\d+'\]", c)]
     conditions = [re.sub(r"L\['t(\d+)'\]", lambda found: names[int(found[1])], c) for c in conditions]
@@ -306,7 +315,10 @@ def _result(outputs: Any, args: tuple, named: dict[str, Any], number: int) -> Ca
 
 def _runner(graph: fx.GraphModule, sources: list[str], result: Callable) -> Callable[[nn.Module, tuple, dict], Any]:
     """The function that calls a graph with its inputs, each of which a Python expression reads."""
-    body = graph.forward
+    holds_none = not any(node.op in ("get_attr", "call_module") for node in graph.graph.nodes)
+    # without `self`, as torch.compile does not trace a method of a module that the model does not hold
+    written = fx.GraphModule(graph, graph.graph)  # Dynamo's own is compiled on its first call
+    body = partial(type(written).forward, None) if holds_none else written.forward
     read = eval(f"lambda module, args, named: ({''.join(f'{source}, ' for source in sources)})", {})
 
     def run(module: nn.Module, args: tuple, named: dict) -> Any:

@@ -23,7 +23,7 @@ from ..engine.hooks import has_global_hooks, has_hooks, is_our_forward, runs_oth
 from ..engine.replay.guard import Guard
 from ..engine.source import code_of
 from ..kernels import settings
-from ..kernels.backend import kernels_available, transparent
+from ..kernels.backend import constant, kernels_available, transparent
 from .example import arguments, unchanged
 from .third_party import can_run
 
@@ -57,13 +57,29 @@ class Reading(NamedTuple):
 
     guard: Guard
     tensors: tuple[list[Tensor], list[tuple]]
-    graphs: "dict[Hashable, Graphs] | None"
+    graphs: "dict[Form, Graphs] | None"
     why: str | None = None
 
     def holds(self, module: nn.Module) -> bool:
         """True if the module is unchanged."""
         tensors, forms = self.tensors
         return self.guard.holds(module) and list(map(form_of, tensors)) == forms
+
+
+class Form(NamedTuple):
+    """What a graph depends on besides the module, sizes and whole numbers.
+
+    Attributes:
+        dtype: of the first tensor.
+        grad: True if gradients are enabled.
+        autocast: its dtype; None if it is off.
+        values: description of the arguments.
+    """
+
+    dtype: torch.dtype | None
+    grad: bool
+    autocast: torch.dtype | None
+    values: tuple
 
 
 class Graphs:
@@ -86,7 +102,7 @@ class Graphs:
         return None
 
 
-_table: dict[Hashable, dict[Hashable, Graphs]] = {}  # by structure, then by form of call
+_table: dict[Hashable, dict[Form, Graphs]] = {}  # by structure, then by form of call
 _readings: "weakref.WeakKeyDictionary[nn.Module, Reading]" = weakref.WeakKeyDictionary()
 _asked: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # modules whose calls may be captured
 _lock = threading.RLock()
@@ -109,8 +125,10 @@ state = State()
 @transparent
 def run(module: nn.Module, *args: Any, **named: Any) -> Any:
     """Forward that `optimize` binds: runs a captured graph, or the forward of the module's class."""
-    if ways.state.inside_plain or torch.compiler.is_compiling():
+    if ways.state.inside_plain:
         return type(module).forward(module, *args, **named)
+    if torch.compiler.is_compiling():
+        return _traced(module, args, named)
     x = first_tensor((*args, *named.values()))
     if type(x) is not Tensor or not (state.example or can_run(x)) or has_global_hooks():
         return type(module).forward(module, *args, **named)
@@ -136,6 +154,33 @@ def _run(module: nn.Module, *args: Any, **named: Any) -> Any:
     if module in _asked:
         _capture(module, graphs, args, named, outputs)
     return outputs
+
+
+def _traced(module: nn.Module, args: tuple, named: dict[str, Any]) -> Any:
+    """As `_run` under torch.compile, which traces the rewritten graph; nothing is captured."""
+    x = first_tensor((*args, *named.values()))
+    if x is not None and kernels_available(x) and not any(has_hooks(m) for m in module.modules() if m is not module):
+        number = _number(module, x.dtype, torch.is_grad_enabled())
+        if number is not None and _numbered[number].fits(module, args, named):
+            return _numbered[number].run(module, args, named)
+    return type(module).forward(module, *args, **named)
+
+
+@constant
+def _number(module: nn.Module, dtype: torch.dtype, grad: bool) -> int | None:
+    """Number of a capture for tensors of this dtype, with or without gradients; None if there is none."""
+    reading = read(module)
+    for form, graphs in (reading.graphs or {}).items():
+        for capture in graphs.captures if (form.dtype, form.grad) == (dtype, grad) else ():
+            if capture.constants:
+                continue
+            if capture not in _numbered:
+                _numbered.append(capture)
+            return _numbered.index(capture)
+    return None
+
+
+_numbered: "list[Capture]" = []  # those that torch.compile has traced
 
 
 def _graphs(module: nn.Module, args: tuple, named: dict[str, Any]) -> Graphs | None:
@@ -343,6 +388,8 @@ def _described(value: Any, numbers: dict[int, int]) -> Hashable:
         return partial, _described(value.func, numbers), *(_described(v, numbers) for v in (value.args, value.keywords))
     if isinstance(value, nn.Module):
         return nn.Module, numbers.setdefault(id(value), len(numbers))
+    if type(value).__module__.startswith("torch.distributed."):
+        return type(value)  # the state of FSDP2, which gathers the parameters before the forward runs
     if not hasattr(value, "__dict__"):
         raise Unreadable(f"an attribute is a {type(value).__name__}, whose state cannot be compared")
     if id(value) in numbers:
@@ -351,14 +398,15 @@ def _described(value: Any, numbers: dict[int, int]) -> Hashable:
     return type(value), _described(vars(value), numbers)
 
 
-def _form_of_call(args: tuple, named: dict[str, Any]) -> Hashable | None:
+def _form_of_call(args: tuple, named: dict[str, Any]) -> Form | None:
     """Form of the arguments, and the modes that a graph depends on; None if an argument cannot be described."""
     x = first_tensor((*args, *named.values()))
-    device = "cpu" if x is None else x.device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    kind = "cpu" if x is None else x.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     numbers: dict[int, int] = {}
-    forms = [_form(value, numbers) for value in (*args, *named.values())]
-    return None if Unreadable in forms else (*forms, *named, torch.is_grad_enabled(), autocast)
+    values = [_form(value, numbers) for value in (*args, *named.values())]
+    dtype = None if x is None else x.dtype
+    return None if Unreadable in values else Form(dtype, torch.is_grad_enabled(), autocast, (*values, *named))
 
 
 def _form(value: Any, numbers: dict[int, int]) -> Hashable:
