@@ -127,9 +127,9 @@ def official_markdown(result: dict) -> str:
     """The table of `benchmarks.coverage official`: weights and attention products that are fused, and the errors."""
     lines = [
         f"Written by `{result['command']}` on {result['date']}.",
-        "Linear: share of the weights of linear layers inside blocks that run in fused calls. Attention: products that do.",
-        "Error: the largest difference of an output or gradient from the original's in float64 (OpenAI's CLIP: float32),",
-        "divided by the largest value, in evaluation and in training.",
+        "Linear: share of the weights of linear layers inside blocks that run in fused calls. Attention: products that",
+        "do. Error: the largest difference of an output or gradient from the original's in float64 (OpenAI's CLIP:",
+        "float32), divided by the largest value, in evaluation and in training.",
         "",
         "| repository | model | commit | linear | attention | error |",
         "| --- | --- | --- | --: | --: | --: |",

@@ -81,18 +81,18 @@ def capture(module: nn.Module, args: tuple, named: dict[str, Any], outputs: Any)
     Raises:
         Refusal: with the reason, for example a graph break.
     """
-    box: list[Capture | Refusal] = []
+    results: list[Capture | Refusal] = []
     scope: dict[str, Any] = {"__builtins__": __builtins__}
 
     def compiler(graph: fx.GraphModule, inputs: list) -> Callable:
         try:
-            box.append(_captured(graph, scope, module, args, named, outputs))
+            results.append(_captured(graph, scope, module, args, named, outputs))
         except Refusal as refusal:
-            box.append(refusal)
+            results.append(refusal)
         # Any error of the rewriting: the module runs as it is written, and the report has the error.
         except Exception as error:
             log.debug("the rewriting of %s failed", type(module).__name__, exc_info=True)
-            box.append(Refusal(f"its rewriting failed with {error!r}"))
+            results.append(Refusal(f"its rewriting failed with {error!r}"))
 
         def stop(*inputs: Any) -> Any:
             raise _Stop
@@ -117,13 +117,13 @@ def capture(module: nn.Module, args: tuple, named: dict[str, Any], outputs: Any)
         # Any error of Dynamo or of the user's code under it: the module then runs as it is written.
         except (TorchDynamoException, RuntimeError, TypeError, ValueError, AttributeError) as error:
             failure = failure or error
-    if not box and failure is not None:
+    if not results and failure is not None:
         raise Refusal(f"{type(failure).__name__}: {_first_line(failure)}") from failure
-    if not box:
+    if not results:
         raise Refusal("Dynamo is disabled")
-    if isinstance(box[0], Refusal):
-        raise box[0]
-    return box[0]
+    if isinstance(results[0], Refusal):
+        raise results[0]
+    return results[0]
 
 
 def _call(module, args, named):
@@ -163,9 +163,9 @@ def _captured(
     fits = _conditions(sources)
     constants = _constants(scope, module)
     (output,) = graph.graph.find_nodes(op="output")
-    made = [node for node in output.args[0] if _maker(node).op != "placeholder"]  # the others are stored, see `_keeps`
-    output.args = (tuple(made),)
-    result = _result(outputs, args, named, len(made))
+    returned = [n for n in output.args[0] if _maker(n).op != "placeholder"]  # the others are stored, see `_keeps`
+    output.args = (tuple(returned),)
+    result = _result(outputs, args, named, len(returned))
     writes = any(_is_write(node) for node in graph.graph.nodes)
     left = rewrite(graph, anywhere=True).left
     functions = [node.target for node in graph.graph.nodes if callable(node.target)]
@@ -236,7 +236,9 @@ def _conditions(sources: dict[fx.Node, str]) -> Callable[[nn.Module, tuple, dict
         if isinstance(example, torch.SymInt):
             symbols.setdefault(source, example)
         elif isinstance(example, Tensor):
-            sizes = [(f"{source}.shape[{i}]", size) for i, size in enumerate(example.shape)]
+            sizes: list[tuple[str, int | torch.SymInt]] = [
+                (f"{source}.shape[{i}]", size) for i, size in enumerate(example.shape)
+            ]
             if not example.is_contiguous():
                 sizes += [(f"{source}.stride()[{i}]", size) for i, size in enumerate(example.stride())]
             if isinstance(example.storage_offset(), torch.SymInt):
@@ -249,9 +251,9 @@ def _conditions(sources: dict[fx.Node, str]) -> Callable[[nn.Module, tuple, dict
     mode = torch._guards.TracingContext.get().fake_mode
     assert mode is not None and mode.shape_env is not None  # as Dynamo traces with symbolic sizes
     env = mode.shape_env
-    known = set().union(*(size.node.expr.free_symbols for size in symbols.values()))
-    guards = [guard for guard in env.guards if guard.expr.free_symbols <= known]
-    for symbol in set().union(*(guard.expr.free_symbols for guard in env.guards)) - known:
+    input_symbols = set().union(*(size.node.expr.free_symbols for size in symbols.values()))
+    guards = [guard for guard in env.guards if guard.expr.free_symbols <= input_symbols]
+    for symbol in set().union(*(guard.expr.free_symbols for guard in env.guards)) - input_symbols:
         if not all(source.name.startswith("L['module']") for source in env.var_to_sources.get(symbol, [])):
             if env.replacements.get(symbol) is None:  # a size that is a constant now is compared above
                 raise Refusal(f"it depends on the size {symbol}, which no input has")
@@ -288,7 +290,7 @@ def _result(outputs: Any, args: tuple, named: dict[str, Any], number: int) -> Ca
         number: of tensors that the graph returns.
     """
     if type(outputs) is Tensor and number == 1:
-        return lambda made, args, named: made[0]
+        return lambda tensors, args, named: tensors[0]
     inputs = {id(leaf): i for i, leaf in enumerate(tree_leaves((args, named)))}
     leaves, spec = tree_flatten(outputs)
     places: dict[int, int] = {}  # number of a tensor by its identity, in the order of the graph's outputs
@@ -305,10 +307,9 @@ def _result(outputs: Any, args: tuple, named: dict[str, Any], number: int) -> Ca
     if len(places) != number:
         raise Refusal("it returns views or copies that the graph does not have")
 
-    def result(made: tuple, args: tuple, named: dict) -> Any:
-        given = tree_leaves((args, named)) if inputs else ()
-        values = [made[v] if kind == "output" else given[v] if kind == "input" else v for kind, v in parts]
-        return tree_unflatten(values, spec)
+    def result(tensors: tuple, args: tuple, named: dict) -> Any:
+        sources = dict(output=tensors, input=tree_leaves((args, named)))
+        return tree_unflatten([sources[kind][v] if kind in sources else v for kind, v in parts], spec)
 
     return result
 

@@ -159,7 +159,8 @@ def _run(module: nn.Module, *args: Any, **named: Any) -> Any:
 def _traced(module: nn.Module, args: tuple, named: dict[str, Any]) -> Any:
     """As `_run` under torch.compile, which traces the rewritten graph; nothing is captured."""
     x = first_tensor((*args, *named.values()))
-    if x is not None and kernels_available(x) and not any(has_hooks(m) for m in module.modules() if m is not module):
+    watched = any(has_hooks(m) for m in module.modules() if m is not module)
+    if x is not None and kernels_available(x) and not torch.is_autocast_enabled(x.device.type) and not watched:
         number = _number(module, x.dtype, torch.is_grad_enabled())
         if number is not None and _numbered[number].fits(module, args, named):
             return _numbered[number].run(module, args, named)
@@ -172,7 +173,7 @@ def _number(module: nn.Module, dtype: torch.dtype, grad: bool) -> int | None:
     reading = read(module)
     for form, graphs in (reading.graphs or {}).items():
         for capture in graphs.captures if (form.dtype, form.grad) == (dtype, grad) else ():
-            if capture.constants:
+            if capture.constants or form.autocast is not None:
                 continue
             if capture not in _numbered:
                 _numbered.append(capture)
@@ -389,7 +390,7 @@ def _described(value: Any, numbers: dict[int, int]) -> Hashable:
     if isinstance(value, nn.Module):
         return nn.Module, numbers.setdefault(id(value), len(numbers))
     if type(value).__module__.startswith("torch.distributed."):
-        return type(value)  # the state of FSDP2, which gathers the parameters before the forward runs
+        return str(type(value))  # the state of FSDP2, which gathers the parameters before the forward runs
     if not hasattr(value, "__dict__"):
         raise Unreadable(f"an attribute is a {type(value).__name__}, whose state cannot be compared")
     if id(value) in numbers:

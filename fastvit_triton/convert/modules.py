@@ -236,18 +236,18 @@ def _with_captured(
         if not row.bare and is_our_forward(model.get_submodule(row.path).__dict__.get("forward"))
     }
     converted = ours | {path for path in read if not captured.is_bound(model.get_submodule(path))}
-    found: dict[str, Row] = {}
+    by_path: dict[str, Row] = {}
     paths = list(captured.candidates(model, converted, example is not None))
     while paths:
         asked: list[str] = []
         for path in paths:
             module = model.get_submodule(path)
             if filter_fn is not None and not filter_fn(module, path):
-                found[path] = Row(path, type(module).__name__, why="excluded by filter_fn")
+                by_path[path] = Row(path, type(module).__name__, why="excluded by filter_fn")
             elif example is None:
-                found[path] = Row(path, type(module).__name__, why=NEEDS_EXAMPLE)
+                by_path[path] = Row(path, type(module).__name__, why=NEEDS_EXAMPLE)
             elif "forward" in module.__dict__ and not captured.is_bound(module):
-                found[path] = Row(path, type(module).__name__, why="its forward was replaced")
+                by_path[path] = Row(path, type(module).__name__, why="its forward was replaced")
             else:
                 captured.ask(module)
                 bind(module, "forward", captured.run)
@@ -256,11 +256,11 @@ def _with_captured(
         if asked:
             captured.call(model, example)
         for path in asked:
-            row = found[path] = _captured_row(model.get_submodule(path), path, converted)
+            row = by_path[path] = _captured_row(model.get_submodule(path), path, converted)
             if row.became is None:
                 del model.get_submodule(path).__dict__["forward"]
                 paths += captured.candidates(model, converted, False, path)
-    return _merged(model, rows, found)
+    return _merged(model, rows, by_path)
 
 
 def _captured_row(module: nn.Module, path: str, converted: set[str]) -> Row:
@@ -282,10 +282,10 @@ def _captured_row(module: nn.Module, path: str, converted: set[str]) -> Row:
     return Row(path, name, f"fused captured {kind} ({parts})", why="; ".join(left) or None)
 
 
-def _merged(model: nn.Module, rows: tuple[Row, ...], found: dict[str, Row]) -> tuple[Row, ...]:
+def _merged(model: nn.Module, rows: tuple[Row, ...], captured_rows: dict[str, Row]) -> tuple[Row, ...]:
     """All rows in the order of the model's modules; that of a captured module replaces those of all that it holds."""
-    by_path = {row.path: row for row in rows} | found
-    tops = tuple(f"{path}." if path else "" for path, row in found.items() if row.became is not None)
+    by_path = {row.path: row for row in rows} | captured_rows
+    tops = tuple(f"{path}." if path else "" for path, row in captured_rows.items() if row.became is not None)
     order = (path for path, _ in model.named_modules(remove_duplicate=False) if path in by_path)
     return tuple(by_path[path] for path in order if f"{path}." in tops or not path.startswith(tops))
 
