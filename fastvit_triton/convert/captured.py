@@ -6,6 +6,7 @@ submodule has a hook, and the arguments have the form, and the sizes, that the g
 module's own forward runs. Modules of the same structure share graphs; copies do too, and capture none themselves.
 """
 
+import re
 import threading
 import weakref
 from collections.abc import Hashable, Iterator
@@ -36,6 +37,7 @@ ATOMS = (bool, int, str, bytes, complex, type(None), type(...), torch.dtype, tor
 CODE = (type, FunctionType, BuiltinFunctionType, ModuleType)
 LAYERS = (nn.Linear, nn.MultiheadAttention, nn.modules.conv._ConvNd)
 STACKS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+NAMES = re.compile("(?<!Batch)Norm|Attention|Attn|M[Ll][Pp]|F[Ff][Nn]|Feed[Ff]orward|Glu|GLU")
 MAX_GRAPHS = 4  # of one structure and form of call, for the branches that sizes select
 
 form_of = attrgetter("shape", "dtype", "device")
@@ -283,7 +285,8 @@ def call(model: nn.Module, example: Any) -> None:
 def candidates(model: nn.Module, converted: set[str], within: bool, inside: str | None = None) -> Iterator[str]:
     """Yields paths of modules to capture: the outermost ones that hold no stack of such modules.
 
-    Each is of a class that is not PyTorch's, and holds an `nn.MultiheadAttention` or two linear layers.
+    Each is of a class that is not PyTorch's, holds an `nn.MultiheadAttention` or two linear layers, and a class whose
+    name is that of a norm, an attention or an MLP.
 
     Args:
         model: the model.
@@ -298,7 +301,8 @@ def candidates(model: nn.Module, converted: set[str], within: bool, inside: str 
         layers = (m for name, m in below.items() if within or name in free)
         number = sum(2 * isinstance(m, nn.MultiheadAttention) + isinstance(m, nn.Linear) for m in layers)
         parts = (part for m in below.values() if isinstance(m, STACKS) for part in m.children())
-        return _is_foreign(module) and number > 1 and not any(map(_is_block, parts))
+        named = any(NAMES.search(type(m).__name__) for m in below.values())
+        return _is_foreign(module) and number > 1 and named and not any(map(_is_block, parts))
 
     def visit(path: str, module: nn.Module) -> Iterator[str]:
         if path not in free:

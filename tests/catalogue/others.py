@@ -105,7 +105,7 @@ MORE = {
     "vit_pytorch_cait": Entry(sized("cait.CaiT", cls_depth=1), 17),
     "vit_pytorch_deepvit": Entry(sized("deepvit.DeepViT"), 11),
     "vit_pytorch_crossvit": Entry(
-        partial(vit_pytorch, "cross_vit.CrossViT", **CROSS, dropout=0.0, emb_dropout=0.0), 16
+        partial(vit_pytorch, "cross_vit.CrossViT", **CROSS, dropout=0.0, emb_dropout=0.0), 16, left=("ProjectInOut",)
     ),
     "vit_pytorch_pit": Entry(sized("pit.PiT", patch_size=8, depth=(1, 1)), 12),
     "vit_pytorch_t2t": Entry(sized("t2t.T2TViT", patch_size=None, t2t_layers=((7, 4), (3, 2))), 17),

@@ -183,7 +183,7 @@ class Rewriter:
             node.kwargs = {"dtype": like.dtype, **node.kwargs}
 
     def _unusable(self, node: fx.Node, x: fx.Node, given: dict) -> str | None:
-        dtypes = {t.dtype for t in tensors(given)} - {torch.bool}
+        dtypes = {t.dtype for t in tensors({k: v for k, v in given.items() if k != "attn_mask"})}
         if dtypes - {torch.float32, torch.bfloat16, torch.float16} if self.regions.casts(node) else len(dtypes) > 1:
             return "its tensors differ in dtype"
         return self.refuses(value(x).device, value(x).dtype, given["embed_dim_to_check"] // given["num_heads"])
