@@ -7,7 +7,7 @@ from benchmarks.no_device import no_device
 from fastvit_triton.kernels.plan import forcing
 
 # Python calls in inference: a plain block looks up its way once; a fused one is replayed
-LIMITS = {"plain": lambda timm: timm + 14, "fused": lambda timm: 120}
+LIMITS = {"plain": lambda timm: timm + 14, "fused": lambda timm: 100}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -32,14 +32,14 @@ def test_calls_are_the_same_at_every_run(phase):
     """Oracle: a second count of the same calls, of timm's block and of ours."""
     for make, batch in ((host.by_timm, 0), (host.ours, 1)):
         first = calls(make, phase, "fused", batch)
-        assert first == calls(make, phase, "fused", batch) > 100
+        assert first == calls(make, phase, "fused", batch) > 50
 
 
 @pytest.mark.parametrize(
     "make, way, batch", [(host.ours, "plain", 0), (host.converted, "plain", 0), (host.frozen, "fused", 1)]
 )
 def test_a_block_makes_few_calls(make, way, batch):
-    """Oracle: in inference, a plain block makes at most 14 more calls than timm's, a fused one at most 120."""
+    """Oracle: in inference, a plain block makes at most 14 more calls than timm's, a fused one at most 100."""
     assert calls(make, "inference", way, batch) <= LIMITS[way](calls(host.by_timm, "inference", "plain", 0))
 
 

@@ -2,10 +2,12 @@
 
 import copy
 import gc
+import linecache
 import pickle
 import random
 import types
 import weakref
+from functools import partial
 
 import pytest
 import timm
@@ -19,9 +21,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.no_device import no_device
 from fastvit_triton import create_model, freeze, optimize, unfreeze
 from fastvit_triton.engine import ways
-from fastvit_triton.engine.replay import build, calls, program, record
-from fastvit_triton.kernels import backend
+from fastvit_triton.engine.replay import build, calls, emit, record
+from fastvit_triton.engine.replay.recorder import Recorder
+from fastvit_triton.kernels import backend, launch
 from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.tile import jit, tl
 
 SMALL = dict(img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=2, num_classes=0)
 
@@ -224,8 +228,13 @@ CONTEXTS = {  # contexts in which operators are observed or changed
 def test_contexts_end_replays(interpreted, monkeypatch, context):
     """Oracle: nothing is replayed inside a context, and calls are replayed again after it."""
     replayed = []
-    real = program.Program.run
-    monkeypatch.setattr(program.Program, "run", lambda *given: replayed.append(1) or real(*given))
+
+    def count(run, *given):
+        replayed.append(1)
+        return run(*given)
+
+    real = record.emit
+    monkeypatch.setattr(record, "emit", lambda plan: (made := real(plan))._replace(run=partial(count, made.run)))
     model, x = ours(), torch.randn(2, 3, 8, 8)
     with forcing("fused"):
         for _ in range(3):
@@ -234,7 +243,7 @@ def test_contexts_end_replays(interpreted, monkeypatch, context):
         with CONTEXTS[context]():
             run(model, x, training=True)
         assert not replayed
-        assert same(run(model, x, training=True), wanted) and len(replayed) == 2 * 2
+        assert same(run(model, x, training=True), wanted) and len(replayed) == 2
 
 
 @pytest.mark.parametrize("where", ["block", "layer", "all modules"])
@@ -381,6 +390,115 @@ def test_replayed_launches_get_the_same_arguments(way, training):
             ways.REPLAYS = True
 
 
+INFERENCE = """\
+def replay(given, addresses):
+    if is_autocast_enabled('cpu'):
+        return without_autocast('cpu', replay, given, addresses)
+    x, _ = given
+    _, weight_at = addresses
+    y = empty_strided((2, 4), (4, 1), dtype=float32, device=cpu)
+    buffer = empty(256, dtype=uint8, device=cpu)
+    buffer_float32 = buffer.view(float32)
+    aten_copy_(buffer_float32.as_strided((2, 4), (4, 1), 0), x)
+    var_mean, var_mean_2 = aten_var_mean(x, [1], correction=0, keepdim=True)
+    del var_mean
+    buffer_at = buffer.data_ptr()
+    y_at = y.data_ptr()
+    var_mean_2_at = var_mean_2.data_ptr()
+    stream = current_stream(-1)
+    test_replay_scale(
+        2, 1, 1, stream, test_replay_scale_binary, test_replay_scale_metadata, None, None, None, buffer_at,
+        (weight_at, y_at), var_mean_2_at, 4,
+    )
+    del var_mean_2
+    return (y, None)
+"""
+TRAINING = """\
+def forward(given, addresses):
+    if is_autocast_enabled('cpu'):
+        return without_autocast('cpu', forward, given, addresses)
+    x, weight, _ = given
+    y = aten_mm(x, weight.t())
+    saved = x, weight
+    return (y,), (), saved
+
+
+def backward(saved, dy):
+    if is_autocast_enabled('cpu'):
+        return without_autocast('cpu', backward, saved, dy)
+    x, weight = saved
+    d_weight = aten_mm(dy.t(), x)
+    d_x = aten_mm(dy, weight)
+    return d_x, d_weight, None
+
+
+def replay(given, addresses):
+    given[2] = given[2].detach()
+    (y0,) = apply(forward, backward, 0, addresses, *given)
+    return y0
+"""
+
+
+@jit
+def _scale_kernel(x, weight_and_y, mean, D: tl.constexpr):
+    """Is never compiled."""
+
+
+def emitted(function, **tensors):
+    """The generated function that replays a function of these tensors."""
+    recorder = Recorder(torch.device("cpu"))
+    with recorder:
+        result = function(**tensors)
+    marks, incoming, gradients = record._record_backward(recorder, [*tensors.values()], result)
+    wanted = [gradients.get(id(t)) for t in tensors.values()]
+    return emit.emit(build.Plan(recorder, [*tensors.items()], result, marks, incoming, wanted)).run
+
+
+def source(function):
+    """The text of the file in which a generated function is."""
+    return "".join(linecache.getlines(function.__code__.co_filename))
+
+
+@pytest.mark.fast
+def test_source_of_a_launch():
+    """Oracle: by hand: the generated function, and what the launcher gets."""
+    seen = []
+
+    def forward(x, weight):
+        hidden, y = torch.empty_like(x).copy_(x), torch.empty_like(x)
+        _, mean = torch.ops.aten.var_mean.correction(x, [1], correction=0, keepdim=True)
+        launch.launch(_scale_kernel, (2,), hidden, (weight, y), mean, D=4)
+        return y, None
+
+    with no_device(lambda *given: seen.append(given)), torch.no_grad():
+        x, weight = torch.randn(2, 4), torch.randn(4)
+        forward(x, weight)
+        replay = emitted(forward, x=x, weight=weight)
+        seen.clear()
+        y, nothing = replay([x, weight], [0, 1])
+    assert source(replay) == INFERENCE
+    ((*first, _, of_both, _, D),) = [(*given[:4], *given[9:]) for given in seen]
+    assert (first, of_both, D, nothing) == ([2, 1, 1, 0], (1, y.data_ptr()), 4, None)
+
+
+@pytest.mark.fast
+def test_source_of_a_backward_pass():
+    """Oracle: by hand, and PyTorch's gradients; errors show the generated line, until the function is freed."""
+    x, weight, unused = tensors = [torch.randn(*shape, requires_grad=True) for shape in ((2, 3), (4, 3), (3,))]
+    replay = emitted(lambda x, weight, unused: x @ weight.t(), x=x, weight=weight, unused=unused)
+    assert source(replay) == TRAINING
+    tensors, dy = [torch.randn_like(t).requires_grad_() for t in tensors], torch.randn(2, 4)
+    found = torch.autograd.grad(replay([*tensors], [0, 0, 0]), tensors[:2], dy)
+    assert same(found, torch.autograd.grad(tensors[0] @ tensors[1].t(), tensors[:2], dy))
+    with pytest.raises(RuntimeError) as error:
+        replay([unused, weight, unused], [0, 0, 0])
+    assert str(error.traceback[-1].statement).strip() == "y = aten_mm(x, weight.t())"
+    filename = replay.__code__.co_filename
+    del replay, error
+    gc.collect()
+    assert filename not in linecache.cache
+
+
 @pytest.mark.fast
 def test_buffers_keep_live_tensors_apart():
     """Oracle: no two tensors alive at the same step share a byte; the buffer is at most as large as all of them."""
@@ -405,7 +523,7 @@ def test_frozen_models_follow_their_weights(interpreted):
         for _ in range(3):
             again(model, x, False)
         held = [weakref.ref(t) for one in recorded(model) for t in one.held if t.dim() == 2]
-        assert recorded(model)[0].sources
+        assert recorded(model)[0].folds
         for change in (lambda w: w.mul_(2), lambda w: w.copy_(torch.randn_like(w))):
             change(model.blocks[0].attn.qkv.weight)
             for _ in range(3):

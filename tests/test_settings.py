@@ -5,6 +5,7 @@ import contextlib
 import inspect
 import re
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from benchmarks.no_device import no_device
 from fastvit_triton import create_model
 from fastvit_triton.deploy.cuda_graph import key_of
 from fastvit_triton.engine import ways
-from fastvit_triton.engine.replay import calls, program
+from fastvit_triton.engine.replay import calls, record
 from fastvit_triton.kernels import attention_launch, backend, cost, launch, measured, onednn, plan, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
@@ -215,8 +216,13 @@ def test_each_condition_is_observed():
 def test_replays_follow_each_setting(monkeypatch):
     """Oracle: a call that is replayed before is not replayed in a context that changes a setting or observes it."""
     replayed = []
-    real = program.Program.run
-    monkeypatch.setattr(program.Program, "run", lambda *given: replayed.append(1) or real(*given))
+
+    def count(run, *given):
+        replayed.append(1)
+        return run(*given)
+
+    real = record.emit
+    monkeypatch.setattr(record, "emit", lambda plan: (made := real(plan))._replace(run=partial(count, made.run)))
     with no_device(), plan.forcing("mixed"), torch.no_grad():
         block, x = a_block()
         block(x)

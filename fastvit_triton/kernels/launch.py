@@ -127,9 +127,9 @@ def direct_state(device: int, kernels: tuple[Kernel, ...]) -> tuple | None:
     return _direct, *binaries(), [kernel.debug for kernel in kernels]
 
 
-def stream(device: int) -> int:
-    """Handle of the current stream, for direct launches."""
-    return _direct.stream(device)
+def current_stream() -> Callable[[int], int]:
+    """The driver's function from a device to the handle of its current stream; valid as long as `direct_state`."""
+    return _direct.stream
 
 
 def _run(kernel: Kernel, grid: tuple[int, ...], arguments: tuple, fixed: dict[str, object]) -> Any:

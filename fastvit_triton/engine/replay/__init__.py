@@ -1,8 +1,9 @@
 """Replays the kernel launches of a block without the Python code that selected them.
 
-The second call of a module with the same input layouts and settings is recorded. Later calls repeat its launches and
-PyTorch operators in the same order, on the inputs, the module's tensors, and one buffer for intermediate results. With
-gradients the backward pass is recorded too, and both passes are one node of the autograd graph.
+The second call of a module with the same input layouts and settings is recorded (`record`, `recorder`). In later calls
+a generated function (`build`, `emit`) repeats its launches and PyTorch operators in the same order, on the inputs, the
+module's tensors, and one buffer for intermediate results. With gradients the backward pass is recorded too, and both
+passes are one node of the autograd graph. `sources` returns the generated functions of a module.
 
 Each call checks that nothing the recording depends on has changed: layouts of inputs and parameters, global settings,
 and the state of the modules (`guard`). A call is not recorded if a module in it has hooks or comes from an unknown
@@ -10,6 +11,6 @@ package, or if it reads a value on the host or writes to a tensor that existed b
 FASTVIT_TRITON_REPLAY=0 disables replays.
 """
 
-from .calls import call, call_block, call_branches
+from .calls import call, call_block, call_branches, sources
 
-__all__ = ["call", "call_block", "call_branches"]
+__all__ = ["call", "call_block", "call_branches", "sources"]

@@ -1,8 +1,10 @@
 """Calls a block, or replays its recording for the same input layouts and settings."""
 
+import linecache
 import weakref
 from collections.abc import Callable
 from functools import partial
+from textwrap import indent
 from typing import Any, final
 
 import torch
@@ -12,12 +14,21 @@ from ...kernels import launch, settings
 from .. import packing, ways
 from ..freeze import PROGRAMS
 from ..hooks import has_hooks
+from .emit import Names, wrapped
 from .guard import Uncompared
 from .record import Record, record
 
 MAX_PROGRAMS = 32  # per module: one for each combination of input layouts and settings
 MAX_ATTEMPTS = 4  # calls that ran without a recording, after which none is tried
 MAX_CHANGES = 16  # of a module, after which it is not recorded again
+ADDRESSES = """\
+def addresses(module):
+    if not (
+        {}
+    ):
+        return None
+{}
+"""
 
 
 class Programs(Uncompared):
@@ -42,62 +53,61 @@ class Programs(Uncompared):
 
 @final
 class Recorded:
-    """A program and the state in which it may be replayed.
+    """A recorded call and the state in which it may be replayed.
 
     Attributes:
-        program: of the call.
+        run: the generated function, see `emit`.
         guard: checks the modules.
-        held: tensors passed to the program after the inputs.
-        layouts: of the held tensors.
-        alignments: their addresses modulo 16.
-        folds: cached folds that the program reads: the dict of `freeze` that holds them, key and `Kept`.
-        sources: tensors that the folds were computed from.
-        versions: of the sources.
-        kernels: those launched directly.
-        direct: state of Triton that direct launches require, see `launch.direct_state`.
-        operators: see `settings.operators`; None without operators of PyTorch.
+        held: tensors passed to it after the inputs.
+        folds: cached folds that it reads: the dict of `freeze` that holds them, key and `Kept`.
+        addresses: the generated function that returns the addresses of the held tensors; None if the module that it
+            takes, its tensors, or settings have changed.
     """
 
-    def __init__(self, made: Record) -> None:
-        self.program, self.guard, self.held = program, *_ = made.program, made.guard, made.held
-        self.layouts = _layouts(made.held)
-        self.alignments = [t.data_ptr() % 16 for t in made.held]
-        self.folds = made.folds
-        sources = {id(t): t for *_, kept in made.folds for ref in kept.sources if (t := ref()) is not None}
-        self.sources = [(t, not t.is_inference()) for t in sources.values()]
-        self.versions = self._versions()
-        self.kernels = tuple({k: None for part in (program.forward, program.backward) if part for k in part.kernels})
-        index = program.device.index
-        self.index = -1 if index is None else index
-        self.direct = launch.direct_state(self.index, self.kernels) if self.kernels else None
-        self.operators = settings.operators() if made.operators else None
+    def __init__(self, made: Record, device: torch.device) -> None:
+        self.run, self.guard, self.folds = made.replay.run, made.guard, made.folds
+        self.held = [t for _, t in made.held]
+        self.addresses = self._compiled(made, -1 if device.index is None else device.index)
 
-    def addresses(self, module: nn.Module) -> list[int] | None:
-        """Addresses of the held tensors; None if the modules, their tensors or the launcher's state have changed."""
-        addresses = [t.data_ptr() for t in self.held]
-        same = (
-            self.guard.holds(module)
-            and _layouts(self.held) == self.layouts
-            and [a % 16 for a in addresses] == self.alignments
-            and (not self.kernels or launch.direct_state(self.index, self.kernels) == self.direct is not None)
-            and (not self.folds or self._reads_current_folds())
-            and (self.operators is None or settings.operators() == self.operators)
-        )
-        return addresses if same else None
+    def _compiled(self, made: Record, index: int) -> Callable[[nn.Module], list[int] | None]:
+        """Compiles `addresses(module)`."""
+        names = Names("addresses", "module")
+        checks = [names.call(self.guard.holds, "module")]
+        if kernels := made.replay.kernels:
+            direct = names.call(launch.direct_state, str(index), names.bind("kernels", kernels))
+            checks.append(f"{direct} == {names.bind('direct', launch.direct_state(index, kernels))} is not None")
+        if made.replay.operators:
+            checks.append(f"{names.call(settings.operators)} == {names.bind('operators_then', settings.operators())}")
+        for store, key, kept in self.folds:  # those that `freeze` holds now
+            checks.append(f"{names.bind('store', store)}.get({names.bind('key', key)}) is {names.bind('kept', kept)}")
+        sources = {id(t): t for *_, kept in self.folds for ref in kept.sources if (t := ref()) is not None}
+        for t in sources.values():
+            name = names.bind("source", t)
+            checks.append(f"{name}.data_ptr() == {t.data_ptr()} and {_kind(names, name, t)}")
+            if not t.is_inference():  # inference tensors have no version
+                checks.append(f"{name}._version == {t._version}")
+        found = []
+        for title, t in made.held:
+            name = names.bind(title, t)
+            found.append(names.unique(f"{name}_at"))
+            checks.append(f"({found[-1]} := {name}.data_ptr()) % 16 == {t.data_ptr() % 16}")
+            checks.append(f"{name}.shape == {tuple(t.shape)} and {name}.stride() == {t.stride()}")
+            checks.append(f"{_kind(names, name, t)} and {name}.requires_grad is {t.requires_grad}")
+        end = indent("\n".join(wrapped("return [", found, "]")), "    ")
+        return names.compiled(ADDRESSES.format("\n        and ".join(checks), end), "addresses")
 
-    def _reads_current_folds(self) -> bool:
-        """True if `freeze` still holds the same folds, and their sources have not changed."""
-        try:
-            for store, key, kept in self.folds:
-                if store[key] is not kept:
-                    return False
-        except KeyError:
-            return False
-        return self._versions() == self.versions
 
-    def _versions(self) -> list[tuple]:
-        """(address, version, dtype, device) of each source; inference tensors have no version."""
-        return [(t.data_ptr(), t._version if counts else 0, t.dtype, t.device) for t, counts in self.sources]
+def _kind(names: Names, name: str, t: Tensor) -> str:
+    """Expression that compares dtype and device."""
+    return f"{name}.dtype is {names.value(t.dtype)} and {name}.device == {names.value(t.device)}"
+
+
+def sources(module: nn.Module) -> list[str]:
+    """Source of the functions that check the state of this module's recorded calls and replay them; see `emit`."""
+    programs = module.__dict__.get(PROGRAMS, Programs())
+    found = [one for one in programs.found.values() if type(one) is Recorded]
+    functions = [f for one in found for f in (one.guard.holds, one.addresses, one.run)]
+    return ["".join(linecache.getlines(f.__code__.co_filename)) for f in functions]
 
 
 def _layouts(tensors: list[Tensor]) -> list[tuple]:
@@ -127,18 +137,18 @@ def call(way_key: tuple, forward: Callable, module: nn.Module, *inputs: object, 
     known = programs.found.get(key, 0)
     if type(known) is Recorded:
         if (held := known.addresses(module)) is not None:
-            return known.program(tensors + known.held, addresses + held)
+            return known.run(tensors + known.held, addresses + held)
         programs.found.clear()  # the others depend on the same state
         programs.changes += 1
         known = 0 if programs.changes <= MAX_CHANGES else MAX_ATTEMPTS
     if len(programs.found) >= MAX_PROGRAMS:
         programs.found.clear()
     if 0 < known < MAX_ATTEMPTS and (made := record(forward, module, inputs, named, tensors)) is not None:
-        recorded = programs.found[key] = Recorded(made)
+        recorded = programs.found[key] = Recorded(made, device)
         if made.result is not None:
             return made.result
         if (held := recorded.addresses(module)) is not None:
-            return recorded.program(tensors + recorded.held, addresses + held)
+            return recorded.run(tensors + recorded.held, addresses + held)
         return forward(module, *inputs, **named)
     programs.found[key] = known + 1  # the first call compiles kernels and fills caches
     return forward(module, *inputs, **named)

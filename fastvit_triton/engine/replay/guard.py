@@ -6,15 +6,28 @@ configuration, are compared by attributes. Constants of classes and modules are 
 """
 
 import weakref
+from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..source import facts_of
+from .emit import Names
 
 _FUNCTIONS = FunctionType, MethodType, BuiltinFunctionType
 _PLAIN = (int, float, str, bytes, type(None), type, Tensor, nn.Module, ModuleType, *_FUNCTIONS)
+HOLDS = """\
+def holds(module):
+    try:
+        return (
+            {}
+        )
+    except (RuntimeError, ValueError, TypeError):  # tensors and arrays that cannot be compared
+        return False
+    except (KeyError, AttributeError):  # what the calls look up was removed
+        return False
+"""
 
 
 class Guard:
@@ -27,7 +40,7 @@ class Guard:
     Attributes:
         root: weak reference.
         inside: as in Args.
-        code: what the calls of all types look up, see `source.hold`.
+        holds: the generated function that returns True if nothing has changed since the snapshot; takes the root.
         tensors: parameters, buffers and other tensors of all modules, each once.
         single: (number of the module, "_parameters" or "_buffers", name, tensor) of those with one element, because ==
             compares a replaced one by its value.
@@ -37,12 +50,10 @@ class Guard:
         self.root = weakref.ref(root)
         self.inside = inside
         modules = [root, *inside]
-        self.facts = [(type(module), _copied(module.__dict__)) for module in modules]
-        self.code = facts_of({cls for cls, _ in self.facts})
+        facts = [(type(module), _copied(module.__dict__)) for module in modules]
         objects: dict[int, object] = {}
         for module in modules:
             _collect(module.__dict__, objects)
-        self.objects = [(value, _copied(value.__dict__)) for value in objects.values()]
         self.tensors = list({id(t): t for module in modules for t in _tensors(module)}.values())
         self.single = [
             (i, kind, name, t)
@@ -51,28 +62,27 @@ class Guard:
             for name, t in module.__dict__[kind].items()
             if t is not None and t.numel() < 2
         ]
+        self.holds: Callable[[nn.Module | None], bool] = self._compiled(root, facts, list(objects.values()))
 
-    def holds(self, root: nn.Module | None) -> bool:
-        """True if nothing has changed since the snapshot."""
-        try:
-            modules = root, *self.inside
-            for module, (cls, facts) in zip(modules, self.facts, strict=True):
-                if module.__class__ is not cls or module.__dict__ != facts:
-                    return False
-            for i, kind, name, t in self.single:
-                if modules[i].__dict__[kind][name] is not t:
-                    return False
-            for get, place, values in self.code:
-                if get(place) != values:
-                    return False
-            for value, facts in self.objects:
-                if value.__dict__ != facts:
-                    return False
-        except (RuntimeError, ValueError, TypeError):  # tensors and arrays that cannot be compared
-            return False
-        except (KeyError, AttributeError):  # what the calls look up was removed
-            return False
-        return True
+    def _compiled(self, root: nn.Module, facts: list[tuple[type, dict]], objects: list[object]) -> Callable:
+        """Compiles `holds(module)`."""
+        names = Names("holds", "module")
+        titles = {id(module): title for title, module in root.named_modules()}
+        conditions = []
+        for i, (module, (cls, before)) in enumerate(zip((root, *self.inside), facts, strict=True)):
+            this = "module" if i == 0 else names.bind(titles.get(id(module), cls.__name__.lower()), module)
+            state = names.bind(f"{this}_state", before)
+            conditions.append(f"{this}.__class__ is {names.bind(cls.__name__, cls)} and {this}.__dict__ == {state}")
+            for kind, name, t in (one[1:] for one in self.single if one[0] == i):
+                conditions.append(f"{this}.__dict__[{kind!r}][{name!r}] is {names.bind(name, t)}")
+        for get, place, values in facts_of({cls for cls, _ in facts}):
+            where = place.__name__ if isinstance(place, type) else str(place.get("__name__", "table"))
+            code = names.bind(f"{where}_code", values)
+            conditions.append(f"{names.bind(f'code_of_{where}', get)}({names.bind(where, place)}) == {code}")
+        for value in objects:
+            this = names.bind(type(value).__name__.lower(), value)
+            conditions.append(f"{this}.__dict__ == {names.bind(f'{this}_state', _copied(value.__dict__))}")
+        return names.compiled(HOLDS.format("\n            and ".join(conditions)), "holds")
 
 
 class Uncompared:

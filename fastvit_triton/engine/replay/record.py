@@ -9,29 +9,27 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..freeze import CachedFold, kept_folds
 from ..hooks import runs_known_code
-from .build import build
+from .build import Plan
+from .emit import Emitted, emit
 from .guard import Guard
-from .program import Program
 from .recorder import Recorder, Refusal, storage_of, tensors_in
 
 
 class Record(NamedTuple):
-    """A program and what it depends on.
+    """A replay and what it depends on.
 
     Attributes:
-        program: of the call.
+        replay: the generated function.
         guard: snapshot of the modules.
-        held: tensors passed to the program after the inputs: those of the modules and the cached folds of `freeze`.
-        folds: those cached by `freeze` that the program reads.
-        operators: True if the steps include PyTorch operators.
+        held: tensors passed to it after the inputs: those of the modules and the cached folds of `freeze`, by name.
+        folds: those cached by `freeze` that it reads.
         result: return value of the recorded call; None if it had gradients.
     """
 
-    program: Program
+    replay: Emitted
     guard: Guard
-    held: list[Tensor]
+    held: list[tuple[str, Tensor]]
     folds: list[CachedFold]
-    operators: bool
     result: object
 
 
@@ -82,7 +80,7 @@ def record(
 
 
 def _refuse_tensors(guard: Guard, inputs: list[Tensor]) -> None:
-    """Raises Refusal for tensors that a program cannot take."""
+    """Raises Refusal for tensors that a replay cannot take."""
     held = guard.tensors
     single = {id(t) for *_, t in guard.single}
     if _share_memory([*inputs, *held]):
@@ -155,9 +153,11 @@ def _made(
     held = [t for t in given[inputs:] if torch.is_grad_enabled() or storage_of(t) in read]
     held += [t for *_, kept in folds for t in kept.folded[:3]]
     given = [*given[:inputs], *held]
-    program = build(recorder, given, result, marks, incoming, [gradients.get(id(t)) for t in given])
-    operators = any(step.grid is None for step in recorder.steps)
-    return Record(program, guard, held, folds, operators, result if marks is None else None)
+    names = {id(t): name for m in reversed(modules) for name, t in (*m.named_parameters(), *m.named_buffers())}
+    named = [(names.get(id(t), "constant"), t) for t in held]
+    wanted = [gradients.get(id(t)) for t in given]
+    plan = Plan(recorder, [*(("x", t) for t in given[:inputs]), *named], result, marks, incoming, wanted)
+    return Record(emit(plan), guard, named, folds, result if marks is None else None)
 
 
 def _storages(fold: CachedFold) -> set[int]:
