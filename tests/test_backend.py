@@ -106,10 +106,9 @@ def check(model, given, run=lambda model, given: model(given), dynamic=None, ful
     return eager
 
 
-# Candidates that are not attention in our sense, by model: talking heads, a latent query, cosine attention, windows as
-# a fifth axis, masks that are written into.
-NOT_ATTENTION = {"timm_cait": 2, "hf_siglip": 1, "hf_siglip2": 1, "torch_multihead": 1}
-NOT_ATTENTION |= {"timm_swin_v2": 3, "timm_swin_v2_ragged": 4, "timm_twins_svt": 2, "timm_twins_svt_ragged": 2}
+# Candidates that are not attention in our sense, by model: talking heads, masks of heads, cosine
+# attention, masks that are written into.
+NOT_ATTENTION = {"timm_cait": 2, "hf_siglip2": 1, "timm_swin_v2": 3, "timm_swin_v2_ragged": 4}
 NOT_ATTENTION |= {"hf_swinv2": 3, "torchvision_swin": 1, "torchvision_swin_ragged": 2}
 NOT_ATTENTION |= {"torchvision_swin_v2": 4, "torchvision_swin_v2_ragged": 4}
 HEAVY = [*REPEATS, *(n for n in PYRAMIDS if n not in ("timm_swin", "timm_tnt"))]
