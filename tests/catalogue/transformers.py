@@ -252,7 +252,13 @@ PACKED = dict(  # images of different sizes are in one sequence
         ),
         rounded("Glm4vMoeVisionModel", 12, PATCH4, inputs=packed("hidden_states", (96,))),
         rounded("Glm4vVisionModel", 12, PATCH4, inputs=packed("hidden_states", (96,))),
-        rounded("Glm5NextVisionModel", 11, PATCH4, inputs=packed("hidden_states", (96,)), left=("Glm5NextVisionMLP",)),
+        rounded(
+            "Glm5NextVisionModel",
+            11,
+            PATCH4,
+            inputs=packed("hidden_states", (96,)),
+            left=("Glm5NextVisionMLP", "Glm5NextVisionPatchMerger"),
+        ),
         row("GlmImageVisionModel", 11, PATCH4, inputs=packed("pixel_values", (48,))),
         rounded("GlmOcrVisionModel", 16, PATCH4, inputs=packed("hidden_states", (96,))),
         rounded(
