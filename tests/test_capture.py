@@ -234,6 +234,17 @@ def test_weights_may_change_in_any_way():
         assert_close(converted(*single), original(*single))
 
 
+def test_globals_that_a_forward_reads(monkeypatch):
+    """The number of heads of this model is a global of its file; it changes after the capture."""
+    original, converted = pair("unit")
+    inputs = MODELS["unit"].inputs(2, 3)
+    with torch.no_grad():
+        before = converted(*inputs)
+        monkeypatch.setattr(research, "H", 4)
+        assert_close(converted(*inputs), original(*inputs))
+        assert not torch.equal(converted(*inputs), before)
+
+
 def test_transformations_of_pytorch():
     """`torch.func.grad`, checkpointing, autocast, `torch.compile`, `torch.jit.trace` and `torch.export`."""
     original, converted = pair("dino")

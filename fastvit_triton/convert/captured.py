@@ -26,6 +26,7 @@ from ..engine.source import code_of
 from ..kernels import settings
 from ..kernels.backend import constant, kernels_available, transparent
 from .example import arguments, unchanged
+from .shares import enclosing
 from .third_party import can_run
 
 if TYPE_CHECKING:
@@ -294,7 +295,7 @@ def candidates(model: nn.Module, converted: set[str], within: bool, inside: str 
         within: False to count only layers outside of modules with a fused forward.
         inside: path of a module that is passed over itself; None for the model.
     """
-    free = {path for path, _ in model.named_modules() if not any(map(converted.__contains__, _around(path)))}
+    free = {path for path, _ in model.named_modules() if not any(map(converted.__contains__, enclosing(path)))}
 
     def is_candidate(path: str, module: nn.Module) -> bool:
         below = dict(module.named_modules(prefix=path))
@@ -324,14 +325,6 @@ def _is_foreign(module: nn.Module) -> bool:
 def _is_block(module: nn.Module) -> bool:
     """True for a module with layers whose class is not PyTorch's."""
     return _is_foreign(module) and any(isinstance(m, LAYERS) for m in module.modules())
-
-
-def _around(path: str) -> Iterator[str]:
-    """The path, and those of the modules around it."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-    yield ""
 
 
 def read(module: nn.Module) -> Reading:

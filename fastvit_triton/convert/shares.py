@@ -108,7 +108,7 @@ def weights(model: nn.Module) -> Shares:
         held = [t for name in names if (t := module._parameters.get(name)) is not None and not is_lazy(t)]
         count = sum(t.numel() for t in held if id(t) not in seen)
         seen |= set(map(id, held))
-        for inside in _enclosing(path) if count else ():
+        for inside in enclosing(path) if count else ():
             amounts[inside] = amounts.get(inside, 0) + count
     return Shares("weights", amounts, amounts.get("", 0))
 
@@ -187,7 +187,7 @@ def _attention(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **named: An
     return sdpa_flop_count(q, k, v)
 
 
-def _enclosing(path: str) -> Iterator[str]:
+def enclosing(path: str) -> Iterator[str]:
     """The path, and those of the modules around it; the last is "", the model."""
     while path:
         yield path
