@@ -34,7 +34,7 @@ ALLOWED_IMPORTS = {
     "preparation": set(),
     "deploy": {"kernels", "engine", "layers", "models", "convert", "files", "preparation", "deploy"},
     "explain": {"kernels", "engine", "layers", "convert", "train", "files", "explain"},
-    "integrations": set("convert engine models files preparation integrations".split()),
+    "integrations": set("checkpoints convert models preparation integrations".split()),
     "measure": set("kernels engine layers models convert expected files deploy measure".split()),
     "cli": set(
         "kernels checkpoints models convert train explain measure expected files deploy cli preparation".split()
