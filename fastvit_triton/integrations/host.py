@@ -21,9 +21,9 @@ def need(name: str, least: str, package: str | None = None) -> Any:
     try:
         host = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != name:  # something that the host itself needs
+        if (error.name or "").split(".")[0] != name.split(".")[0]:  # something that the host itself needs
             raise
-        raise ImportError(f"{package} is not installed; {works}: pip install '{package}>={least}'") from error
+        raise ImportError(f"{package} is not installed; {works}") from error
     seen = str(getattr(host, "__version__", "unknown"))
     if (numbers := _numbers(seen)) and numbers < _numbers(least):
         raise ImportError(f"{package} is of version {seen}; {works}")
