@@ -40,6 +40,7 @@ TEST = [
     "timm==1.0.31",  # oracle: plain ViT families
     "torchvision",  # oracle: vit_b_16; timm imports it
     "transformers>=5",  # oracle: ViT, DeiT, DINOv2, SigLIP, CLIP
+    "open_clip_torch",  # oracle: CLIP's towers in their authors' layout
     "vit-pytorch",  # oracle: SimpleViT
     "accelerate",  # dispatches models by device_map
     "pytorch-lightning",  # trains a model that its callback optimises
