@@ -88,11 +88,11 @@ def choose_way(module: nn.Module | None, x: Tensor, branches: tuple[Branch, ...]
     """
     if torch.compiler.is_compiling() or module is None:
         return _way(x, branches, False, None)
-    known = module.__dict__.get(SIZES)
+    sizes = module.__dict__.get(SIZES)
     frozen = precision_of(module)
-    if known is None or known[0] != branches or known[2:] != (module.training, frozen):
-        known = module.__dict__[SIZES] = Sizes(branches, replays and is_repeatable(module), module.training, frozen)
-    return _way(x, known.branches, known.replayed, frozen)
+    if sizes is None or sizes[0] != branches or sizes[2:] != (module.training, frozen):
+        sizes = module.__dict__[SIZES] = Sizes(branches, replays and is_repeatable(module), module.training, frozen)
+    return _way(x, sizes.branches, sizes.replayed, frozen)
 
 
 def _way(x: Tensor, branches: tuple[Branch, ...], replayed: bool, frozen: str | None) -> str:
