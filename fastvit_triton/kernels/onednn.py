@@ -119,22 +119,22 @@ def refusal(dtype: torch.dtype, operation: str | None = None) -> str | None:
             x, weight, other = (torch.randn(16, 16, generator=generator).to(dtype) for _ in range(3))
             bias = torch.randn(16, generator=generator).to(dtype)
             if operation == "packed":
-                got = _call(x, _pack(weight, 16), bias)
+                result = _call(x, _pack(weight, 16), bias)
             elif operation == "int8":
-                got = _int8_product(x, pack(weight, bias, None, 16, "int8"))
+                result = _int8_product(x, pack(weight, bias, None, 16, "int8"))
             elif operation in BINARY:
-                got = _call(x, weight, bias, other=other, operation=operation)
+                result = _call(x, weight, bias, other=other, operation=operation)
             else:
-                got = _call(x, weight, bias, activation=operation)
-            want = F.linear(x.double(), weight.double(), bias.double())
+                result = _call(x, weight, bias, activation=operation)
+            expected = F.linear(x.double(), weight.double(), bias.double())
             if operation in BINARY:
-                want = want + other.double() if operation == "add" else want * other.double()
+                expected = expected + other.double() if operation == "add" else expected * other.double()
             elif operation in ACTIVATIONS:
-                want = ACTIVATIONS[operation](want)
+                expected = ACTIVATIONS[operation](expected)
     except (AttributeError, RuntimeError) as error:
         return f"oneDNN's product in {dtype} fails: {str(error).splitlines()[0]}"
-    wrong = float((got.double() - want).norm() / want.norm())
-    if got.dtype != dtype or not wrong <= (1 / 32 if operation == "int8" else 8 * torch.finfo(dtype).eps):
+    wrong = float((result.double() - expected).norm() / expected.norm())
+    if result.dtype != dtype or not wrong <= (1 / 32 if operation == "int8" else 8 * torch.finfo(dtype).eps):
         return f"oneDNN's product in {dtype} with {operation or 'bias'} is wrong by {wrong:.1e}"
     return None
 

@@ -30,8 +30,8 @@ def _attention_pair(
     pair = [Launch(kind, flops, attention_launch(b, False).nbytes) for kind in ("fused attention", "attention")]
     ours, theirs = [[launch] for launch in pair]
     if training:
-        for found, launch in ((ours, pair[0]), (theirs, pair[1])):
-            found.append(launch._replace(flops=2.5 * flops, nbytes=2 * launch.nbytes, backward=True))
+        for launches, launch in ((ours, pair[0]), (theirs, pair[1])):
+            launches.append(launch._replace(flops=2.5 * flops, nbytes=2 * launch.nbytes, backward=True))
         small = one_pass(b, 0)
         theirs += [small, small] + [one_pass(b, 2 * images * keys * b.width)] * packed
     return ours, theirs
@@ -106,8 +106,10 @@ def _window_attention(size: int, training: bool, M: int, C: int, N: int, shifted
     if not training:
         return [ours], theirs
     more = 2.5 if N <= 64 else 4.5  # products of the backward pass, over those of the forward pass
-    found = [ours, ours._replace(flops=more * ours.flops, nbytes=2 * ours.nbytes, backward=True), one_pass(b, 0)]
-    return found, theirs * 2 + [core._replace(flops=2.5 * core.flops, nbytes=2 * core.nbytes, backward=True)]
+    backward = ours._replace(flops=more * ours.flops, nbytes=2 * ours.nbytes, backward=True)
+    return [ours, backward, one_pass(b, 0)], theirs * 2 + [
+        core._replace(flops=2.5 * core.flops, nbytes=2 * core.nbytes, backward=True)
+    ]
 
 
 OPS: dict[str, Callable[..., Pair]] = dict(
