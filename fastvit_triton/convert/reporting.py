@@ -90,9 +90,10 @@ class Report:
             return "The model calls the kernels itself; nothing needs to be converted."
         blocks = [row for row in self.rows if _is_block(row) and row.why != OURS]
         outer = [row for row in self.rows if row.within is None and "Norm" not in row.type and row.why != OURS]
-        own = sum(row.why == OURS for row in self.rows)
-        more = f" {_several(own, 'module')} of this package fuse{'s' * (own == 1)} without conversion." if own else ""
-        if own and not outer:
+        ours = sum(row.why == OURS for row in self.rows)
+        fuse = f"fuse{'s' * (ours == 1)}"
+        more = f" {_several(ours, 'module')} of this package {fuse} without conversion." if ours else ""
+        if ours and not outer:
             return more.strip()
         counted = blocks if any(row.became for row in blocks) else outer
         noun = "call" if self.subject is None else "block" if counted is blocks else "module"
@@ -153,16 +154,16 @@ class Report:
             return ""
         rows = {row.path: row for row in reversed(self.rows)}
         tops = {row.path for row in counted if row.became}
-        these = every = 0.0
+        counted_share = every = 0.0
         for path, row in rows.items():
             outside = next((rows[p] for p in _around(path) if p in rows), None)
             for one, sign in ((row, 1), (outside, -1)):
                 if one is not None and one.became is not None and _way(one) == way:
                     every += sign * shares.share(path)
-                    these += sign * shares.share(path) * (not tops.isdisjoint([one.path, *_around(one.path)]))
+                    counted_share += sign * shares.share(path) * (not tops.isdisjoint([one.path, *_around(one.path)]))
         unit = "FLOPs" if shares.of == "FLOPs" else "weights of linear and convolution layers"
-        text = f", {_rounded(these)} of the {unit}"
-        return text if _rounded(every) == _rounded(these) else f"{text}, with other modules {_rounded(every)}"
+        text = f", {_rounded(counted_share)} of the {unit}"
+        return text if _rounded(every) == _rounded(counted_share) else f"{text}, with other modules {_rounded(every)}"
 
 
 def _way(row: Row) -> str:
