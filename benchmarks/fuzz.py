@@ -184,6 +184,7 @@ def answer(number: int, seed: int = SEED) -> dict:
     learning = named_leaves(arguments)
     try:
         got = outcome(op.run, arguments, learning or None)
+    # Any error: its class is the finding, and the row says whether it is a message of this package.
     except Exception as error:
         name, last = type(error).__name__, error.__traceback__
         while last.tb_next is not None:
