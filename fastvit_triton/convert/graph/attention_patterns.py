@@ -202,8 +202,8 @@ def _decomposed(scores: Argument, inner: list[fx.Node]) -> tuple[fx.Node, tuple[
 
     The scores are viewed as [B, qh, qw, kh, kw], to which [B, qh, qw, kh, 1] and [B, qh, qw, 1, kw] are added.
     """
-    passed: list[fx.Node] = []
-    added: Argument = up(read(scores)["input"], passed) if kind(scores) == "reshape" else None
+    skipped: list[fx.Node] = []
+    added: Argument = up(read(scores)["input"], skipped) if kind(scores) == "reshape" else None
     if len(shape(scores)) != 3 or len(shape(added)) != 5:
         return scores, None
     terms: list[Argument] = [added]
@@ -223,7 +223,7 @@ def _decomposed(scores: Argument, inner: list[fx.Node]) -> tuple[fx.Node, tuple[
     column = next((t for size, t in by_size if t is not split and equal(size, (B, qh, qw, 1, kw))), None)
     if split is None or row is None or column is None or not equal(shape(read(split)["input"]), shape(scores)):
         return scores, None
-    inner += [scores, *passed, *sums, split]
+    inner += [scores, *skipped, *sums, split]
     rows = Call(torch.flatten, (Call(torch.flatten, (row, 3, 4)), 1, 2))
     columns = Call(torch.flatten, (Call(torch.flatten, (column, 3, 4)), 1, 2))
     return up(read(split)["input"], inner), (rows, columns)
@@ -231,8 +231,8 @@ def _decomposed(scores: Argument, inner: list[fx.Node]) -> tuple[fx.Node, tuple[
 
 def _windows(scores: Argument, inner: list[fx.Node]) -> tuple[fx.Node, fx.Node | None]:
     """(scores [B, H, Nq, Nk] before masking, window masks [1, W, 1, Nq, Nk] or None), as in Swin's shifted windows."""
-    passed: list[fx.Node] = []
-    added: Argument = up(read(scores)["input"], passed) if kind(scores) == "reshape" else None
+    skipped: list[fx.Node] = []
+    added: Argument = up(read(scores)["input"], skipped) if kind(scores) == "reshape" else None
     if kind(added) != "add" or read(added).get("alpha", 1) != 1 or len(shape(added)) != 5:
         return scores, None
     summands, (_, W, H, Nq, Nk) = read(added), shape(added)
@@ -245,7 +245,7 @@ def _windows(scores: Argument, inner: list[fx.Node]) -> tuple[fx.Node, fx.Node |
             continue
         before = read(split)["input"]
         if equal(shape(before), shape(scores)) and equal(shape(before)[1:], (H, Nq, Nk)):
-            inner += [scores, *passed, added, split]
+            inner += [scores, *skipped, added, split]
             return up(before, inner), masks
     return scores, None
 
@@ -267,12 +267,12 @@ def _scaled_by(node: Argument, inner: list[fx.Node]) -> tuple[fx.Node, float]:
 
 def _product(node: fx.Node, inner: list[fx.Node]) -> tuple[fx.Node, float] | None:
     """(the matmul node, its scalar factor); None if this node is not a matmul."""
-    passed: list[fx.Node] = []
-    node, factor = _scaled_by(up(node, passed), passed)
-    node = up(node, passed)
+    skipped: list[fx.Node] = []
+    node, factor = _scaled_by(up(node, skipped), skipped)
+    node = up(node, skipped)
     if kind(node) != "matmul":
         return None
-    inner += passed
+    inner += skipped
     return node, factor
 
 

@@ -50,8 +50,8 @@ def branch(anchor: fx.Node) -> Iterator[Match | str]:
     """Matches of a linear layer or MLP with a LayerNorm before it and LayerScale, drop-path and residual after it."""
     if kind(anchor) not in ("add", "mul", "gelu", *SIMPLE, "linear"):
         return
-    for node, ends, passed in _ends(anchor):
-        inner = [*passed, node]
+    for node, ends, skipped in _ends(anchor):
+        inner = [*skipped, node]
         yield from _layers(anchor, node, ends, inner)
     if kind(anchor) == "linear":
         yield "a linear layer with nothing to fuse around it is left to Inductor"
@@ -70,9 +70,9 @@ def _ends(anchor: fx.Node) -> Iterator[tuple[fx.Node, dict, list[fx.Node]]]:
             yield from _scales(body, {"residual": residual}, [])
 
 
-def _scales(node: fx.Node, ends: dict, passed: list[fx.Node]) -> Iterator[tuple[fx.Node, dict, list[fx.Node]]]:
-    passed = list(passed)
-    node = up(node, passed)
+def _scales(node: fx.Node, ends: dict, skipped: list[fx.Node]) -> Iterator[tuple[fx.Node, dict, list[fx.Node]]]:
+    skipped = list(skipped)
+    node = up(node, skipped)
     if kind(node) == "mul":
         arguments = read(node)
         for rest, factor in ((arguments["input"], arguments["other"]), (arguments["other"], arguments["input"])):
@@ -81,12 +81,12 @@ def _scales(node: fx.Node, ends: dict, passed: list[fx.Node]) -> Iterator[tuple[
             if value(factor) is None or value(rest) is None or not equal(shape(rest), sizes):
                 continue
             if "layer_scale" not in ends and equal(size, sizes[-1:]):
-                yield from _scales(rest, ends | {"layer_scale": factor}, [*passed, node])
+                yield from _scales(rest, ends | {"layer_scale": factor}, [*skipped, node])
             drawn = len(sizes) > 1 and equal(size, (sizes[0], *[1] * (len(sizes) - 1)))
             if "sample_scale" not in ends and drawn and not value(factor).requires_grad:
                 scale = Call(torch.flatten, (factor,))
-                yield from _scales(rest, ends | {"sample_scale": scale}, [*passed, node])
-    yield node, ends, passed
+                yield from _scales(rest, ends | {"sample_scale": scale}, [*skipped, node])
+    yield node, ends, skipped
 
 
 def _layers(anchor: fx.Node, node: fx.Node, ends: dict, inner: list[fx.Node]) -> Iterator[Match]:
@@ -98,8 +98,8 @@ def _layers(anchor: fx.Node, node: fx.Node, ends: dict, inner: list[fx.Node]) ->
     inner = [*inner, *parts, fc]
     x, weight, bias = _linear(fc)
     if activation is None:
-        passed: list[fx.Node] = []
-        name, below, parts = _activated(up(x, passed))
+        skipped: list[fx.Node] = []
+        name, below, parts = _activated(up(x, skipped))
         first = up(below, parts)
         if name is not None and kind(first) == "linear" and _plain(first):
             hidden = _linear(first)
@@ -110,7 +110,7 @@ def _layers(anchor: fx.Node, node: fx.Node, ends: dict, inner: list[fx.Node]) ->
                     mlp,
                     (start, hidden[1:], (weight, bias)),
                     options,
-                    [*inner, *passed, *parts, first, *before],
+                    [*inner, *skipped, *parts, first, *before],
                 )
     for start, norm, before in _norms(x):
         if norm is not None or activation is not None or ends:
@@ -134,8 +134,8 @@ def _norms(x: fx.Node) -> Iterator[tuple[fx.Node, tuple | None, list[fx.Node]]]:
 
     Without a token axis there are too few rows for folding a LayerNorm into the weights to pay.
     """
-    passed: list[fx.Node] = []
-    node = up(x, passed)
+    skipped: list[fx.Node] = []
+    node = up(x, skipped)
     if kind(node) == "to" and kind(read(node)["input"]) == "layer_norm":  # in float32, as of OpenAI's CLIP
         inside = read(node)["input"]
         above = [node, inside]
@@ -144,9 +144,9 @@ def _norms(x: fx.Node) -> Iterator[tuple[fx.Node, tuple | None, list[fx.Node]]]:
             source = read(start)["input"]
             norm = _layer_norm(inside)
             if norm is not None and value(source) is not None and value(source).dtype == value(node).dtype:
-                yield source, norm[1:], [*passed, *above, start]
+                yield source, norm[1:], [*skipped, *above, start]
     if kind(node) == "layer_norm" and len(shape(node)) > 2 and (norm := _layer_norm(node)) is not None:
-        yield norm[0], norm[1:], [*passed, node]
+        yield norm[0], norm[1:], [*skipped, node]
     yield x, None, []
 
 
@@ -259,8 +259,8 @@ def _with_prefix(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | Call | None
         inner.append(part)
         tokens.append(row)
     prefix = tokens[0] if len(tokens) == 1 else Call(torch.cat, (tuple(tokens), 1))
-    for body, pos, passed in _with_positions(up(last, inner)):
-        yield body, prefix, pos, [*inner, up(last, []), *passed, body]
+    for body, pos, skipped in _with_positions(up(last, inner)):
+        yield body, prefix, pos, [*inner, up(last, []), *skipped, body]
 
 
 def _tokens(node: fx.Node, inner: list[fx.Node]) -> tuple | None:

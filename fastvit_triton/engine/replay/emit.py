@@ -224,15 +224,17 @@ class _Function:
             kind = repr(self.plan.device.type)
             lines.append(f"if {self.source.call(torch.is_autocast_enabled, kind)}:")
             lines.append(f"    return {self.source.call(_without_autocast, kind, name, parameters)}")
-        read = list(map(_names_in, self.groups))
+        names_by_group = list(map(_names_in, self.groups))
         for argument, variables in arguments.items():
-            targets = [variable if any(variable in names for names in read) else "_" for variable in variables or ()]
+            targets = [
+                variable if any(variable in names for names in names_by_group) else "_" for variable in variables or ()
+            ]
             if {*targets} - {"_"}:
                 lines += listed("", targets, f" = {argument}")
         for slot in self._results:
             both = {self.source.names[slot], self.source.at[slot]}
-            last = max(i for i, names in enumerate(read) if names & both)
-            if last < len(read) - 1:
+            last = max(i for i, names in enumerate(names_by_group) if names & both)
+            if last < len(names_by_group) - 1:
                 self.groups[last].append(f"del {self.source.names[slot]}")
         lines += itertools.chain(*self.groups)
         return [f"def {name}({parameters}):", *[f"    {line}" for line in lines]]
