@@ -149,9 +149,12 @@ def _made(
     if not guard.holds(guard.root()):
         raise Refusal("the call changed its own inputs or settings")
     read = {storage_of(t) for step in recorder.steps for t in tensors_in((step.arguments, step.named))}
-    folds = [fold for fold in kept_folds(modules) if _storages(fold) & read]
+    packed = {id(t) for step in recorder.steps for t in step.arguments if isinstance(t, Tensor) and t.is_mkldnn}
+    folds = [fold for fold in kept_folds(modules) if packed & {*map(id, _parts(fold))} or _storages(fold) & read]
+    if packed.difference(id(t) for fold in folds for t in _parts(fold)):
+        raise Refusal("a packed weight was not cached")
     held = [t for t in given[inputs:] if torch.is_grad_enabled() or storage_of(t) in read]
-    held += [t for *_, kept in folds for t in kept.folded[:3]]
+    held += [t for fold in folds for t in tensors_in(_parts(fold))]
     given = [*given[:inputs], *held]
     names = {id(t): name for m in reversed(modules) for name, t in (*m.named_parameters(), *m.named_buffers())}
     named = [(names.get(id(t), "constant"), t) for t in held]
@@ -161,4 +164,9 @@ def _made(
 
 
 def _storages(fold: CachedFold) -> set[int]:
-    return {storage_of(t) for t in fold.kept.folded[:3]}
+    return {storage_of(t) for t in tensors_in(_parts(fold))}
+
+
+def _parts(fold: CachedFold) -> list[Tensor]:
+    """The tensors of a fold or packed weight."""
+    return [t for t in fold.kept.folded if isinstance(t, Tensor)]

@@ -137,9 +137,10 @@ def place_of(t: Tensor) -> Place:
 
 
 def tensors_in(held: object) -> Iterator[Tensor]:
-    """Yields the tensors in nested tuples, lists and dictionaries."""
+    """Yields the tensors in nested tuples, lists and dictionaries, except those in oneDNN's layout (no address)."""
     if isinstance(held, Tensor):
-        yield held
+        if not held.is_mkldnn:
+            yield held
     elif isinstance(held, (tuple, list, dict)):
         for value in held.values() if isinstance(held, dict) else held:
             yield from tensors_in(value)
