@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..kernels import onednn, settings
 from ..kernels.argument import Norm
@@ -250,7 +251,8 @@ def packed_weight(layers: tuple, x: Tensor, layer_scale: Tensor | None = None) -
         return None
     key = ("onednn", *map(id, sources))
     if not _is_fresh(store.get(key), sources):
-        with torch.inference_mode(False), torch.no_grad():
+        # a recorder of the call must not see it
+        with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
             weight, bias = packed(tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers))
             reordered = onednn.pack(weight, bias, layer_scale, x.numel() // x.shape[-1], precision)
         _forget_lost(store)
@@ -322,10 +324,9 @@ def _forget_lost(store: dict) -> None:
 
 
 def kept_folds(modules: Iterable[nn.Module]) -> list[CachedFold]:
-    """The folds cached for these modules, and the tensors of `derived`; not weights packed for oneDNN."""
+    """The folds cached for these modules, the tensors of `derived`, and weights packed for oneDNN."""
     stores = [_frozen.get(module, {}) for module in modules]
-    every = [CachedFold(store, key, entry) for store in stores for key, entry in store.items()]
-    return [fold for fold in every if not isinstance(fold.kept.folded, onednn.Packed)]
+    return [CachedFold(store, key, entry) for store in stores for key, entry in store.items()]
 
 
 def _is_fresh(entry: Kept | None, sources: tuple[Tensor, ...]) -> bool:

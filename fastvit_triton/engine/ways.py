@@ -55,7 +55,7 @@ _ways: dict[tuple, str] = {}
 
 
 def known_way(module: nn.Module, x: Tensor) -> tuple[str | None, Any]:
-    """(way, key) for a module that has run before; (None, None) on its first call, or if its calls are not replayed.
+    """(way, key) for a module that has run before; (None, None) on its first call, or if this call is not replayed.
 
     The key is that of the cache: sizes of the module, shape, dtype and device of x, and global settings.
     """
@@ -74,7 +74,8 @@ def known_way(module: nn.Module, x: Tensor) -> tuple[str | None, Any]:
             _ways.clear()
         sizes = facts[SIZES]
         way = _ways[key] = _way(x, sizes.branches, sizes.replayed, sizes.frozen)
-    return (None, None) if way == "onednn" else (way, key)
+    # a record has no second derivatives, which oneDNN's products have
+    return (None, None) if way == "onednn" and torch.is_grad_enabled() else (way, key)
 
 
 def choose_way(module: nn.Module | None, x: Tensor, branches: tuple[Branch, ...], replays: bool = False) -> str:

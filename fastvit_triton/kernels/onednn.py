@@ -155,14 +155,15 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def is_observed() -> bool:
-    """True while a trace, mode or transform must see PyTorch's own operators."""
+    """True while a trace, mode or transform must see PyTorch's own operators; `replay` records any operator."""
     if torch._C._len_torch_function_stack():
         stack = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
         if not all(isinstance(mode, DeviceContext) for mode in stack):
             return True
+    modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
     return bool(
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
+        or not all(isinstance(mode, launch.Recorder) for mode in modes)
         or torch._C._get_tracing_state() is not None
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
@@ -237,7 +238,7 @@ def _int8_product(x: Tensor, packed: Packed) -> Tensor:
     """Equations (3) and (4) in float32; x is shifted by 128, as oneDNN multiplies unsigned by signed bytes."""
     assert packed.scales is not None
     largest = x.abs().amax(-1, keepdim=True).clamp_(min=LEAST)
-    shifted = torch.addcmul(x.new_tensor(128.5), x, 127 / largest).to(torch.uint8)  # rounds, as it cuts the fraction
+    shifted = torch.addcmul(x.new_full((), 128.5), x, 127 / largest).to(torch.uint8)  # rounds, as it cuts the fraction
     zeros = torch.zeros_like(packed.scales, dtype=torch.int32)
     y = torch.ops.onednn.qlinear_pointwise(
         shifted, 1.0, 128, packed.weight, packed.scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""

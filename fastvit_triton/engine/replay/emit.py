@@ -72,6 +72,8 @@ class Names:
     def value(self, value: Any, of: Callable[[Tensor], str] | None = None) -> str:
         """Expression of a value: a literal, or a global variable; `of` gives that of a tensor."""
         kind = type(value)
+        if isinstance(value, Tensor) and value.is_mkldnn:
+            return self.bind("packed", value)
         if isinstance(value, Tensor) and of is not None:
             return of(value)
         if kind in (tuple, list, torch.Size):
@@ -315,7 +317,7 @@ class _Function:
         self._results += slots.values()
         names = {position: source.names[slot] for position, slot in slots.items()}
         self.made += names.values()
-        name = source.bind(f"aten_{step.function._opname}", step.function._op)
+        name = source.bind(f"{step.function.namespace}_{step.function._opname}", step.function._op)
         self.write(*wrapped(f"{_targets(step, names)}{name}(", parts, ")"))
 
     def _named(self, named: dict[str, object]) -> list[str]:

@@ -149,9 +149,16 @@ def _made(
     if not guard.holds(guard.root()):
         raise Refusal("the call changed its own inputs or settings")
     read_storages = {storage_of(t) for step in recorder.steps for t in tensors_in((step.arguments, step.named))}
-    folds = [fold for fold in kept_folds(modules) if _storages(fold) & read_storages]
+    packed = {id(t) for step in recorder.steps for t in step.arguments if isinstance(t, Tensor) and t.is_mkldnn}
+    folds = [
+        fold
+        for fold, parts in ((fold, _parts(fold)) for fold in kept_folds(modules))
+        if packed & {*map(id, parts)} or read_storages & {*map(storage_of, tensors_in(parts))}
+    ]
+    if packed.difference(id(t) for fold in folds for t in _parts(fold)):
+        raise Refusal("a packed weight was not cached")
     state = [t for t in tensors[inputs:] if torch.is_grad_enabled() or storage_of(t) in read_storages]
-    state += [t for *_, entry in folds for t in entry.folded[:3]]
+    state += [t for fold in folds for t in tensors_in(_parts(fold))]
     tensors = [*tensors[:inputs], *state]
     names = {id(t): name for m in reversed(modules) for name, t in (*m.named_parameters(), *m.named_buffers())}
     named = [(names.get(id(t), "constant"), t) for t in state]
@@ -160,5 +167,6 @@ def _made(
     return Record(emit(plan), guard, named, folds, result if marks is None else None)
 
 
-def _storages(fold: CachedFold) -> set[int]:
-    return {storage_of(t) for t in fold.kept.folded[:3]}
+def _parts(fold: CachedFold) -> list[Tensor]:
+    """The tensors of a fold or packed weight."""
+    return [t for t in fold.kept.folded if isinstance(t, Tensor)]

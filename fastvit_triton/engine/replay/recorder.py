@@ -139,9 +139,10 @@ def place_of(t: Tensor) -> Place:
 
 
 def tensors_in(nested: object) -> Iterator[Tensor]:
-    """Yields the tensors in nested tuples, lists and dictionaries."""
+    """Yields the tensors in nested tuples, lists and dictionaries, except those in oneDNN's layout (no address)."""
     if isinstance(nested, Tensor):
-        yield nested
+        if not nested.is_mkldnn:
+            yield nested
     elif isinstance(nested, (tuple, list, dict)):
         for value in nested.values() if isinstance(nested, dict) else nested:
             yield from tensors_in(value)
