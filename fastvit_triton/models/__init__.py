@@ -25,6 +25,7 @@ from . import (
     deit,
     dinov2,
     hybrid,
+    igpt,
     levit,
     lvvit,
     naflex,
@@ -72,6 +73,7 @@ FAMILIES: tuple[Any, ...] = (
     botnet,
     vt,
     attention_conv,
+    igpt,
 )
 CATALOGUE = {name: family for family in FAMILIES for name in family.VARIANTS}
 

@@ -20,7 +20,8 @@ class ImageModel(HubMethods, Fusable):
     `normalize_stage`. A stage is what ends in one intermediate feature: a block of a ViT, or a level of a pyramid.
 
     Attributes:
-        task: "classify", or "detect" for models whose output is objects; see `detector.Detector`.
+        task: "classify", or "detect" for models whose output is objects; see `detector.Detector`; "generate" for models
+            of pixels, see `pixel.PixelModel`; "restore" for models whose output is an image.
         config: every option.
         variant: the name passed to `create_model`.
         num_classes, num_features: outputs of the head, and its inputs.

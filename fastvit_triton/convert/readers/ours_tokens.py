@@ -1,4 +1,4 @@
-"""Fused forwards of this package's Refiner, LV-ViT, T2T-ViT, CeiT and CCT."""
+"""Fused forwards of this package's Refiner, LV-ViT, T2T-ViT, CeiT, CCT and iGPT."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ from ...kernels.attention_qkv import attention_qkv
 from ...kernels.depthwise import depthwise
 from ...kernels.linear import linear
 from ...kernels.patch_embed import patch_embed, whole_patches
-from ..forwards import fused_forward, fused_method, original
+from ..forwards import fused_body, fused_forward, fused_method, original
 from ..third_party import is_fusable
 from .vit_pytorch import tokens as compact
 
@@ -194,3 +194,31 @@ def attend_to_all(x: Tensor, score: Layer) -> Tensor:
     """Attention of the weights of `score` to x [B, N, D], [B, D]."""
     query = score.weight.to(x.dtype)[None, None].expand(x.shape[0], 1, 1, -1)
     return attention(query, x[:, None], x[:, None], scale=1.0)[:, 0, 0]
+
+
+@fused_forward(
+    "pre-norm block",
+    f"{MODELS}.igpt.ColourBlock",
+    needs="ln_1 attn ln_2 mlp",
+    takes="past",
+    folds=lambda self: [(self.ln_1, self.attn), (self.ln_2, self.mlp)],
+)
+def colour_block(self: Foreign, x: Tensor, past: object = None) -> Tensor:
+    """iGPT's block; with a cache of keys and values the module's own forward runs. [B, n, D] → [B, n, D]."""
+    if past is not None or not is_fusable(self, x):
+        return original(self, x, past)
+    return add_branches(x, Branch(self.attn, self.ln_1), Branch(self.mlp, self.ln_2), block=self)
+
+
+@fused_body(f"{MODELS}.igpt.CausalAttention", needs="c_attn num_heads c_proj", takes="past")
+def causal_parts(self: Foreign, past: object = None) -> Body | str:
+    """The body of iGPT's attention."""
+    if past is not None:
+        return "keys and values are cached"
+    return Body("attention", (self.c_attn,), self.attend, self.c_proj, self.num_heads)
+
+
+@fused_body(f"{MODELS}.igpt.ColourMlp", needs="c_fc c_proj", takes="")
+def colour_mlp_parts(self: Foreign) -> MlpBody:
+    """Parts of iGPT's MLP."""
+    return MlpBody((self.c_fc,), "quick_gelu", self.c_proj)
