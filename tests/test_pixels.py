@@ -1,4 +1,8 @@
-"""Tests of models of pixels: iGPT. Oracles are transformers' ImageGPT, and the definition of a likelihood."""
+"""Tests of models of pixels: iGPT and Image Transformer.
+
+Oracles are transformers' ImageGPT, equations of tensor2tensor written out with dense masks in float64, and the
+definition of a likelihood.
+"""
 
 import json
 import math
@@ -16,6 +20,7 @@ from fastvit_triton.checkpoints import WeightsError
 from fastvit_triton.checkpoints.reading import read
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.models.igpt import colour_clusters, nearest
+from fastvit_triton.models.image_transformer import Blocks1d, mixture_log_prob, mixture_sample
 from fastvit_triton.models.weights import publish
 from fastvit_triton.train.fewshot import extract_features
 
@@ -50,11 +55,6 @@ def oracle() -> nn.Module:
         vocab_size=28, n_positions=24, n_embd=24, n_layer=3, n_head=3, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
     )
     return randomized(ImageGPTForCausalImageModeling(config))
-
-
-def drawn(model: nn.Module, count: int = 2) -> Tensor:
-    """Random codes [count, N]."""
-    return torch.randint(model.config.n_colors, (count, model.num_positions))
 
 
 def test_igpt_equals_transformers():
@@ -120,30 +120,68 @@ def test_files_of_older_transformers_have_masks():
     assert set(load_weights(igpt(), oracle().state_dict() | masks).dropped) == masks.keys()
 
 
-def test_no_pixel_sees_a_later_one(monkeypatch):
-    """Oracle: the gradient of the logits of step n by the embedding of the code of step m is 0 for m ≥ n, else not."""
-    model = igpt()
-    codes = drawn(model, 1)
-    embedded: list[Tensor] = []
+def first_inputs(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The embeddings of the tokens of later calls, as leaves: of the start, and of the codes before each step."""
+    embedding = model.wte if hasattr(model, "wte") else model.embed
+    seen: list[Tensor] = []
 
     def embed(tokens: Tensor) -> Tensor:
-        embedded.append(nn.functional.embedding(tokens, model.wte.weight).detach().requires_grad_())
-        return embedded[-1]
+        seen.append(type(embedding).forward(embedding, tokens).detach().requires_grad_())
+        return seen[-1]
 
-    monkeypatch.setattr(model.wte, "forward", embed)
+    monkeypatch.setattr(embedding, "forward", embed)
+    return seen
+
+
+LOCAL = dict(img_size=(4, 4), levels=5, embed_dim=24, depth=2, num_heads=3, mlp_dim=36, block_length=16)
+RECTANGLES = dict(block_shape=(2, 3), flange=(1, 2))
+DMOL = dict(mixtures=2, levels=256, pos_embed="learned", head_dim=16, block_length=4)
+LOCALS = {"1d": {}, "short": dict(block_length=40), "ragged": dict(block_length=20), "2d": RECTANGLES, "dmol": DMOL}
+
+
+def local(**options: object) -> nn.Module:
+    """A small Image Transformer with random weights."""
+    return randomized(create_model("image_transformer_cifar10", **LOCAL | options))
+
+
+MODELS = {"igpt": igpt, "igpt_classes": lambda: igpt(num_classes=3)}
+MODELS |= {name: lambda options=options: local(**options) for name, options in LOCALS.items()}
+
+
+def drawn(model: nn.Module, count: int = 2) -> Tensor:
+    """Random codes [count, N], or [count, N, 3] for mixtures."""
+    config = model.config
+    shape = (count, model.num_positions, *([3] if getattr(config, "mixtures", 0) else []))
+    return torch.randint(getattr(config, "n_colors", 0) or config.levels, shape)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_pixel_sees_a_later_one(name, monkeypatch):
+    """Oracle: the gradient of the logits of step n by the embedding of the code of step m is 0 for m ≥ n, and not for
+    the last code that it sees."""
+    model = MODELS[name]()
+    codes = drawn(model, 1)
+    leaves = first_inputs(model, monkeypatch)
     logits = model(codes)
+    starts = range(0, model.num_positions, getattr(model, "period", model.num_positions))
     for n in range(model.num_positions):
-        (gradient,) = torch.autograd.grad(logits[0, n].sum(), embedded[0], retain_graph=True)
+        (gradient,) = torch.autograd.grad(logits[0, n].sum(), leaves[0], retain_graph=True)
         seen = gradient[0].abs().sum(1)  # of the start and the codes of steps 0 … N − 2
-        assert bool((seen[: n + 1] > 0).all()) and not bool(seen[n + 1 :].any()), n
-    assert distance(logits[:, 0], model((codes + 1) % 27)[:, 0]) == 0  # the first has seen no code at all
+        assert bool(seen[n] > 0) or (name != "igpt" and n in starts), n
+        assert not bool(seen[n + 1 :].any()), n
 
 
-@pytest.mark.parametrize("prefix", [0, 1, 9, 24])
-def test_cache_equals_full_pass(prefix):
+@pytest.mark.parametrize(
+    "name, prefix",
+    [
+        *(("igpt_classes", n) for n in (0, 1, 9, 24)),
+        *(("1d", 0), ("1d", 37), ("short", 2), ("ragged", 21), ("2d", 0), ("2d", 24), ("dmol", 0), ("dmol", 6)),
+    ],
+)
+def test_cache_equals_full_pass(name, prefix):
     """Oracle: the logits of one pass over the drawn image; draws are those of these logits."""
-    model = igpt(num_classes=3)
-    classes = torch.tensor([2, 0])
+    model = MODELS[name]()
+    classes = torch.tensor([2, 0]) if model.num_classes else None
     given = drawn(model, 1)[:, :prefix] if prefix else None
     seen: list[Tensor] = []
     draw = model.draw
@@ -151,12 +189,12 @@ def test_cache_equals_full_pass(prefix):
     codes = model.generate(
         2, prefix=given, classes=classes, temperature=0.7, generator=torch.Generator().manual_seed(1)
     )
-    assert prefix == 0 or torch.equal(codes[:, :prefix], given.expand(2, -1))
+    assert prefix == 0 or torch.equal(codes[:, :prefix], given.expand(2, *given.shape[1:]))
     full = model(codes, classes)
     assert len(seen) == model.num_positions - prefix
     for n, logits in enumerate(seen, prefix):
         assert distance(logits, full[:, n]) <= ROUNDINGS * EPS64
-    assert distance(full, model(codes, classes.flip(0))) > 0.01
+    assert classes is None or distance(full, model(codes, classes.flip(0))) > 0.01
 
 
 def test_draws_follow_the_logits():
@@ -257,13 +295,16 @@ def test_folders_of_transformers(tmp_path):
         load_model(tmp_path / "theirs")
 
 
-def test_kernels_give_the_same():
-    """Oracle: the model in float64; kernels in the interpreter, logits and gradients, and without a cache."""
-    model = igpt(depth=1)
+@pytest.mark.parametrize(
+    "name, options", [("igpt_small", SMALL | dict(depth=1)), ("image_transformer_cifar10", LOCAL | dict(depth=1))]
+)
+def test_kernels_give_the_same(name, options):
+    """Oracle: the model in float64; kernels in the interpreter, logits and gradients."""
+    model = randomized(create_model(name, **options))
     codes = drawn(model)
-    fused = create_model("igpt_small", **SMALL | dict(depth=1))
+    fused = create_model(name, **options).eval()
     fused.load_state_dict(model.state_dict())
-    weights = torch.randn(2, 24, 27)
+    weights = torch.randn_like(model(codes)).float()
     (model(codes) * weights).sum().backward()
     with interpreting(), forcing("fused"):
         y = fused(codes)
@@ -272,6 +313,169 @@ def test_kernels_give_the_same():
     assert distance(y.double(), model(codes)) <= ROUNDINGS * eps
     for (name, ours), theirs in zip(fused.named_parameters(), model.parameters(), strict=True):
         assert distance(ours.grad.double(), theirs.grad) <= ROUNDINGS * eps, name
+
+
+def timing(rows: int, columns: int, D: int) -> Tensor:
+    """tensor2tensor's add_timing_signal_nd, [rows, columns, D], as it is written there."""
+    scales = D // 4
+    increment = math.log(1e4) / (scales - 1)
+    inverse = torch.tensor([math.exp(-i * increment) for i in range(scales)], dtype=torch.float64)
+    signal = torch.zeros(rows, columns, D, dtype=torch.float64)
+    for dim, length in enumerate((rows, columns)):
+        scaled = torch.arange(length, dtype=torch.float64)[:, None] * inverse
+        part = torch.nn.functional.pad(
+            torch.cat((scaled.sin(), scaled.cos()), 1), (dim * 2 * scales, D - (dim + 1) * 2 * scales)
+        )
+        signal += part[:, None] if dim == 0 else part[None]
+    return signal
+
+
+def visible(config: object) -> Tensor:
+    """[N, N]: which tokens each token of the map sees, by the coordinates of both."""
+    rows, columns = config.grid
+    at = torch.arange(rows * columns)
+    if config.block_shape is None:
+        length = len(at) if len(at) < 2 * config.block_length else config.block_length
+        distance_of_blocks = at[:, None] // length - at // length
+        return (distance_of_blocks >= 0) & (distance_of_blocks <= 1) & (at <= at[:, None])
+    (h, w), (above, beside) = config.block_shape, config.flange
+    y, x = at // columns, at % columns
+    top, left = (y // h * h)[:, None], (x // w * w)[:, None]  # of each query's rectangle
+    inside = (y >= top) & (y < top + h) & (x >= left) & (x < left + w) & (at <= at[:, None])
+    over = (y >= top - above) & (y < top) & (x >= left - beside) & (x < left + w + beside)
+    return inside | over | ((y >= top) & (y < top + h) & (x >= left - beside) & (x < left))
+
+
+def transcribed(model: nn.Module, codes: Tensor) -> Tensor:
+    """The logits [B, N, K] of the Image Transformer in the order of rows: tensor2tensor's equations with dense maps."""
+    config, state = model.config, model.state_dict()
+    rows, columns = config.grid
+    D, H, N = config.embed_dim, config.num_heads, rows * columns
+    if config.mixtures:
+        pixels = codes.double() / 127.5 - 1
+        x = (pixels @ state["embed.weight"].T + state["embed.bias"]).relu()
+        signal = (state["rows.weight"][:, None] + state["columns.weight"]) * D**0.5
+    else:
+        channel = torch.arange(N) % 3
+        x = state["embed.weight"][codes + config.levels * channel] * D**0.5
+        signal = timing(rows, columns, D)
+    if config.block_shape is None:
+        x = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), 1)
+    else:
+        h, w = config.block_shape
+        tiles = x.view(len(x), rows // h, h, columns // w, w, D).transpose(2, 3).flatten(3, 4)
+        tiles = torch.cat((torch.zeros_like(tiles[:, :, :, :1]), tiles[:, :, :, :-1]), 3)
+        x = tiles.unflatten(3, (h, w)).transpose(2, 3).reshape(len(x), N, D)
+    x = x + signal.flatten(0, 1)
+    mask = torch.where(visible(config), 0.0, -math.inf)
+    for i in range(config.depth):
+        part = {key.removeprefix(f"layers.{i}."): t for key, t in state.items() if key.startswith(f"layers.{i}.")}
+        q, k, v = ((x @ part[f"attn.w{name}.weight"].T).unflatten(-1, (H, -1)).transpose(1, 2) for name in "qkv")
+        maps = (q * q.shape[-1] ** -0.5 @ k.mT + mask).softmax(-1)
+        y = x + (maps @ v).transpose(1, 2).flatten(2) @ part["attn.wo.weight"].T
+        x = normed(y, part["norm1.weight"], part["norm1.bias"])
+        hidden = (x @ part["mlp.fc1.weight"].T + part["mlp.fc1.bias"]).relu()
+        x = normed(
+            x + hidden @ part["mlp.fc2.weight"].T + part["mlp.fc2.bias"], part["norm2.weight"], part["norm2.bias"]
+        )
+    return x @ state["head.weight"].T + state.get("head.bias", 0.0)
+
+
+def normed(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """tensor2tensor's layer_norm_compute."""
+    centred = x - x.mean(-1, keepdim=True)
+    return centred * (centred.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * scale + bias
+
+
+@pytest.mark.parametrize("name", LOCALS)
+def test_image_transformer_equals_its_equations(name, tmp_path):
+    """Oracle: tensor2tensor's equations with dense maps of all tokens, in float64; of a model read from its file."""
+    save_weights(local(**LOCALS[name]), tmp_path / "model.safetensors")
+    model = load_model(tmp_path / "model.safetensors")[0].double().eval()
+    codes = drawn(model)
+    wanted = transcribed(model, codes)
+    order = torch.arange(model.num_positions) if model.order is None else model.order
+    assert (order.tolist() == sorted(order.tolist())) == (name != "2d")
+    assert distance(model(codes), wanted[:, order]) <= ROUNDINGS * EPS64
+    if not model.config.mixtures:
+        expected = nn.functional.cross_entropy(wanted.mT, codes, reduction="none").mean(1)
+        assert distance(model.nats(codes), expected) <= ROUNDINGS * EPS64
+    assert torch.equal(model.encode(model.decode(codes)), codes)
+
+
+@pytest.mark.parametrize("tokens, length", [(1, 256), (255, 256), (700, 256), (768, 256), (512, 256)])
+def test_local_attention_equals_a_dense_mask(tokens, length):
+    """Oracle: a dense map of all tokens, restricted to the own block and the one before, as in the paper's 3.3."""
+    q, k, v = (torch.randn(1, 2, tokens, 4, dtype=torch.float64) for _ in range(3))
+    at = torch.arange(tokens)
+    seen = (at <= at[:, None]) & (at[:, None] // length - at // length <= 1)
+    dense = (q @ k.mT / 2 + torch.where(seen, 0.0, -math.inf)).softmax(-1) @ v
+    assert distance(Blocks1d(length)(q, k, v), dense) <= ROUNDINGS * EPS64
+
+
+def logistic_loss(params: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """tensor2tensor's discretized_mix_logistic_loss in numpy: params [n, 10·M], labels [n, 3] in [−1, 1] → [n]."""
+    M = params.shape[1] // 10
+    sigmoid, softplus = (lambda t: (1 + np.tanh(t / 2)) / 2), (lambda t: np.logaddexp(0, t))
+    logits, rest = params[:, :M], params[:, M:].reshape(-1, 3, M, 3)
+    locs, log_scales, coeffs = rest[:, 0], np.maximum(rest[:, 1], -7.0), np.tanh(rest[:, 2])
+    x = np.repeat(labels[:, None], M, 1)
+    means = locs.copy()
+    means[..., 1] += coeffs[..., 0] * x[..., 0]
+    means[..., 2] += coeffs[..., 1] * x[..., 0] + coeffs[..., 2] * x[..., 1]
+    inv, centred = np.exp(-log_scales), x - means
+    plus, minus, mid = inv * (centred + 1 / 255), inv * (centred - 1 / 255), inv * centred
+    event = np.maximum(sigmoid(plus) - sigmoid(minus), 1e-12)
+    approx = mid - log_scales - 2 * softplus(mid) - np.log(127.5)
+    inner = np.where(event > 1e-5, np.log(event), approx)
+    log_probs = np.where(x < -0.999, plus - softplus(plus), np.where(x > 0.999, -softplus(minus), inner)).sum(-1)
+    log_probs = log_probs + logits - np.logaddexp.reduce(logits, 1, keepdims=True)
+    return -np.logaddexp.reduce(log_probs, 1)
+
+
+def test_mixture_equals_tensor2tensors_and_sums_to_one():
+    """Oracle: its loss in numpy, at both ends and for improbable pixels; the sum over all levels of the last channels
+    is the probability of the first, by the logistic's distribution function, and sums to one."""
+    params = torch.randn(200, 30, dtype=torch.float64) * 3
+    pixels = torch.randint(256, (200, 3))
+    pixels[::5] = torch.tensor([0, 255, 0])
+    values = pixels.double() / 127.5 - 1
+    found = -mixture_log_prob(params, values)
+    wanted = torch.from_numpy(logistic_loss(params.numpy(), values.numpy()))
+    lost = EPS64 / 1e-5  # a level's probability is a difference of distribution functions, of at least 1e-5
+    assert distance(found, wanted) <= lost
+    wide = torch.randn(20, dtype=torch.float64) * 0.5
+    wide[8:14] = 0.3  # log-scales: every level has a probability above 1e-5
+    levels = torch.arange(256, dtype=torch.float64) / 127.5 - 1
+    others = torch.cartesian_prod(levels, levels)
+    weights, means = wide[:2].softmax(0), wide[2:8].view(2, 3)[:, 0]
+    edges = torch.cat((torch.tensor([-math.inf]), levels[:-1] + 1 / 255, torch.tensor([math.inf])))
+    cdf = ((edges[:, None] - means) * math.exp(-0.3)).sigmoid()
+    marginal = ((cdf[1:] - cdf[:-1]) * weights).sum(1)
+    for level in (0, 100, 255):
+        pixels = torch.cat((levels[level].expand(len(others), 1), others), 1)
+        total = mixture_log_prob(wide.expand(len(others), -1), pixels).exp().sum()
+        assert abs(float(total / marginal[level]) - 1) <= lost
+
+
+def test_mixture_is_sampled_by_its_probabilities():
+    """Oracle: means of each channel and their products within five standard errors, of a narrow mixture whose moments
+    are known: x₁ has mean μ₁ + tanh(a) x₀."""
+    params = torch.zeros(1, 10, dtype=torch.float64)
+    params[0, 1:4] = torch.tensor([0.2, -0.1, 0.1])
+    params[0, 4:7] = math.log(0.03)
+    params[0, 7:10] = torch.tensor([0.9, -0.6, 0.4])
+    drawn = mixture_sample(params.expand(40_000, 10), generator=torch.Generator().manual_seed(0))
+    a, b, c = params[0, 7:10].tanh().tolist()
+    spread = 0.03 * math.pi / math.sqrt(3)
+    means = [0.2, -0.1 + a * 0.2, 0.1 + b * 0.2 + c * (-0.1 + a * 0.2)]
+    variances = [spread**2, spread**2 * (1 + a**2), spread**2 * (1 + (b + c * a) ** 2 + c**2)]
+    for channel, (mean, variance) in enumerate(zip(means, variances, strict=True)):
+        assert abs(float(drawn[:, channel].mean()) - mean) <= 5 * math.sqrt(variance / 40_000)
+        assert abs(float(drawn[:, channel].var()) / variance - 1) <= 5 * math.sqrt(3.2 / 40_000)  # kurtosis 4.2
+    model = local(**DMOL)
+    codes = model.generate(2, generator=torch.Generator().manual_seed(0))
+    assert codes.shape == (2, 16, 3) and 0 <= int(codes.min()) and int(codes.max()) <= 255 and len(codes.unique()) > 20
 
 
 @pytest.mark.parametrize(
@@ -290,6 +494,14 @@ def test_kernels_give_the_same():
         (lambda m: m.set_clusters("no.json"), "no.json holds no colours"),
         (lambda m: m.reset_classifier(3), "has no classifier"),
         (lambda m: m.probe_features(drawn(m), 3), "block is 3; the model has 3 blocks, so use 0 to 2"),
+        (
+            lambda m: local(**RECTANGLES).generate(prefix=torch.zeros(1, 6, dtype=torch.long)),
+            "give whole rows of blocks",
+        ),
+        (lambda m: local(block_shape=(3, 3)), r"block_shape \(3, 3\) does not divide the \(4, 12\) tokens"),
+        (lambda m: local(mixtures=2, in_chans=1), "mixtures of logistics are of pixels of 3 channels"),
+        (lambda m: local(**DMOL).generate(top_k=3), "leave it out"),
+        (lambda m: local(pos_embed="sines"), "pos_embed is 'sines'"),
         (lambda m: create_model("igpt_small", num_heads=7), "embed_dim 512 is not a multiple of num_heads 7"),
         (lambda m: igpt(num_classes=2).nats(drawn(m)), r"give classes, \[B\] integers below 2"),
         (lambda m: igpt(num_classes=2).generate(2, classes=torch.zeros(3)), "one for each of the 2 images"),

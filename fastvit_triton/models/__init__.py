@@ -26,6 +26,7 @@ from . import (
     dinov2,
     hybrid,
     igpt,
+    image_transformer,
     levit,
     lvvit,
     naflex,
@@ -74,6 +75,7 @@ FAMILIES: tuple[Any, ...] = (
     vt,
     attention_conv,
     igpt,
+    image_transformer,
 )
 CATALOGUE = {name: family for family in FAMILIES for name in family.VARIANTS}
 

@@ -1,4 +1,4 @@
-"""Fused forwards of this package's Refiner, LV-ViT, T2T-ViT, CeiT, CCT and iGPT."""
+"""Fused forwards of this package's Refiner, LV-ViT, T2T-ViT, CeiT, CCT, iGPT and Image Transformer."""
 
 from functools import partial
 
@@ -222,3 +222,20 @@ def causal_parts(self: Foreign, past: object = None) -> Body | str:
 def colour_mlp_parts(self: Foreign) -> MlpBody:
     """Parts of iGPT's MLP."""
     return MlpBody((self.c_fc,), "quick_gelu", self.c_proj)
+
+
+@fused_forward("post-norm block", f"{MODELS}.image_transformer.LocalBlock", needs="attn norm1 mlp norm2", takes="past")
+def local_block(self: Foreign, x: Tensor, past: object = None) -> Tensor:
+    """Image Transformer's block; with a cache the module's own forward runs. [B, n, D] → [B, n, D]."""
+    if past is not None or not is_fusable(self, x):
+        return original(self, x, past)
+    x = normalize(add_branches(x, Branch(self.attn)), self.norm1)
+    return normalize(add_branches(x, Branch(self.mlp)), self.norm2)
+
+
+@fused_body(f"{MODELS}.image_transformer.LocalAttention", needs="wq wk wv num_heads wo drop", takes="past")
+def local_parts(self: Foreign, past: object = None) -> Body | str:
+    """The body of Image Transformer's attention."""
+    if past is not None:
+        return "keys and values are cached"
+    return Body("attention", (self.wq, self.wk, self.wv), self.attend, self.wo, self.num_heads, drops=(self.drop,))
