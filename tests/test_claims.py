@@ -128,7 +128,7 @@ def test_every_family_is_in_the_survey():
     assert len(SYSTEMS) == len(survey.SYSTEMS) == 29
     covered = {survey.CATALOGUE[system.model] for system in SYSTEMS.values() if system.built}
     others = {family.__name__.rpartition(".")[2] for family in FAMILIES if family not in covered}
-    assert others == {"dinov2", "clip", "siglip", "naflex", "igpt", "image_transformer"}
+    assert others == {"dinov2", "clip", "siglip", "naflex", "igpt", "image_transformer", "ipt"}
 
 
 @pytest.mark.parametrize("name", [system.name for system in survey.SYSTEMS if system.built])

@@ -27,6 +27,7 @@ from . import (
     hybrid,
     igpt,
     image_transformer,
+    ipt,
     levit,
     lvvit,
     naflex,
@@ -76,6 +77,7 @@ FAMILIES: tuple[Any, ...] = (
     attention_conv,
     igpt,
     image_transformer,
+    ipt,
 )
 CATALOGUE = {name: family for family in FAMILIES for name in family.VARIANTS}
 

@@ -1,10 +1,11 @@
-"""Fused forwards of this package's Refiner, LV-ViT, T2T-ViT, CeiT, CCT, iGPT and Image Transformer."""
+"""Fused forwards of this package's Refiner, LV-ViT, T2T-ViT, CeiT, CCT, iGPT, Image Transformer and IPT."""
 
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from ...engine.attention import attention_body
 from ...engine.batch_norm import folded
 from ...engine.body import Before, Body, finish, fold_or_normalize, normalize, project
 from ...engine.branch import Branch, add_branches, runs_plain
@@ -13,6 +14,7 @@ from ...engine.leaves import (
     CONVOLUTIONS,
     Foreign,
     Layer,
+    Packed,
     activation_of,
     is_depthwise_conv,
     is_patch_conv,
@@ -239,3 +241,22 @@ def local_parts(self: Foreign, past: object = None) -> Body | str:
     if past is not None:
         return "keys and values are cached"
     return Body("attention", (self.wq, self.wk, self.wv), self.attend, self.wo, self.num_heads, drops=(self.drop,))
+
+
+@fused_forward(
+    "pre-norm block",
+    f"{MODELS}.ipt.RestorationEncoderLayer",
+    needs="self_attn linear1 dropout linear2 norm1 norm2 dropout1 dropout2",
+    takes="",
+    folds=lambda self: [(self.norm2, self.linear1)],
+)
+def restoration_layer(self: Foreign, x: Tensor) -> Tensor:
+    """IPT's encoder layer; [B, N, D] → [B, N, D]."""
+    attn = self.self_attn
+    if not is_fusable(self, x) or has_hooks(attn):
+        return original(self, x)
+    parts = attention_body(
+        (Packed(attn.in_proj_weight, None),), attn.out_proj, attn.num_heads, None, drops=(self.dropout1,)
+    )
+    hidden = MlpBody((self.linear1,), "relu", self.linear2, (self.dropout, self.dropout2))
+    return add_branches(x, Branch(parts, self.norm1), Branch(hidden, self.norm2), block=self)
