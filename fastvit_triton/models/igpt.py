@@ -347,11 +347,13 @@ VARIANTS: dict[str, Options] = {
     "igpt_small": {},
     "igpt_medium": dict(embed_dim=1024, depth=36),
     "igpt_large": dict(embed_dim=1536, depth=48, num_heads=16),
+    "igpt_digits": dict(img_size=14, in_chans=1, num_classes=10, n_colors=16, embed_dim=96, depth=4, num_heads=4),
 }
 ORACLE: dict[str, str] = {}  # timm has none; transformers' ImageGPT is the oracle in the tests
 
 # Counted by transformers 5.23, with biases and without classes.
 PARAMS = {"igpt_small": 76_682_240, "igpt_medium": 455_489_536, "igpt_large": 1_362_914_304}
+PARAMS["igpt_digits"] = 26 * 96 + 196 * 96 + 4 * (12 * 96 * 96 + 9 * 96 + 2 * 96) + 96 + 16 * 96
 
 # Names in checkpoints: transformers', whose linear layers are transposed (Conv1D), and OpenAI's variables.
 

@@ -418,6 +418,8 @@ MODEL = IPT
 ALL = ("x2", "x3", "x4", "denoise30", "denoise50", "derain")
 VARIANTS: dict[str, Options] = {f"ipt_{task}": dict(tasks=(task,)) for task in ALL}
 VARIANTS["ipt_multitask"] = dict(tasks=ALL)
+SMALL: Options = dict(features=16, depth=2, num_heads=6, mlp_ratio=2.0, img_size=24, skip=True)
+VARIANTS["ipt_digits"] = dict(tasks=("x2", "denoise30"), **SMALL)
 ORACLE: dict[str, str] = {}  # see the authors' code in the tests
 
 # Counted by the authors' code, x2 and six tasks (24 are fixed); the others from the shapes of their tails.
