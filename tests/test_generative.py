@@ -1,7 +1,9 @@
 """Tests of training models of pixels and of restoration, and of their commands. Oracles: by hand, and the log."""
 
+import copy
 import csv
 import math
+import pickle
 import re
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from fastvit_triton import create_model, load_model
+from fastvit_triton import create_model, freeze, load_model, transforms
 from fastvit_triton.cli import main, train_models
 from fastvit_triton.cli.generate import sheet
 from fastvit_triton.models.igpt import nearest, uniform_colours
@@ -181,3 +183,46 @@ def test_a_model_of_restoration_is_trained_evaluated_and_used(photos, capsys):
     assert "task is 'x3'; this model has x2, denoise30" in refused(capsys, *words, photo, "--task", "x3")
     assert "cannot be read as an image" in refused(capsys, *words, photos / "none.png")
     assert "whose task is to restore" in refused(capsys, "generate", "--checkpoint", out, "--out", photos / "o.png")
+
+
+SMALLEST = {
+    "igpt_digits": dict(img_size=4, embed_dim=16, depth=2, num_heads=2),
+    "image_transformer_cifar10": dict(img_size=4, embed_dim=16, depth=2, num_heads=2, mlp_dim=32, drop_rate=0.0),
+    "ipt_digits": dict(img_size=6, features=4, depth=2, num_heads=3),
+}
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_recomputed_and_copied_models_are_the_same(name):
+    """Oracle: the gradients without recomputation, to the bit, of new models; outputs of copies, and of frozen ones."""
+    torch.manual_seed(0)
+    model = create_model(name, **SMALLEST[name])
+    copied = copy.deepcopy(model)
+    again = pickle.loads(pickle.dumps(model))
+    images = torch.rand(2, model.config.in_chans, *model.config.img_size)
+    found = []
+    for one, recompute in ((model, False), (copied, True)):
+        one.set_grad_checkpointing(recompute)
+        torch.manual_seed(1)
+        one(images).square().mean().backward()
+        found.append([p.grad for p in one.parameters() if p.grad is not None])
+    assert len(found[0]) == len(found[1]) > 10
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    with torch.no_grad():
+        wanted = model.eval()(images)
+        assert torch.equal(again.eval()(images), wanted) and float(wanted.std()) > 0
+        freeze(model)
+        error = float((model(images) - wanted).norm() / wanted.norm())
+    assert error <= 84 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize(
+    "name, values", [("igpt_digits", 1.0), ("image_transformer_cifar10", 1.0), ("ipt_digits", 255.0)]
+)
+def test_images_are_prepared_for_the_model(name, values):
+    """Oracle: white is 1 for models of pixels, whose images are between −1 and 1, and 255 for restoration."""
+    white = Image.new("RGB", (20, 30), (255, 255, 255))
+    assert (
+        float((transforms(create_model(name))(white) - values).abs().max())
+        <= 4 * torch.finfo(torch.float32).eps * values
+    )

@@ -135,8 +135,12 @@ def _describe(model: Any, data: "Data") -> dict[str, Any]:
     mean, std = transform.mean, transform.std
     if model.task == "generate":  # their images are between −1 and 1
         mean = std = (0.5,) * len(mean)
+    size = transform.size
+    if model.task == "restore":  # its tiles have pixels 0 … 255
+        mean, std = (0.0,) * len(mean), (1 / 255,) * len(mean)
+        size = model.config.img_size
     cfg = {"architecture": model.variant, "num_classes": model.num_classes, "label_names": data.classes}
-    cfg |= {"input_size": (len(transform.mean), *transform.size), "mean": mean, "std": std}
+    cfg |= {"input_size": (len(transform.mean), *size), "mean": mean, "std": std}
     return cfg | {
         "interpolation": transform.interpolation,
         "crop_pct": transform.crop,

@@ -157,13 +157,12 @@ class IGPT(PixelModel):
         self.ln_f = nn.RMSNorm(D, config.eps)
         self.lm_head = nn.Linear(D, config.n_colors, bias=False)
         self.register_buffer("clusters", uniform_colours(config.n_colors, config.in_chans))
-        self.facts: dict[str, Any] = {}
         self.init_weights()
 
     @property
     def pretrained_cfg(self) -> Mapping[str, Any]:
-        """Facts of the weights, by default those of the paper's images; clusters in a new value are set."""
-        return PREPARATION | self.facts
+        """What is known of the weights, with timm's keys; `clusters` in a new value are set and not kept here."""
+        return super().pretrained_cfg
 
     @pretrained_cfg.setter
     def pretrained_cfg(self, facts: Mapping[str, Any]) -> None:

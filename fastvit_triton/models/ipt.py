@@ -10,6 +10,7 @@ Differs from ViT:
 import math
 import re
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from ..layers.embed import sides
 from ..layers.fusable import Fusable
 from ..layers.recompute import recomputed
 from . import fit
-from .base import ImageModel
 from .config import BaseConfig, Options, check_multiple, check_positive, check_types
+from .pixel import Prepared
 
 RGB_MEAN = (0.4488, 0.4371, 0.4040)  # of DIV2K, as in the authors' code
 SCALE = re.compile(r"x([234])")
@@ -86,9 +87,13 @@ class PackedAttention(Fusable):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Queries [B, N, D], keys and values [B, M, D] → [B, N, D]."""
-        weights = self.in_proj_weight.chunk(3)
-        projected = (F.linear(x, weight) for x, weight in zip((query, key, value), weights, strict=True))
-        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in projected)
+        if query is key and key is value:  # one product
+            packed = F.linear(query, self.in_proj_weight).unflatten(-1, (3, self.num_heads, -1))
+            q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
+        else:
+            weights = self.in_proj_weight.chunk(3)
+            projected = (F.linear(x, weight) for x, weight in zip((query, key, value), weights, strict=True))
+            q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in projected)
         return self.out_proj(attention(q, k, v).transpose(1, 2).flatten(2))
 
 
@@ -260,7 +265,7 @@ class IPTConfig(BaseConfig):
         return height * width // self.patch_size**2
 
 
-class IPT(ImageModel):
+class IPT(Prepared):
     """IPT: an image [B, C, h, w] with pixels 0 … 255 → the restored image; any image by `restore`.
 
     Attributes:
@@ -271,6 +276,7 @@ class IPT(ImageModel):
     layout = "ipt"
     head_names = ()
     position_resize = "bicubic"
+    preparation = MappingProxyType(dict(mean=(0.0,) * 3, std=(1 / 255,) * 3, crop_pct=1.0, crop_mode="squash"))
     config: IPTConfig
 
     def __init__(self, config: IPTConfig) -> None:

@@ -1,8 +1,9 @@
 """The base of models that predict the pixels of an image one after another: likelihoods, samples and features."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +17,30 @@ from .base import ImageModel
 from .config import BaseConfig
 
 
-class PixelModel(ImageModel):
+class Prepared(ImageModel):
+    """A model whose images are not prepared as a classifier's, also where nothing is known of its weights.
+
+    Attributes:
+        preparation: mean, std and other facts of `pretrained_cfg` that hold unless the weights say otherwise.
+    """
+
+    preparation: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.facts: dict[str, Any] = {}
+
+    @property
+    def pretrained_cfg(self) -> Mapping[str, Any]:
+        """What is known of the weights, with timm's keys, and the preparation."""
+        return {**self.preparation, **self.facts}
+
+    @pretrained_cfg.setter
+    def pretrained_cfg(self, facts: Mapping[str, Any]) -> None:
+        self.facts = dict(facts)
+
+
+class PixelModel(Prepared):
     """A model of the distribution of images: p(x) = Π p(xₙ | x₀ … xₙ₋₁, class), over positions n.
 
     A position is a pixel, or one channel of it; its code is an integer. Codes are in the order of rows, and positions
@@ -29,6 +53,9 @@ class PixelModel(ImageModel):
     """
 
     task = "generate"
+    preparation = MappingProxyType(
+        dict(mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0, crop_mode="squash", interpolation="bilinear")
+    )
     head_names = ()
     position_resize = "bicubic"
     feature_formats = ("NCHW", "NLC")
