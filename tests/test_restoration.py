@@ -199,15 +199,15 @@ def test_kernels_give_the_same():
     """Oracle: the model in float64; kernels in the interpreter err at most twice as much as PyTorch in float32, and a
     few roundings: a ReLU turns one rounding into another gradient."""
     model = ipt(depth=1)
-    images = torch.rand(2, 3, 12, 9) * 255
-    weights = torch.randn(2, 3, 24, 18)
+    images = torch.rand(2, 2, 3, 12, 9) * 255  # two calls
+    weights = torch.randn(2, 2, 3, 24, 18)
     found: dict[str, dict[str, Tensor]] = {}
     for name in ("float64", "float32", "fused"):
         one = model if name == "float64" else create_model("ipt_x2", **SMALL | dict(depth=1)).eval()
         one.load_state_dict(model.state_dict())
         dtype = next(one.parameters()).dtype
         with interpreting() if name == "fused" else nullcontext(), forcing("fused"):
-            y = one(images.to(dtype))
+            y = torch.stack([one(some) for some in images.to(dtype)])
             (y * weights.to(dtype)).sum().backward()
         gradients = {key: p.grad.double() for key, p in one.named_parameters() if p.requires_grad}
         found[name] = gradients | {"output": y.detach().double()}

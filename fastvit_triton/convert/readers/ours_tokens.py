@@ -1,8 +1,10 @@
 """Fused forwards of this package's Refiner, LV-ViT, T2T-ViT, CeiT, CCT, iGPT, Image Transformer and IPT."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...engine.attention import attention_body
@@ -260,3 +262,67 @@ def restoration_layer(self: Foreign, x: Tensor) -> Tensor:
     )
     hidden = MlpBody((self.linear1,), "relu", self.linear2, (self.dropout, self.dropout2))
     return add_branches(x, Branch(parts, self.norm1), Branch(hidden, self.norm2), block=self)
+
+
+@fused_forward(
+    "pre-norm block",
+    f"{MODELS}.ipt.RestorationDecoderLayer",
+    needs="self_attn multihead_attn linear1 dropout linear2 norm1 norm2 norm3 dropout1 dropout2 dropout3",
+    takes="memory task",
+)
+def restoration_decoder_layer(self: Foreign, x: Tensor, memory: Tensor, task: Tensor) -> Tensor:
+    """IPT's decoder layer; (y + t) W is y W + t W. [B, N, D], the encoder's output and the task [N, D] → [B, N, D]."""
+    attn, cross = self.self_attn, self.multihead_attn
+    if not is_fusable(self, x) or has_hooks(attn) or has_hooks(cross):
+        return original(self, x, memory, task)
+    D = x.shape[-1]
+    H = attn.num_heads
+    own = Body("attention", (Packed(attn.in_proj_weight, None),), _Tasked(attn, task, H), attn.out_proj, H)
+    other = Body(
+        "attention",
+        (Packed(cross.in_proj_weight[:D], None, (cross.in_proj_weight,)),),
+        _Crossed(cross, task, memory, H),
+        cross.out_proj,
+        H,
+    )
+    hidden = MlpBody((self.linear1,), "relu", self.linear2, (self.dropout, self.dropout3))
+    branches = (
+        Branch(own._replace(drops=(self.dropout1,)), self.norm1),
+        Branch(other._replace(drops=(self.dropout2,)), self.norm2),
+        Branch(hidden, self.norm3),
+    )
+    if runs_plain(x, *branches, block=self):
+        return original(self, x, memory, task)
+    return add_branches(x, *branches, block=self)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tasked:
+    """Attention of packed projections [B, N, 3·D], to whose queries and keys the projected task is added."""
+
+    attn: Foreign
+    task: Tensor
+    num_heads: int
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        D = self.task.shape[-1]
+        task = F.linear(self.task, self.attn.in_proj_weight[: 2 * D])
+        return attention_qkv(qkv + F.pad(task, (0, D)).to(qkv.dtype), self.num_heads, None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Crossed:
+    """Attention of queries [B, N, D], to which the projected task is added, to the encoder's output."""
+
+    attn: Foreign
+    task: Tensor
+    memory: Tensor
+    num_heads: int
+
+    def __call__(self, q: Tensor) -> Tensor:
+        D = self.task.shape[-1]
+        weight = self.attn.in_proj_weight
+        q = q + F.linear(self.task, weight[:D]).to(q.dtype)
+        kv = linear(self.memory, weight[D:]).chunk(2, -1)
+        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, *kv))
+        return attention(q, k, v).transpose(1, 2).flatten(2)
