@@ -240,6 +240,10 @@ def test_clusters(tmp_path):
         assert torch.equal(model.clusters, found)
     codes = drawn(model)
     assert torch.equal(model.encode(model.decode(codes)), codes)
+    # half precision tells these colours apart
+    fine = create_model("igpt_small", **SMALL | dict(n_colors=64)).bfloat16()
+    codes = drawn(fine)
+    assert torch.equal(fine.encode(fine.decode(codes)), codes)
     with pytest.raises(ValueError, match="count is 3, and the images have 1 different pixels; use 1 to that many"):
         colour_clusters(torch.zeros(1, 3, 4, 4), 3)
 
@@ -465,15 +469,20 @@ def test_mixture_is_sampled_by_its_probabilities():
     params[0, 1:4] = torch.tensor([0.2, -0.1, 0.1])
     params[0, 4:7] = math.log(0.03)
     params[0, 7:10] = torch.tensor([0.9, -0.6, 0.4])
-    drawn = mixture_sample(params.expand(40_000, 10), generator=torch.Generator().manual_seed(0))
+    pixels = mixture_sample(params.expand(40_000, 10), generator=torch.Generator().manual_seed(0))
     a, b, c = params[0, 7:10].tanh().tolist()
     spread = 0.03 * math.pi / math.sqrt(3)
     means = [0.2, -0.1 + a * 0.2, 0.1 + b * 0.2 + c * (-0.1 + a * 0.2)]
     variances = [spread**2, spread**2 * (1 + a**2), spread**2 * (1 + (b + c * a) ** 2 + c**2)]
     for channel, (mean, variance) in enumerate(zip(means, variances, strict=True)):
-        assert abs(float(drawn[:, channel].mean()) - mean) <= 5 * math.sqrt(variance / 40_000)
-        assert abs(float(drawn[:, channel].var()) / variance - 1) <= 5 * math.sqrt(3.2 / 40_000)  # kurtosis 4.2
+        assert abs(float(pixels[:, channel].mean()) - mean) <= 5 * math.sqrt(variance / 40_000)
+        assert abs(float(pixels[:, channel].var()) / variance - 1) <= 5 * math.sqrt(3.2 / 40_000)  # kurtosis 4.2
     model = local(**DMOL)
+    codes = drawn(model)
+    half = local(**DMOL).bfloat16()
+    assert torch.equal(half.encode(half.decode(codes)), codes)
+    logits = torch.randn(2, 16, 20)
+    assert torch.equal(half.losses(logits, codes), model.losses(logits, codes))
     codes = model.generate(2, generator=torch.Generator().manual_seed(0))
     assert codes.shape == (2, 16, 3) and 0 <= int(codes.min()) and int(codes.max()) <= 255 and len(codes.unique()) > 20
 

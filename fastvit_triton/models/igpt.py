@@ -185,8 +185,8 @@ class IGPT(PixelModel):
 
     def encode(self, images: Tensor) -> Tensor:
         """Normalised images [B, C, H, W] → the numbers of the nearest colours, [B, H·W]."""
-        pixels = images.flatten(2).mT.to(self.clusters.dtype)
-        return nearest(pixels, self.clusters)
+        dtype = torch.promote_types(self.clusters.dtype, torch.float32)
+        return nearest(images.flatten(2).mT.to(dtype), self.clusters.to(dtype))
 
     def decode(self, codes: Tensor) -> Tensor:
         """Numbers of colours [B, H·W] → normalised images [B, C, H, W]."""

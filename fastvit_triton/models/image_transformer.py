@@ -300,17 +300,23 @@ class ImageTransformer(PixelModel):
     def encode(self, images: Tensor) -> Tensor:
         """Images [B, C, H, W] between −1 and 1 → levels [B, H·W·C], or of pixels [B, H·W, 3]."""
         top = self.config.levels - 1
-        codes = ((images + 1) * (top / 2)).round().clamp(0, top).long().movedim(1, -1)
+        codes = (
+            ((images.to(torch.promote_types(images.dtype, torch.float32)) + 1) * (top / 2))
+            .round()
+            .clamp(0, top)
+            .long()
+            .movedim(1, -1)
+        )
         return codes.flatten(1, 2) if self.config.mixtures else codes.flatten(1)
 
     def decode(self, codes: Tensor) -> Tensor:
         """Levels → images [B, C, H, W] between −1 and 1."""
         codes = codes.reshape(codes.shape[0], *sides(self.config.img_size), self.config.in_chans)
-        return self.symmetric(codes).movedim(-1, 1)
+        return self.symmetric(codes, torch.promote_types(self.head.weight.dtype, torch.float32)).movedim(-1, 1)
 
-    def symmetric(self, codes: Tensor) -> Tensor:
-        """Levels as numbers between −1 and 1."""
-        return codes.to(self.head.weight.dtype) * (2 / (self.config.levels - 1)) - 1
+    def symmetric(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Levels as numbers between −1 and 1; half precision does not tell 256 of them apart."""
+        return codes.to(dtype) * (2 / (self.config.levels - 1)) - 1
 
     def inputs(self, codes: Tensor, classes: Tensor | None, start: int, stop: int) -> Tensor:
         """Embeddings [B, stop − start, D] of the codes of the steps before each step, with positions and class."""
@@ -329,7 +335,7 @@ class ImageTransformer(PixelModel):
     def embedded(self, codes: Tensor, steps: Tensor, order: Tensor | None) -> Tensor:
         """Embeddings [B, n, D] of the codes that precede these steps."""
         if self.config.mixtures:
-            return F.relu(self.embed(self.symmetric(codes)))
+            return F.relu(self.embed(self.symmetric(codes, self.head.weight.dtype)))
         earlier = (steps - 1).clamp_min(0)
         channel = (earlier if order is None else order[earlier]) % self.config.in_chans
         return self.embed(codes + channel * self.config.levels) * self.config.embed_dim**0.5
@@ -354,7 +360,7 @@ class ImageTransformer(PixelModel):
     def losses(self, logits: Tensor, codes: Tensor) -> Tensor:
         """Negative log-likelihoods in nats [B, N] of each channel, or means over the channels of each pixel."""
         if self.config.mixtures:
-            return -mixture_log_prob(logits, self.symmetric(codes).to(logits.dtype), self.config.levels) / 3
+            return -mixture_log_prob(logits, self.symmetric(codes, logits.dtype), self.config.levels) / 3
         return super().losses(logits, codes)
 
     def draw(self, logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
