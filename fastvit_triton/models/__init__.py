@@ -25,6 +25,9 @@ from . import (
     deit,
     dinov2,
     hybrid,
+    igpt,
+    image_transformer,
+    ipt,
     levit,
     lvvit,
     naflex,
@@ -72,6 +75,9 @@ FAMILIES: tuple[Any, ...] = (
     botnet,
     vt,
     attention_conv,
+    igpt,
+    image_transformer,
+    ipt,
 )
 CATALOGUE = {name: family for family in FAMILIES for name in family.VARIANTS}
 
