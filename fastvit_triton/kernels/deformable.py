@@ -42,7 +42,8 @@ from .tile import jit, tl
 # Default launch parameters, which fit every architecture; rows of tuned/ override them.
 SPACE = {
     "fwd": dict(BLOCK_Q=32, num_warps=4, num_stages=1),
-    "bwd": dict(BLOCK_Q=32, num_warps=2, num_stages=1),
+    "bwd": dict(BLOCK_Q=32, num_warps=4, num_stages=1),
+    "bwd.reference": dict(BLOCK_Q=32, num_warps=4, num_stages=1),
     "bwd_value": dict(BLOCK=8, num_warps=1, num_stages=1),
 }
 VALUES = 1024  # of a tile, at most; larger ones spill
@@ -317,9 +318,12 @@ def _bwd_points_kernel(
                 u00, u01 = tl.sum(dy * v00, 1), tl.sum(dy * v01, 1)  # (6)
                 u10, u11 = tl.sum(dy * v10, 1), tl.sum(dy * v11, 1)
                 da = (1 - g) * ((1 - f) * u00 + f * u01) + g * ((1 - f) * u10 + f * u11)
-                here = (k == level * P + p)[None, :]
-                dweights = tl.where(here, da[:, None], dweights)
-                weights = tl.where(here, a[:, None], weights)
+                if SIDES > 0:
+                    here = (k == level * P + p)[None, :]
+                    dweights = tl.where(here, da[:, None], dweights)
+                    weights = tl.where(here, a[:, None], weights)
+                else:
+                    tl.store(dweight_ptr + i, da.to(dweight_ptr.dtype.element_ty), mask=in_q)
                 dx = a * ((1 - g) * (u01 - u00) + g * (u11 - u10))  # (8)
                 dh = a * ((1 - f) * (u10 - u00) + f * (u11 - u01))
                 tl.store(dlocation_ptr + 2 * i, (dx * x_slope).to(dlocation_ptr.dtype.element_ty), mask=in_q)
@@ -341,9 +345,8 @@ def _bwd_points_kernel(
             if SIDES == 4:
                 tl.store(at + 2, w_sum, mask=in_q)
                 tl.store(at + 3, h_sum, mask=in_q)
-    if dlocation_ptr is not None:
-        if SIDES > 0:  # (7)
-            dweights = weights * (dweights - tl.sum(weights * dweights, 1)[:, None])
+    if dlocation_ptr is not None and SIDES > 0:  # (7)
+        dweights = weights * (dweights - tl.sum(weights * dweights, 1)[:, None])
         at = dweight_ptr + (row * (L * P))[:, None] + k[None, :]
         tl.store(at, dweights.to(dweight_ptr.dtype.element_ty), mask=in_q[:, None] & (k < L * P)[None, :])
 
@@ -387,17 +390,17 @@ def _bwd_value_kernel(
     tl.store(at, tl.sum(dvalue, 0).to(dvalue_ptr.dtype.element_ty), mask=d < D)
 
 
-def _blocks(kernel: str, value: Tensor, queries: int, points: int) -> dict[str, int]:
-    """Launch parameters of a kernel, "fwd", "bwd" or "bwd_value"."""
+def _blocks(row: str, value: Tensor, queries: int, points: int) -> dict[str, int]:
+    """Launch parameters of a kernel, a name in SPACE."""
     D = value.shape[3]
-    blocks = config(f"deformable.{kernel}", SPACE[kernel], value.device, queries, D, points)
+    blocks = config(f"deformable.{row}", SPACE[row], value.device, queries, D, points)
     return blocks | dict(WIDTH=power_of_2(max(D, 16)))
 
 
-def _per_query(kernel: str, value: Tensor, locations: Tensor, reference: Tensor | None) -> tuple[dict, int]:
-    """(compile-time arguments of a kernel over queries, tiles of queries)."""
+def _per_query(row: str, value: Tensor, locations: Tensor, reference: Tensor | None) -> tuple[dict, int]:
+    """(compile-time arguments of a kernel over queries, with parameters of that row; tiles of queries)."""
     _, Nq, _, L, P, _ = locations.shape
-    fixed = _blocks(kernel, value, Nq, L * P)
+    fixed = _blocks(row, value, Nq, L * P)
     block_p = power_of_2(L * P)
     most = VALUES // max(fixed["WIDTH"], block_p)  # of registers
     fixed["BLOCK_Q"] = max(min(fixed["BLOCK_Q"], most), 1)
@@ -449,7 +452,8 @@ def _bwd(dy, value, shapes, locations, weights, reference, needs):
         places = torch.empty(weights.numel(), 3, dtype=torch.float32, device=value.device)
     if needs[2]:
         partial = torch.empty(B, Nq, H, L, reference.shape[3], dtype=torch.float32, device=value.device)
-    fixed, tiles = _per_query("bwd", value, locations, reference)
+    row = "bwd" if reference is None else "bwd.reference"
+    fixed, tiles = _per_query(row, value, locations, reference)
     launch(
         _bwd_points_kernel, (B * H * tiles,),
         dy, value, locations, weights, reference, dlocations if needs[1] else None, dweights if needs[1] else None,

@@ -133,7 +133,7 @@ CANDIDATES: dict[str, dict[str, tuple[Config, ...]]] = {
     "depthwise.fwd.half": {ANY: _convolution((2, 16, 64, 4), (4, 32, 64, 8), (4, 16, 32, 2), (2, 32, 64, 8))},
     "depthwise.bwd.half": {ANY: _convolution((2, 32, 32, 4), (4, 16, 32, 4))},
     "deformable.fwd": {ANY: tuple(dict(BLOCK_Q=q, num_warps=w, num_stages=1) for q, w in ((16, 2), (32, 8), (64, 8)))},
-    "deformable.bwd": {ANY: (dict(BLOCK_Q=32, num_warps=4, num_stages=1),)},
+    "deformable.bwd": {ANY: (dict(BLOCK_Q=32, num_warps=2, num_stages=1),)},
     "deformable.bwd_value": {ANY: (dict(BLOCK=16, num_warps=1, num_stages=1),)},
 }  # fmt: skip
 
