@@ -97,6 +97,9 @@ def _more(op: str, given: dict, draw: random.Random) -> dict:
         pad = randn(given["qkv"].shape[3], like=given["qkv"])
         found = dict(shift_size=shift, bias=None, pad=pad, pad_first=draw.random() < 0.5)
         found["scale"] = draw.choice((0.3, None, randn(heads, like=pad)))
+    elif op == "deformable_attention":
+        (B, Nq, _, L, *_), like = given["locations"].shape, given["locations"]
+        found = dict(reference=draw.choice((randn(B, Nq, L, 2, like=like), randn(B, Nq, L, 4, like=like), None)))
     elif op == "mlp":
         found = dict(return_stats=True, residual=given["x"])
     elif op == "patch_embed":

@@ -28,7 +28,7 @@ from .op_cost import OPS
 
 TRACED = (256, 197)  # (images, tokens) assumed while tracing
 MAX_CHOICES = 4096  # cached choices
-KEEP_DTYPE = ("layer_norm", "depthwise")  # ops whose operands autocast does not cast
+KEEP_DTYPE = ("layer_norm", "depthwise", "deformable_attention")  # ops whose operands autocast does not cast
 
 
 def has_ways(x: Tensor) -> bool:
