@@ -42,6 +42,7 @@ TEST = [
     "transformers>=5",  # oracle: ViT, DeiT, DINOv2, SigLIP, CLIP
     "vit-pytorch",  # oracle: SimpleViT
     "accelerate",  # dispatches models by device_map
+    "pytorch-lightning",  # trains a model that its callback optimises
     "peft",  # adapts language models whose vision tower is converted
     "einops",  # the survey's snippets use it
     "ruff",
