@@ -23,6 +23,7 @@ from . import (
     cvt,
     deepvit,
     deit,
+    detr,
     dinov2,
     hybrid,
     igpt,
@@ -78,6 +79,7 @@ FAMILIES: tuple[Any, ...] = (
     igpt,
     image_transformer,
     ipt,
+    detr,
 )
 CATALOGUE = {name: family for family in FAMILIES for name in family.VARIANTS}
 
