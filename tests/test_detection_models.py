@@ -1,5 +1,9 @@
 """Tests of detectors. Oracle: transformers' models with the same random weights in float64; torchvision's ResNet."""
 
+import copy
+import math
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,14 +14,15 @@ from torchvision.models import resnet18, resnet50
 from torchvision.ops.misc import FrozenBatchNorm2d
 
 from fastvit_triton import create_model, load_model, load_weights, save_weights
+from fastvit_triton.checkpoints import WeightsError
 from fastvit_triton.layers.frozen_resnet import FrozenResNet
 from fastvit_triton.layers.padded import pad_images, resize_mask
 from fastvit_triton.layers.sine_positions import sine_positions
-from fastvit_triton.models import detr
+from fastvit_triton.models import deformable_detr, detr
 
 ROUNDINGS = 84  # as for other models
 TOLERANCE = ROUNDINGS * torch.finfo(torch.float64).eps
-CLASSES, QUERIES, DIM = 5, 7, 32
+CLASSES, QUERIES, DIM = 5, 7, 64
 SIZES = [(96, 50), (60, 91)]  # of images, in pixels: each has tokens that are padding
 SMALL = dict(depths=(1, 2, 1, 1), stem_dim=4, hidden_dim=DIM, num_heads=4, encoder_layers=2, decoder_layers=2)
 SMALL |= dict(mlp_dim=48, num_queries=QUERIES, num_classes=CLASSES, drop_rate=0.0)
@@ -25,14 +30,45 @@ SMALL |= dict(mlp_dim=48, num_queries=QUERIES, num_classes=CLASSES, drop_rate=0.
 
 def theirs_of(kind: str) -> nn.Module:
     """The small model of transformers, in float64, with random weights and statistics."""
-    channels = [16, 32, 64, 128]
-    resnet = dict(embedding_size=4, hidden_sizes=channels, depths=[1, 2, 1, 1], out_features=["stage4"])
+    resnet = dict(embedding_size=4, hidden_sizes=[16, 32, 64, 128], depths=[1, 2, 1, 1])
     common = dict(use_timm_backbone=False, backbone=None, use_pretrained_backbone=False, d_model=DIM, dropout=0.0)
     common |= dict(encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4)
     common |= dict(encoder_ffn_dim=48, decoder_ffn_dim=48, num_queries=QUERIES, num_labels=CLASSES)
-    config = transformers.DetrConfig(**common, backbone_config=transformers.ResNetConfig(**resnet))
-    model = transformers.DetrForObjectDetection(config)
+    if kind == "detr":
+        backbone = transformers.ResNetConfig(**resnet, out_features=["stage4"])
+        config = transformers.DetrConfig(**common, backbone_config=backbone)
+        model = transformers.DetrForObjectDetection(config)
+    else:
+        single = kind == "single_scale"
+        backbone = transformers.ResNetConfig(
+            **resnet, out_features=[f"stage{i}" for i in ([4] if single else (2, 3, 4))]
+        )
+        stages = dict(with_box_refine=kind in ("refine", "two_stage"), two_stage=kind == "two_stage")
+        stages |= dict(two_stage_num_proposals=QUERIES, num_feature_levels=1 if single else 4)
+        config = transformers.DeformableDetrConfig(**common, **stages, backbone_config=backbone)
+        model = transformers.DeformableDetrForObjectDetection(config)
+        if stages["with_box_refine"]:
+            untie(model)
+        if kind == "two_stage":
+            model.model.get_proposal_pos_embed = proposal_positions
     return redrawn(model).double().requires_grad_(True).eval()
+
+
+def untie(model: nn.Module) -> None:
+    """A class head for each layer, as in the authors' code; transformers 5.23 has one for all."""
+    model.class_embed = nn.ModuleList(nn.Linear(DIM, CLASSES) for _ in model.class_embed)
+    model.bbox_embed = copy.deepcopy(model.bbox_embed)
+    model.model.decoder.bbox_embed = model.bbox_embed
+    if model.config.two_stage:
+        model.model.decoder.class_embed = model.class_embed
+
+
+def proposal_positions(proposals: torch.Tensor) -> torch.Tensor:
+    """`get_proposal_pos_embed` of transformers, which computes in float32, in the dtype of the proposals."""
+    steps = torch.arange(DIM // 2, dtype=proposals.dtype)
+    steps = 10000 ** (2 * torch.div(steps, 2, rounding_mode="floor") / (DIM // 2))
+    angles = (proposals.sigmoid() * 2 * math.pi)[..., None] / steps
+    return torch.stack((angles[..., 0::2].sin(), angles[..., 1::2].cos()), 4).flatten(2)
 
 
 def redrawn(model: nn.Module) -> nn.Module:
@@ -51,14 +87,15 @@ def redrawn(model: nn.Module) -> nn.Module:
 
 def ours_of(kind: str, theirs: nn.Module, **options) -> nn.Module:
     """Our model of the same sizes, with their weights, all of which are trained."""
-    ours = create_model(NAMES[kind], **SMALL | OPTIONS[kind] | options).double()
+    ours = create_model(NAMES[kind], **SMALL | options).double()
     report = load_weights(ours, theirs.state_dict())
     assert report.family == "transformers" and not report.reinitialised
     return ours.requires_grad_(True).eval()
 
 
-NAMES = {"detr": "detr_resnet50"}
-OPTIONS: dict[str, dict] = {"detr": {}}
+DEFORMABLE = ("plain", "refine", "two_stage", "single_scale")
+NAMES = {"detr": "detr_resnet50", "plain": "deformable_detr_resnet50"}
+NAMES |= {kind: f"deformable_detr_resnet50_{kind}" for kind in DEFORMABLE[1:]}
 
 
 def drawn_images(sizes=SIZES) -> list[torch.Tensor]:
@@ -91,6 +128,9 @@ def test_outputs_and_gradients_equal_transformers(kind, batch):
     wanted = theirs(padded, pixel_mask.long())
     assert distance(found["logits"], wanted.logits) <= TOLERANCE
     assert distance(found["boxes"], wanted.pred_boxes) <= TOLERANCE
+    if kind == "two_stage":
+        assert distance(found["proposals"]["logits"], wanted.enc_outputs_class) <= TOLERANCE
+        assert distance(found["proposals"]["boxes"], wanted.enc_outputs_coord_logits.sigmoid()) <= TOLERANCE
     for_logits, for_boxes = torch.randn_like(found["logits"]), torch.randn_like(found["boxes"])
 
     def gradients(model: nn.Module, logits: torch.Tensor, boxes: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -117,10 +157,11 @@ def test_outputs_and_gradients_equal_transformers(kind, batch):
 def renamed(kind: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of transformers under our names."""
     layout = LAYOUTS[kind]
-    return {layout.ours(key): tensor for key, tensor in layout.read(tensors).items()}
+    ours = {layout.ours(key): tensor for key, tensor in layout.read(tensors).items()}
+    return {re.sub(r"^transformer\.decoder\.(?=class_embed|bbox_embed)", "", key): t for key, t in ours.items()}
 
 
-LAYOUTS = {"detr": detr.TRANSFORMERS}
+LAYOUTS = {"detr": detr.TRANSFORMERS} | dict.fromkeys(DEFORMABLE, deformable_detr.TRANSFORMERS)
 
 
 def test_auxiliary_outputs_equal_equations():
@@ -137,6 +178,56 @@ def test_auxiliary_outputs_equal_equations():
     x = theirs.model.decoder.layernorm(layers[0])
     assert distance(found["aux"][0]["logits"], theirs.class_labels_classifier(x)) <= TOLERANCE
     assert distance(found["aux"][0]["boxes"], theirs.bbox_predictor(x).sigmoid()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", DEFORMABLE)
+def test_auxiliary_outputs_equal_transformers(kind):
+    """Oracle: transformers, which returns them if there are labels."""
+    theirs = theirs_of(kind)
+    theirs.config.auxiliary_loss = True
+    image = torch.stack(drawn_images([SIZES[0]] * 2))
+    label = dict(class_labels=torch.tensor([1]), boxes=torch.tensor([[0.5, 0.5, 0.2, 0.2]]).double())
+    wanted = theirs(image, labels=[label, label]).auxiliary_outputs
+    found = ours_of(kind, theirs).train()(image)["aux"]
+    assert len(found) == len(wanted) == 1
+    assert distance(found[0]["logits"], wanted[0]["logits"]) <= TOLERANCE
+    assert distance(found[0]["boxes"], wanted[0]["pred_boxes"]) <= TOLERANCE
+
+
+def test_six_heads_are_one():
+    """Oracle: without refinement one head serves all layers; a file in which they differ is refused."""
+    theirs = theirs_of("plain")
+    ours = ours_of("plain", theirs)
+    assert {key.split(".")[1] for key in ours.state_dict() if key.startswith(("class_embed", "bbox_embed"))} == {"0"}
+    state = {key: tensor.clone() for key, tensor in theirs.state_dict().items()}
+    state["class_embed.1.bias"] += 1
+    with pytest.raises(WeightsError, match=r"class_embed\.1\.bias .* differs from class_embed\.0\.bias"):
+        load_weights(ours, state)
+    for options, words in (
+        (dict(num_levels=2), "num_levels"),
+        (dict(two_stage=True), "refine"),
+        (dict(hidden_dim=48), "32"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            create_model(NAMES["plain"], **SMALL | options)
+
+
+def test_first_values_are_the_authors():
+    """Oracle: by hand: points in eight directions, classes of probability 1 %, boxes around the reference points."""
+    model = create_model("deformable_detr_resnet50", **SMALL | dict(num_heads=8)).eval()
+    attention = model.transformer.encoder["layers"][0].self_attn
+    offsets = attention.sampling_offsets.bias.view(8, 4, 4, 2)
+    expected = [[1, 0], [1, 1], [0, 1], [-1, 1], [-1, 0], [-1, -1], [0, -1], [1, -1]]
+    for point in range(4):
+        want = (point + 1) * torch.tensor(expected).float()
+        error = float((offsets[:, :, point] - want[:, None]).detach().abs().max())
+        assert error <= ROUNDINGS * torch.finfo(torch.float32).eps
+    image = torch.randn(1, 3, 64, 64)
+    outputs = model(image)
+    x = model.query_embed.weight.chunk(2, 1)[0]
+    places = model.transformer.reference_points(x).sigmoid()
+    torch.testing.assert_close(outputs["boxes"][0, :, :2], places)
+    torch.testing.assert_close(outputs["boxes"][0, :, 2:], torch.full((QUERIES, 2), 1 / (1 + math.exp(2))))
 
 
 @pytest.mark.parametrize("options, build", [({}, resnet50), (dict(dilation=True), resnet50), (dict(b=0), resnet18)])
@@ -238,7 +329,7 @@ def test_detections_equal_transformers(kind):
         model.detections(outputs, sizes[:1])
 
 
-PROCESSORS = {"detr": "DetrImageProcessor"}
+PROCESSORS = {"detr": "DetrImageProcessor"} | dict.fromkeys(DEFORMABLE, "DeformableDetrImageProcessor")
 
 
 @pytest.mark.parametrize("kind", NAMES)
@@ -260,7 +351,7 @@ def test_layouts_are_read_and_written(kind, tmp_path):
     ours.double()
     authors = authors_layout(kind)
     save_weights(ours, tmp_path / "c.safetensors", layout=authors)
-    fresh = create_model(NAMES[kind], **SMALL | OPTIONS[kind]).double()
+    fresh = create_model(NAMES[kind], **SMALL).double()
     norms = {
         f"{key.rpartition('.')[0]}.num_batches_tracked": torch.tensor(3) for key in ours.state_dict() if ".bn" in key
     }
@@ -270,26 +361,28 @@ def test_layouts_are_read_and_written(kind, tmp_path):
 
 
 def authors_layout(kind: str) -> str:
-    return "facebookresearch"
+    return "facebookresearch" if kind == "detr" else "fundamentalvision"
 
 
 # 5.23 → 4.x on the Hub, with the ResNet of timm inside
 OLD = [(".mlp.fc", ".fc"), (".o_proj", ".out_proj"), ("model.backbone.model.", "model.backbone.conv_encoder.model.")]
 
 
-def test_files_of_transformers_4_are_read():
+@pytest.mark.parametrize("kind", ["detr", "plain"])
+def test_files_of_transformers_4_are_read(kind):
     """Oracle: the tensors; keys as in facebook/detr-resnet-50 on the Hub, whose backbone has torchvision's names."""
-    theirs = theirs_of("detr")
-    ours = ours_of("detr", theirs)
+    theirs = theirs_of(kind)
+    ours = ours_of(kind, theirs)
+    names = LAYOUTS[kind].ours
     state = {}
     for key, tensor in theirs.state_dict().items():
-        own = detr.NAMES.ours(key)
-        if own.startswith("backbone.0.body."):
-            key = own.replace("backbone.0.body.", "model.backbone.conv_encoder.model.")
         for new, old in OLD:
             key = key.replace(new, old)
+        if "conv_encoder" in key:
+            key = names(key).replace("backbone.0.body.", "model.backbone.conv_encoder.model.")
         state[key] = tensor
-    fresh = create_model("detr_resnet50", **SMALL).double()
+    assert any(key.endswith("conv_encoder.model.layer2.1.bn3.running_mean") for key in state)
+    fresh = create_model(NAMES[kind], **SMALL).double()
     load_weights(fresh, state)
     assert all(torch.equal(a, b) for a, b in zip(fresh.state_dict().values(), ours.state_dict().values(), strict=True))
 
@@ -313,13 +406,14 @@ def test_new_classes_leave_the_boxes(kind):
         (dict(depths=(1,)), "4"),
     ):
         with pytest.raises(ValueError, match=words):
-            create_model(NAMES[kind], **SMALL | OPTIONS[kind] | options)
+            create_model(NAMES[kind], **SMALL | options)
 
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_dropout_and_recomputation(kind):
     """Oracle: dropout acts in training only; recomputed layers give the same gradients; frozen norms stay frozen."""
-    model = create_model(NAMES[kind], **SMALL | OPTIONS[kind] | dict(drop_rate=0.5))
+    model = create_model(NAMES[kind], **SMALL | dict(drop_rate=0.5))
+    redrawn(model)  # at first, deformable models return the same boxes for all images
     image = torch.randn(2, 3, 64, 64)
     assert not torch.equal(model(image)["boxes"], model(image)["boxes"])
     buffers = {name: b.clone() for name, b in model.named_buffers()}
@@ -329,7 +423,8 @@ def test_dropout_and_recomputation(kind):
         torch.manual_seed(0)
         model.zero_grad()
         outputs = model(image)
-        (outputs["logits"].square().sum() + outputs["aux"][0]["boxes"].square().sum()).backward()
+        heads = [outputs, *outputs["aux"], *filter(None, [outputs.get("proposals")])]
+        sum(part["logits"].square().sum() + part["boxes"].square().sum() for part in heads).backward()
         gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
     assert gradients[0].keys() == gradients[1].keys()
     assert all(torch.equal(g, gradients[1][n]) for n, g in gradients[0].items())

@@ -558,6 +558,7 @@ def test_checkpoints_of_every_family_can_be_read():
         "PVT",
         "iGPT",
         "DETR",
+        "Deformable DETR",
     ]
 
 

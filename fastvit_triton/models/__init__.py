@@ -22,6 +22,7 @@ from . import (
     crossvit,
     cvt,
     deepvit,
+    deformable_detr,
     deit,
     detr,
     dinov2,
@@ -80,6 +81,7 @@ FAMILIES: tuple[Any, ...] = (
     image_transformer,
     ipt,
     detr,
+    deformable_detr,
 )
 CATALOGUE = {name: family for family in FAMILIES for name in family.VARIANTS}
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.tensors import State, WeightsError
+from ..checkpoints.tensors import State
 from ..layers.frozen_resnet import FrozenResNet
 from ..layers.padded import pad_images
 from .base import ImageModel
@@ -248,19 +248,3 @@ def unpack_projections(state: State, parts: tuple[str, ...]) -> State:
         else:
             out[key] = tensor
     return out
-
-
-def drop_copies(state: State, originals: dict[str, str]) -> State:
-    """Removes tensors that a file holds twice.
-
-    Args:
-        state: tensors by name.
-        originals: name of a copy → name of the original.
-
-    Raises:
-        WeightsError: a copy differs from its original.
-    """
-    for copy, original in originals.items():
-        if copy in state and original in state and not torch.equal(state[copy], state[original]):
-            raise WeightsError(f"the checkpoint's {copy} differs from {original}, and the model has one for both")
-    return {key: tensor for key, tensor in state.items() if key not in originals}
