@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ..checkpoints.layout import Layout, Spelling
 from ..checkpoints.renaming import Renaming
 from ..checkpoints.tensors import State, WeightsError
+from ..kernels.deformable import Maps, deformable_attention
 from ..layers.fusable import Fusable
 from ..layers.packed_attention import PackedAttention
 from ..layers.padded import resize_mask
@@ -31,41 +32,9 @@ from ..layers.sine_positions import sine_positions, sines
 from .config import Options
 from .detector import BACKBONE, BoxMlp, Detector, DetectorConfig, pack_projections, unpack_projections
 
-Maps = tuple[tuple[int, int], ...]
 SMALLEST_BOX = 0.05  # side of a proposal on the first map, in fractions of the image
 BORDER = 0.01  # proposals nearer to the border are no candidates
 CANDIDATES = 100  # best pairs of query and class in an image
-
-
-def deformable_attention(value: Tensor, shapes: Maps, locations: Tensor, weights: Tensor, reference: Tensor) -> Tensor:
-    """Weighted sum of points sampled bilinearly from several maps (equations 2 and 3, appendix A.3).
-
-    Args:
-        value: [B, N, H, d], the cells of all maps, row by row, one map after the other.
-        shapes: (rows, columns) of each of the L maps.
-        locations: [B, M, H, L, P, 2], offsets from the reference.
-        weights: [B, M, H, L, P], logits of a softmax over all L·P points.
-        reference: [B, M, L, 2], points in [0, 1], to which offsets in cells are added; or [B, M, L, 4], boxes (centre,
-            size) with offsets in 1 / (2·P) of the size.
-
-    Returns:
-        [B, M, H·d].
-    """
-    (B, _, H, d), (_, M, _, L, P, _) = value.shape, locations.shape
-    dtype = torch.promote_types(value.dtype, torch.float32)
-    place = reference.to(dtype)[:, :, None, :, None]
-    sides = place.new_tensor([[columns, rows] for rows, columns in shapes])[:, None]
-    offsets = locations.to(dtype)
-    offsets = offsets / sides if place.shape[-1] == 2 else offsets / P * place[..., 2:] / 2
-    grid = (2 * (place[..., :2] + offsets) - 1).transpose(1, 2).flatten(0, 1)  # [B·H, M, L, P, 2]
-    shares = weights.to(dtype).flatten(3).softmax(-1).transpose(1, 2).reshape(B * H, 1, M, L * P)
-    maps = value.to(dtype).split([rows * columns for rows, columns in shapes], 1)
-    samples = []
-    for level, (cells, shape) in enumerate(zip(maps, shapes, strict=True)):
-        image = cells.permute(0, 2, 3, 1).reshape(B * H, d, *shape)
-        samples.append(F.grid_sample(image, grid[:, :, level], padding_mode="zeros", align_corners=False))
-    y = (torch.cat(samples, -1) * shares).sum(-1)  # [B·H, d, M]
-    return y.view(B, H * d, M).mT.to(value.dtype)
 
 
 class DeformableAttention(Fusable):
@@ -110,7 +79,7 @@ class DeformableAttention(Fusable):
 
         Args:
             q: queries [B, M, D].
-            reference: [B, M, L, 2 or 4], see `deformable_attention`.
+            reference: [B, M, L, 2 or 4], see `kernels.deformable`.
             memory: tokens [B, N, D] of all maps.
             shapes: (rows, columns) of each map.
             mask: boolean [B, N], False at padding, whose values are 0; None for no padding.
