@@ -268,8 +268,9 @@ The {len(SYSTEMS)} systems of a survey of Vision Transformers, of which {built} 
 ## Figures
 
 Parameters are those of the named model, of classifiers with 1000 classes. Launches are those of one block in bfloat16
-inference, batch 8, eager PyTorch → fused and frozen, counted and not measured: models with four blocks (per stage) minus
-models with two, so those of a pyramid are means over its stages with attention, and outside of blocks nothing is counted.
+inference, batch 8, eager PyTorch → fused and frozen, counted and not measured: models with four blocks (per stage)
+minus models with two, so those of a pyramid are means over its stages with attention, and outside of blocks nothing is
+counted.
 
 The digits are scikit-learn's, enlarged: test accuracy of a small model after 2, 4 and {EPOCHS} epochs on 1,437 images
 without augmentation, the mean of {SEEDS} seeds, and their range after the last epoch. The training is the same for all

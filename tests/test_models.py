@@ -557,6 +557,8 @@ def test_checkpoints_of_every_family_can_be_read():
         "Swin",
         "PVT",
         "iGPT",
+        "DETR",
+        "Deformable DETR",
     ]
 
 

@@ -22,7 +22,9 @@ from . import (
     crossvit,
     cvt,
     deepvit,
+    deformable_detr,
     deit,
+    detr,
     dinov2,
     hybrid,
     igpt,
@@ -78,6 +80,8 @@ FAMILIES: tuple[Any, ...] = (
     igpt,
     image_transformer,
     ipt,
+    detr,
+    deformable_detr,
 )
 CATALOGUE = {name: family for family in FAMILIES for name in family.VARIANTS}
 
