@@ -15,6 +15,9 @@ DEMO = [
     "scikit-learn>=1.4",  # the handwritten digits, which ship inside it, and the stratified split
 ]
 JSONSCHEMA = "jsonschema>=4.20"  # checks the files that users contribute
+DETECT = [
+    "scipy>=1.10",  # assigns predictions to objects
+]
 SHARDS = [
     "webdataset>=1.0",  # writes shards; reading them needs nothing
 ]
@@ -31,6 +34,7 @@ DOCS = [
 ]
 TEST = [
     *DEMO,
+    *DETECT,
     *SHARDS,
     *HUB,
     *EXPORT,
@@ -42,7 +46,9 @@ TEST = [
     "transformers>=5",  # oracle: ViT, DeiT, DINOv2, SigLIP, CLIP
     "vit-pytorch",  # oracle: SimpleViT
     "accelerate",  # dispatches models by device_map
+    "pytorch-lightning",  # trains a model that its callback optimises
     "peft",  # adapts language models whose vision tower is converted
+    "pycocotools",  # oracle: average precision
     "einops",  # the survey's snippets use it
     "ruff",
     "mypy",  # .ci/run
@@ -100,6 +106,7 @@ setup(
     extras_require={
         "train": TRAIN,  # of a folder of images, and explain
         "demo": DEMO,  # train without --data
+        "detect": DETECT,  # training of detectors
         "shards": SHARDS,
         "hub": HUB,
         "datasets": ["datasets>=4"],  # train --data hf:NAME

@@ -14,6 +14,11 @@ from typing import Any, NamedTuple
 
 from .tensors import State
 
+IRRELEVANT = re.compile(  # other parts of larger models, and training state
+    r"(^|\.)(mask_token|position_ids|pooler|decoder\w*|text_model|text_projection|logit_scale|logit_bias|txt"
+    r"|dino_head|ibot_head|student|opt|relative_position_index|attn_mask)(\.|$)|(^|\.)[tb]$"
+)
+
 
 def _same(tensors: State) -> State:
     return tensors
@@ -106,6 +111,7 @@ class Spelling(NamedTuple):
         saved: layouts that can be written, by name.
         choose: (model, layouts) → the first of the layouts under a name that supports the model.
         write: (model, tensors, layout) → the tensors under the layout's names, with its shapes.
+        irrelevant: matches keys under our names that are no part of the architecture and are dropped.
     """
 
     name: str
@@ -114,6 +120,7 @@ class Spelling(NamedTuple):
     saved: Mapping[str, tuple[Layout, ...]] = MappingProxyType({})
     choose: Callable[..., Layout] = first
     write: Callable[..., State] = unchanged
+    irrelevant: re.Pattern[str] = IRRELEVANT
 
     def convert(self, model: Any, state: State, name: str) -> State:
         """Converts a model's tensors to a layout of `saved`.

@@ -1,6 +1,7 @@
-"""`evaluate`: accuracy of a checkpoint on test images, in total and by class."""
+"""`evaluate`: how good a checkpoint is on test images: accuracy by class, bits a dimension, or PSNR and SSIM."""
 
 import argparse
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
@@ -15,7 +16,10 @@ from .console import (
     print_line,
     select_device,
 )
-from .loading import add_checkpoint_option, load_trained, test_images
+from .loading import TrainedModel, add_checkpoint_option, load_trained, test_images
+
+if TYPE_CHECKING:
+    import torch
 
 HELP = "compute the test accuracy of a checkpoint"
 
@@ -32,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Computes the test accuracy of a checkpoint, in total and by class."""
+    """Computes the test accuracy of a checkpoint, in total and by class; of models of pixels bits a dimension."""
     from rich.table import Table
 
     from ..train.data.transform import join_names
@@ -46,6 +50,10 @@ def run(args: argparse.Namespace) -> int:
     options = {"workers": args.workers, "skip_bad_images": skip, "max_pixels": args.max_pixels}
     test = test_images(trained, args.data, options)
     device = select_device(args.device)
+    if trained.model.task == "generate":
+        return _likelihood(trained, test, device)
+    if trained.model.task == "restore":
+        return _restoration(trained, test, device)
     score = evaluate(trained.model.to(device), test, autocast_dtype(device))
     targets = score.targets
     predictions = score.predictions
@@ -65,4 +73,47 @@ def run(args: argparse.Namespace) -> int:
     if test.bad:
         names = join_names([str(path) for path in sorted(test.bad)])
         print_line(f"skipped {len(test.bad)} images that cannot be read: {names}")
+    return 0
+
+
+def _likelihood(trained: TrainedModel, test: Any, device: "torch.device") -> int:
+    """Prints the bits a dimension of a model of pixels, a mean over the test images."""
+    import torch
+
+    from ..train.generative import Likelihood
+
+    module = Likelihood(trained.model, trained.transform.restore).to(device).eval()
+    bits = []
+    with torch.no_grad():
+        for images, classes in test:
+            bits.append(module(images.to(device), classes.to(device)).double().cpu() / torch.tensor(2.0).log())
+    found = torch.cat(bits)
+    print_line(f"{found.mean():.4f} bits a dimension ({len(found):,} images)")
+    return 0
+
+
+def _restoration(trained: TrainedModel, test: Any, device: "torch.device") -> int:
+    """Prints PSNR and SSIM of each task, and of the input, for x2, x3 and x4 enlarged by bicubic interpolation."""
+    import torch
+    from rich.table import Table
+
+    from ..models.ipt import enlarged, scale_of
+    from ..train.generative import crop, scaled
+    from ..train.restoration import degrade, psnr, ssim
+
+    model: Any = trained.model.to(device).eval()
+    table = Table("task", "PSNR, dB", "of the input", "SSIM", "of the input")
+    for task in model.config.tasks:
+        torch.manual_seed(0)
+        rows = []
+        for images, _ in test:
+            targets = crop((255 * trained.transform.restore(images)).round(), scaled(model.config.img_size, task))
+            given = degrade(targets, task)
+            with torch.no_grad():
+                restored = model(given.to(device), task).cpu()
+            pair = (restored.clamp(0, 255), enlarged(given, scale_of(task)).clamp(0, 255))
+            rows.append(torch.stack([measure(x, targets) for measure in (psnr, ssim) for x in pair], 1))
+        means = torch.cat(rows).mean(0).tolist()
+        table.add_row(task, f"{means[0]:.2f}", f"{means[1]:.2f}", f"{means[2]:.4f}", f"{means[3]:.4f}")
+    Console().print(table)
     return 0

@@ -11,7 +11,7 @@ from .checks import channels, check_channels, check_checkpoint
 from .console import print_error, print_warning
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from ..models.transformer import VisionTransformer
     from ..train.data import Batches
@@ -87,6 +87,31 @@ def load_trained(source: str, mean: str | None = None, std: str | None = None) -
         trained = trained._replace(split=read_split(folder / SPLIT, trained.split))
     statistics = {"mean": mean, "std": std}
     return trained._replace(transform=_override(trained.transform, statistics, source))
+
+
+def save_pixels(image: "Tensor", path: Path) -> None:
+    """Writes an image [C, H, W] of pixels in [0, 1] to a file; ValueError if its suffix is that of no image."""
+    from PIL import Image
+
+    pixels = (255 * image.clamp(0, 1)).round().byte().movedim(0, -1)
+    try:
+        Image.fromarray(pixels.squeeze(-1).numpy()).save(path)
+    except ValueError as error:
+        raise ValueError(f"--out is {path}, which is no image file; use a name such as {path.stem}.png") from error
+
+
+def trained_for(task: str, trained: TrainedModel, source: str) -> TrainedModel:
+    """The trained model, whose task is this one.
+
+    Raises:
+        ValueError: it is another one; the message names the command for it.
+    """
+    commands = {"classify": "predict", "generate": "generate", "restore": "restore"}
+    found = getattr(trained.model, "task", "classify")
+    if found != task:
+        use = f"; use fastvit-triton {commands[found]}" if found in commands else ""
+        raise ValueError(f"{source} holds a {type(trained.model).__name__}, whose task is to {found}{use}")
+    return trained
 
 
 def _override(transform: "Transform", statistics: dict[str, str | None], source: str) -> "Transform":
@@ -174,7 +199,8 @@ def _read_training(model: "VisionTransformer", text: str) -> tuple[TrainedModel,
     transform = Transform(**entries["transform"]) if "transform" in entries else transform_of(data_config(model))
     if len(classes) != config.num_classes and config.num_classes:  # pre-training saves no head
         raise ValueError(f"it names {len(classes):,} classes, and the head has {config.num_classes:,}")
-    if transform.size != size or len(transform.mean) != channels:
+    tiles = model.task == "restore"  # its images are larger than the tiles that it restores
+    if (transform.size != size and not tiles) or len(transform.mean) != channels:
         images = f"its images have size {transform.size} and {len(transform.mean)} channels"
         raise ValueError(f"{images}, the model's {size} and {channels}")
     rest = entries.get("data"), entries.get("batch_size", 64), entries.get("skip_bad_images", False)

@@ -214,5 +214,5 @@ def _show(run: "Run", save_every: int | None) -> int:
         command = f"fastvit-triton train --out {quote(str(out))} --resume{''.join(again)}"
         return print_error(f"stopped; {out} holds everything up to the last saved state; resume with: {command}", 130)
     if is_main:
-        print_line(summary(out, trainer.data))
+        print_line(summary(out, trainer.data, trainer.recipe.loss))
     return 0

@@ -73,8 +73,8 @@ def sources_of(owner: nn.Module, layer: Layer, norm: nn.Module) -> tuple[Tensor 
     """The tensors that a fold kept for the owner depends on; None if there is none, or the norm must be called."""
     if not is_constant(norm) or norm.num_batches_tracked is None:  # without it, a training forward is not noticed
         return None
-    found = layer.weight, layer.bias, *norm._parameters.values(), *norm._buffers.values()
-    return found if are_plain_tensors(*found) and keeps(owner, *found) else None
+    tensors = layer.weight, layer.bias, *norm._parameters.values(), *norm._buffers.values()
+    return tensors if are_plain_tensors(*tensors) and keeps(owner, *tensors) else None
 
 
 def is_constant(norm: nn.Module) -> TypeGuard[Foreign]:

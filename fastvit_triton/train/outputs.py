@@ -139,11 +139,19 @@ def draw_results(out: Path, data: Data, history: list[dict], score: Score, warn:
             warn(str(error))
 
 
-def summary(out: Path, data: Data) -> str:
-    """Text for the end of a run: the test score, the files in `out`, skipped images, and commands to try next."""
+def summary(out: Path, data: Data, loss: str = "") -> str:
+    """Text for the end of a run: the test score, the files in `out`, skipped images, and commands to try next.
+
+    Args:
+        out: the output folder.
+        data: of the run.
+        loss: that of the recipe.
+    """
     with (out / LOG).open(newline="") as file:
         *_, last = csv.DictReader(file)
     reached = f"loss {float(last['test_loss']):.4f}"
+    if loss == "likelihood":
+        reached += f", {float(last['test_loss']) / math.log(2):.4f} bits a dimension"
     if last["test_accuracy"]:
         reached = f"accuracy {100 * float(last['test_accuracy']):.2f} %"
     lines = [f"\ntest {reached} after {last['epoch']} {'epoch' if last['epoch'] == '1' else 'epochs'}\n"]
@@ -153,6 +161,12 @@ def summary(out: Path, data: Data) -> str:
         lines += [f"\nskipped {len(bad)} images that cannot be read: {join_names([str(path) for path in sorted(bad)])}"]
     example = quote(str(out / EXAMPLE))
     folder = quote(str(out))
+    if loss == "likelihood":
+        more = f"  fastvit-triton generate --checkpoint {folder} --out samples.png"
+        return "\n".join([*lines, "\nnext commands:", more, f"  fastvit-triton evaluate --checkpoint {folder}"])
+    if loss == "restoration":
+        more = f"  fastvit-triton restore --checkpoint {folder} photo.jpg --out restored.png"
+        return "\n".join([*lines, "\nnext commands:", more, f"  fastvit-triton evaluate --checkpoint {folder}"])
     if not last["test_accuracy"]:
         return "\n".join([*lines, "\nnext commands:", f"  fastvit-triton train --weights {folder} --data …"])
     lines += ["\nnext commands:", f"  fastvit-triton predict --checkpoint {folder} {example}"]

@@ -7,7 +7,7 @@ from typing import Annotated
 from .data import Data
 from .data.hf import absolute, is_hf
 from .ranges import OpenFraction, PositiveInt, Seed, check
-from .recipes import DIGITS, FASHION_MNIST, FOLDER, Recipe, override_recipe
+from .recipes import DIGITS, FASHION_MNIST, FOLDER, PIXELS, RESTORATION, Recipe, override_recipe
 from .recipes.published import PUBLISHED
 
 # Defaults of the settings that are not fields of a recipe.
@@ -28,7 +28,9 @@ SETTINGS = {
     "run_key": None,
     "ways": None,  # how the model's blocks run, from `Models.ways`; None for what this machine says now
 }
-RECIPES = {"digits": DIGITS, "folder": FOLDER, "fashion-mnist": FASHION_MNIST} | PUBLISHED
+RECIPES = {"digits": DIGITS, "folder": FOLDER, "fashion-mnist": FASHION_MNIST}
+RECIPES |= {"pixels": PIXELS, "restoration": RESTORATION} | PUBLISHED
+OWN_RECIPES = {PIXELS.model: "pixels", RESTORATION.model: "restoration"}  # of models that no other recipe trains
 ADDED = {"crop_mode": "box", "interpolation": "bilinear"}  # fields of a recipe that states of earlier versions lack
 RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))
 
@@ -57,7 +59,8 @@ def resolve_settings(given: dict, state: dict | None = None, accept_changes: boo
     check("val_split", given.get("val_split"), Annotated[OpenFraction | None, "a data set with test images"])
     if state is not None:
         return _resume(given, state, accept_changes)
-    name = given.pop("recipe", None) or ("digits" if given.get("data", "digits") == "digits" else "folder")
+    usual = "digits" if given.get("data", "digits") == "digits" else "folder"
+    name = given.pop("recipe", None) or OWN_RECIPES.get(given.get("model", ""), usual)
     if name not in RECIPES:
         raise ValueError(f"recipe is {name!r}; use one of {', '.join(RECIPES)}")
     return _override(SETTINGS | asdict(RECIPES[name]) | {"recipe": name}, given)

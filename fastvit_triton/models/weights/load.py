@@ -42,12 +42,6 @@ from .describe import describe, from_metadata
 from .pretrained import find_place
 from .rebuild import build_model
 
-IRRELEVANT = re.compile(  # other parts of larger models, and training state
-    r"(^|\.)(mask_token|position_ids|pooler|decoder\w*|text_model|text_projection|logit_scale|logit_bias|txt"
-    r"|dino_head|ibot_head|student|opt|relative_position_index|attn_mask)(\.|$)|(^|\.)[tb]$"
-)
-
-
 SPELLINGS: dict[str, Spelling] = {"vit": plain.CHECKPOINTS}
 SPELLINGS |= {family.MODEL.layout: family.CHECKPOINTS for family in FAMILIES if hasattr(family, "CHECKPOINTS")}
 
@@ -212,7 +206,7 @@ def _load(model: Any, checkpoint: Mapping, metadata: Mapping[str, str], resize: 
     if metadata.get("layout") == "fastvit_triton":
         family, mode = "fastvit_triton", model.position_resize
     target = model.state_dict()
-    dropped = [key for key in state if IRRELEVANT.search(key) or key in model.pruned]
+    dropped = [key for key in state if spelling.irrelevant.search(key) or key in model.pruned]
     state = {key: tensor for key, tensor in state.items() if key not in dropped}
     fill_counts(target, state)
     dropped += fit_head(model.head_names, target, state)

@@ -208,7 +208,7 @@ def load(
     options = {"workers": workers, "skip_bad_images": skip_bad_images, "max_pixels": max_pixels, "world": world}
     test = load_test(name, classes, transform, recipe.batch_size, **options, split=split)
     data = Data(name, classes, transform, train, test, test_once=name == "digits", split=split)
-    if recipe.loss not in ("pixels", "colours"):  # which need no labels
+    if recipe.loss in ("softmax", "sigmoid", "bce"):  # the others need no labels
         _check_classes(data)
     return data
 
