@@ -7,17 +7,23 @@ import shlex
 import sys
 from collections import Counter
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from test_cli import refused
 
 from fastvit_triton.cli import build_parser, main
+from fastvit_triton.models.weights.pretrained import imagenet_classes
+from fastvit_triton.train import plots
 from fastvit_triton.train.data import load
 from fastvit_triton.train.data.folder import scan_folder
 from fastvit_triton.train.data.split import SPLIT, Split
+from fastvit_triton.train.loop import Score
 from fastvit_triton.train.outputs import WEIGHTS, summary
 from fastvit_triton.train.recipes import FOLDER
 
@@ -167,3 +173,22 @@ def test_the_package_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys):
     with pytest.raises(SystemExit) as end:
         runpy.run_module("fastvit_triton", run_name="__main__")
     assert end.value.code == 2 and "the nearest is train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [3, 60])
+def test_captions_of_predictions_do_not_overlap(count: int):
+    """Oracle: matplotlib's boxes of all texts, with ImageNet's names, the longest first, all wrong or all right."""
+    names = sorted(imagenet_classes().values(), key=len, reverse=True)
+    assert len(names) == 1000 and len(names[0]) > 25
+    data = SimpleNamespace(classes=names, test=SimpleNamespace(display_image=lambda i: torch.zeros(3, 8, 8)))
+    targets = torch.arange(count)
+    for found in (targets.flip(0) + 60, targets):
+        page = plots.predictions(data, Score(0.1, 0.0, found, targets))
+        page.canvas.draw()
+        texts = [page._suptitle, *(axes.title for axes in page.axes if axes.get_title())]
+        assert len(texts) == count + 1
+        boxes = [text.get_window_extent() for text in texts]
+        assert all(page.bbox.x0 <= box.x0 and box.x1 <= page.bbox.x1 and box.y1 <= page.bbox.y1 for box in boxes)
+        assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
+    wide = plots._shorten("Appenzeller Sennenhund", 0.9 * 1.9)
+    assert wide == "Appenzeller Sennenhund" and plots._shorten(f"not {wide}", 0.9 * 1.9)[-1] in "…d"
