@@ -27,6 +27,7 @@ ALLOWED_IMPORTS = {
     "checkpoints": {"checkpoints"},
     "models": {"kernels", "engine", "layers", "convert", "checkpoints", "files", "preparation", "models"},
     "train": {"train", "files", "preparation"},
+    "__main__": {"cli"},
     "convert": {"kernels", "engine", "layers", "convert"},
     "expected": {"kernels", "engine", "layers", "expected"},
     "files": set(),

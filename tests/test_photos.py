@@ -2,20 +2,29 @@
 
 import json
 import re
+import runpy
+import shlex
+import sys
 from collections import Counter
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from test_cli import refused
 
-from fastvit_triton.cli import main
+from fastvit_triton.cli import build_parser, main
+from fastvit_triton.models.weights.pretrained import imagenet_classes
+from fastvit_triton.train import plots
 from fastvit_triton.train.data import load
 from fastvit_triton.train.data.folder import scan_folder
 from fastvit_triton.train.data.split import SPLIT, Split
-from fastvit_triton.train.outputs import WEIGHTS
+from fastvit_triton.train.loop import Score
+from fastvit_triton.train.outputs import WEIGHTS, summary
 from fastvit_triton.train.recipes import FOLDER
 
 CLASSES = {"Appenzeller Sennenhund": 20, "coffee cup": 10, "temple": 2}
@@ -135,3 +144,51 @@ def test_damaged_splits_are_refused(trained: Path, tmp_path: Path, capsys):
         sentence = refused(capsys, "evaluate", "--workers", "0", "--checkpoint", tmp_path)
         assert str(tmp_path / SPLIT) in sentence and re.search("is damaged|is not of this run", sentence)
     assert (trained / SPLIT).read_text() == text
+
+
+def test_next_commands_can_be_run(folder: Path, trained: Path):
+    """Oracle: the parser, which checks values and files, takes each command of the summary; four of them are named."""
+    data = load(str(folder), RECIPE, split=Split(0.2, 0))
+    commands = [shlex.split(line) for line in summary(trained, data).splitlines() if "fastvit-triton" in line]
+    assert [words[1] for words in commands] == ["predict", "evaluate", "explain", "export"]
+    for words in commands:
+        assert str(trained) in words
+        build_parser().parse_args(words[1:])
+
+
+@pytest.mark.fast
+def test_typing_errors_are_answered_with_the_nearest(tmp_path: Path, capsys):
+    """Oracle: the sentences; an underscore is a dash only where no option has it."""
+    assert "COMMAND is 'trian'; the nearest is train; see" in refused(capsys, "trian")
+    assert "no option --bath-size; the nearest is --batch-size; see" in refused(capsys, "train", "--bath-size", "4")
+    assert "unrecognized arguments: --zzz" in refused(capsys, "train", "--zzz")
+    assert "--batch-size is 0; use an integer" in refused(capsys, "train", "--batch_size", "0")
+    assert "--batch-size is -1; use an integer" in refused(capsys, "train", "--batch_size=-1")
+
+
+@pytest.mark.fast
+def test_the_package_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys):
+    """Oracle: the exit code and the sentence of an unknown command."""
+    monkeypatch.setattr(sys, "argv", ["fastvit_triton", "trian"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("fastvit_triton", run_name="__main__")
+    assert end.value.code == 2 and "the nearest is train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [3, 60])
+def test_captions_of_predictions_do_not_overlap(count: int):
+    """Oracle: matplotlib's boxes of all texts, with ImageNet's names, the longest first, all wrong or all right."""
+    names = sorted(imagenet_classes().values(), key=len, reverse=True)
+    assert len(names) == 1000 and len(names[0]) > 25
+    data = SimpleNamespace(classes=names, test=SimpleNamespace(display_image=lambda i: torch.zeros(3, 8, 8)))
+    targets = torch.arange(count)
+    for found in (targets.flip(0) + 60, targets):
+        page = plots.predictions(data, Score(0.1, 0.0, found, targets))
+        page.canvas.draw()
+        texts = [page._suptitle, *(axes.title for axes in page.axes if axes.get_title())]
+        assert len(texts) == count + 1
+        boxes = [text.get_window_extent() for text in texts]
+        assert all(page.bbox.x0 <= box.x0 and box.x1 <= page.bbox.x1 and box.y1 <= page.bbox.y1 for box in boxes)
+        assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
+    wide = plots._shorten("Appenzeller Sennenhund", 0.9 * 1.9)
+    assert wide == "Appenzeller Sennenhund" and plots._shorten(f"not {wide}", 0.9 * 1.9)[-1] in "…d"

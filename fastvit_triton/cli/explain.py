@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     """Writes a report on a checkpoint and image files: attention, tokens, positions, filters and costs."""
     import torch
 
-    from ..explain import explain, explain_run, published_tables, write_report
+    from ..explain import explain, explain_run, write_report
     from ..train.data.transform import read_image
 
     if importlib.util.find_spec("matplotlib") is None:
@@ -69,7 +69,6 @@ def run(args: argparse.Namespace) -> int:
     def all_panels() -> Iterator:
         yield from panels
         yield from explain_run(*_run_results(args, trained, device), classes)
-        yield published_tables()
 
     page = write_report(all_panels(), args.out, f"Attention report of {Path(args.checkpoint).resolve().name}")
     plural = "s" if len(files) > 1 else ""

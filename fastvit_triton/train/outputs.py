@@ -170,4 +170,7 @@ def summary(out: Path, data: Data, loss: str = "") -> str:
     if not last["test_accuracy"]:
         return "\n".join([*lines, "\nnext commands:", f"  fastvit-triton train --weights {folder} --data …"])
     lines += ["\nnext commands:", f"  fastvit-triton predict --checkpoint {folder} {example}"]
-    return "\n".join([*lines, f"  fastvit-triton evaluate --checkpoint {folder}"])
+    lines += [f"  fastvit-triton evaluate --checkpoint {folder}"]
+    lines += [f"  fastvit-triton explain --checkpoint {folder} --image {example}"]
+    model = quote(str(out / "model.onnx"))
+    return "\n".join([*lines, f"  fastvit-triton export {folder} {model} --to onnx"])

@@ -75,57 +75,78 @@ def draw_predictions(data: Data, score: Score, path: Path, max_images: int = 60)
         path: file to write.
         max_images: largest number of images in the grid.
     """
-    predictions = score.predictions
+    predictions(data, score, max_images).savefig(path, format="png", dpi=150)
+
+
+def predictions(data: Data, score: Score, max_images: int = 60) -> "Figure":
+    """The figure of `draw_predictions`, which documents the arguments."""
+    found = score.predictions
     targets = score.targets
     accuracy = score.accuracy
-    assert predictions is not None and targets is not None and accuracy is not None  # of a classifier
-    wrong = (predictions != targets).nonzero().flatten()
-    correct = (predictions == targets).nonzero().flatten()
+    assert found is not None and targets is not None and accuracy is not None  # of a classifier
+    wrong = (found != targets).nonzero().flatten()
+    correct = (found == targets).nonzero().flatten()
     sample = correct[torch.linspace(0, max(len(correct) - 1, 0), min(max_images, len(correct))).long()]
     chosen = torch.cat([wrong, sample])[:max_images].tolist()
-    columns = min(12, len(chosen))
+    names = tuple(map(printable, data.classes))
+    short = max(map(len, names)) <= 6
+    columns = min(12 if short else 7, len(chosen))
     rows = -(-len(chosen) // columns)
-    page = figure(columns + 0.4, 1.24 * rows + 0.7)
-    names = data.classes
+    width = max(columns * (1 if short else 1.9), 8.4)  # inches, at least those of the title
+    height = 1.4 * rows + 0.6  # of each row, 0.45 inches are for the caption
+    page = figure(width + 0.4, height, constrained=False)  # which moves columns together until captions overlap
+    side = 0.2 / (width + 0.4)
+    page.subplots_adjust(side, 0.1 / height, 1 - side, 1 - 0.95 / height, 0.05, 0.45 / 0.95)
     shown = min(len(wrong), max_images)
     page.suptitle(
         f"{100 * accuracy:.1f} % of {len(targets):,} test images correct;  {len(wrong):,} wrong"
         + (f", {'shown first' if shown == len(wrong) else f'{shown} of them shown'}, in red" if shown else ""),
         color=INK,
         fontsize=12,
+        y=1 - 0.15 / height,
     )
     for i, axes in enumerate(page.subplots(rows, columns, squeeze=False).flat):
         axes.axis("off")
         if i < len(chosen):
-            predicted = int(predictions[chosen[i]])
-            expected = int(targets[chosen[i]])
-            _draw_image(axes, data.test.display_image(chosen[i]), names[predicted], names[expected])
-    page.savefig(path, format="png", dpi=150)
+            predicted = names[int(found[chosen[i]])]
+            expected = names[int(targets[chosen[i]])]
+            _draw_image(axes, data.test.display_image(chosen[i]), predicted, expected, 0.9 * width / columns)
+    return page
 
 
-def _draw_image(axes: "Axes", image: Tensor, predicted: str, expected: str) -> None:
-    """Draws one image [C, H, W] and its caption."""
+def _draw_image(axes: "Axes", image: Tensor, predicted: str, expected: str, width: float) -> None:
+    """Draws one image [C, H, W] and its caption, whose lines are at most `width` inches long."""
     axes.imshow(image.movedim(0, -1).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
     if predicted == expected:
-        axes.set_title(_shorten(predicted), fontsize=9, color=MUTED, pad=3, parse_math=False)
+        axes.set_title(_shorten(predicted, width), fontsize=9, color=MUTED, pad=3, parse_math=False)
         return
     axes.axis("on")
     axes.set(xticks=[], yticks=[])
     for spine in axes.spines.values():
         spine.set(color=RED, linewidth=3)
-    title = f"{_shorten(predicted)}, not {_shorten(expected)}"
+    title = f"{_shorten(predicted, width)}\n{_shorten(f'not {expected}', width)}"
     axes.set_title(title, fontsize=9, color=RED, pad=4, fontweight="bold", parse_math=False)  # `$` is no formula
 
 
-def _shorten(name: str, length: int = 12) -> str:
-    name = printable(name)
-    return name if len(name) <= length else name[: length - 1] + "…"
+def _shorten(text: str, width: float) -> str:
+    """The text, or its beginning and "…", at most `width` inches long in bold type of 9 points."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    bold = FontProperties(weight="bold", size=9)
+    for length in range(min(len(text), 60), 0, -1):
+        line = text if length == len(text) else f"{text[: length - 1].rstrip()}…"
+        if TextPath((0, 0), line.replace("$", "S"), prop=bold).get_extents().width <= 72 * width:
+            return line
+    return "…"
 
 
-def figure(width: float, height: float) -> "Figure":
-    """An empty white figure; width and height in inches."""
+def figure(width: float, height: float, constrained: bool = True) -> "Figure":
+    """An empty white figure; width and height in inches. Unless told otherwise, the constrained layout places plots."""
     from matplotlib.figure import Figure
 
+    if not constrained:
+        return Figure(figsize=(width, height), facecolor="white")
     page = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     layout: Any = page.get_layout_engine()
     layout.set(w_pad=0.08, h_pad=0.08)
