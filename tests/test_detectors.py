@@ -1,16 +1,21 @@
-"""Tests of transformers' deformable sampling after `optimize`. Oracle: the same modules before, in float64."""
+"""Tests of detectors after `optimize`: deformable sampling, frozen BatchNorms. Oracle: the same before, in float64."""
 
 import copy
 import importlib
+from collections import Counter
 
 import pytest
 import torch
+import transformers
 from budget import assert_within_budget, telling
 from interpreter import interpreting
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.detr import modeling_detr as detr
 
 import benchmarks  # noqa: F401 (declares torchvision's operators)
 from fastvit_triton import optimize, revert, using_backend
+from fastvit_triton.engine import batch_norm
 from fastvit_triton.kernels import deformable
 
 SHAPES = [(3, 4), (2, 2), (1, 1)]
@@ -131,3 +136,92 @@ def test_a_hook_on_a_projection_is_called():
     with using_backend("torch"):
         got = model[0](**arguments)[0]
     assert (got - want).abs().max() <= 84 * torch.finfo(torch.float64).eps * telling(want).abs().max()
+
+
+def with_statistics(model):
+    """The model with random weights and statistics of its norms."""
+    for name, t in [*model.named_parameters(), *model.named_buffers()]:
+        if t.is_floating_point():
+            t.data.uniform_(0.5, 2) if name.endswith("running_var") else t.data.normal_(std=0.5)
+    return model
+
+
+def norm_of(name):
+    """A frozen BatchNorm of three channels, by its type's name."""
+    module, cls = name.rsplit(".", 1)
+    return with_statistics(nn.Sequential(getattr(importlib.import_module(module), cls)(3)))
+
+
+@pytest.mark.parametrize("name", batch_norm.FROZEN_BATCH_NORMS)
+def test_frozen_norms_are_one_operator(name):
+    """Oracle: the original in float64, in evaluation and in training; dtypes where x and the statistics differ."""
+    model = norm_of(name).double()
+    x = torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True)
+
+    def outcome():
+        y = model(x)
+        return y.detach(), *torch.autograd.grad(y.square().sum(), x)
+
+    want = outcome()
+    dtypes = [(model.float()(x.to(dtype))).dtype for dtype in (torch.float32, torch.bfloat16)]
+    (row,) = optimize(model.double()).rows
+    assert row.became == "fused frozen BatchNorm" or row.why == "it calls the kernels itself"
+    with using_backend("torch"):
+        for training in (False, True):
+            model.train(training)
+            for got, truth in zip(outcome(), want, strict=True):
+                assert (got - truth).abs().max() <= 84 * torch.finfo(torch.float64).eps * telling(truth).abs().max()
+    with interpreting():
+        assert [(model.float()(x.to(dtype))).dtype for dtype in (torch.float32, torch.bfloat16)] == dtypes
+        with Operators() as operators:
+            model(x.float())
+        assert operators["aten::native_batch_norm"] == 1 and "aten::rsqrt" not in operators
+
+
+class Operators(TorchDispatchMode, Counter):
+    """Counts the operators that are called in its context, by name."""
+
+    def __torch_dispatch__(self, function, kinds, arguments=(), named=None):
+        self[function.name()] += 1
+        return function(*arguments, **(named or {}))
+
+
+def resnet(name):
+    """A small ResNet of transformers with frozen BatchNorms."""
+    sizes = dict(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic")
+    if name == "resnet":
+        model = transformers.ResNetModel(transformers.ResNetConfig(**sizes))
+    else:
+        model = transformers.RTDetrResNetBackbone(transformers.RTDetrResNetConfig(**sizes))
+    with torch.no_grad():
+        detr.replace_batch_norm(model)
+    return with_statistics(model).eval()
+
+
+@pytest.mark.parametrize("name", ["resnet", "rt_detr"])
+def test_frozen_norms_are_folded_into_convolutions(name):
+    """Oracle: the original in float64, also after statistics were written and with a hook; no norm is left before."""
+    model = resnet(name)
+    other, x = copy.deepcopy(model), torch.randn(2, 3, 32, 32)
+    optimize(model, freeze=True)
+
+    def result(each, x):
+        y = each(x)
+        return {"output": y.last_hidden_state if name == "resnet" else y.feature_maps[-1]}
+
+    def check():
+        truth = result(copy.deepcopy(other).double(), x.double())
+        with interpreting(), Operators() as operators:
+            got = result(model, x)
+        assert_within_budget(got, result(other, x), truth)
+        return operators["aten::native_batch_norm"], operators["aten::convolution"]
+
+    norms = [[m for m in each.modules() if type(m) is detr.DetrFrozenBatchNorm2d] for each in (model, other)]
+    with torch.no_grad():
+        assert check() == (0, len(norms[0]))
+        for first, *_ in norms:
+            first.running_mean.add_(1)
+        assert check() == (0, len(norms[0]))
+        for first, *_ in norms:
+            first.register_forward_hook(lambda module, inputs, y: 2 * y)
+        assert check() == (0, len(norms[0]))  # the hooked norm runs the operators of its own forward

@@ -16,7 +16,7 @@ from .console import (
     print_line,
     select_device,
 )
-from .loading import TrainedModel, add_checkpoint_option, load_trained, test_images
+from .loading import TrainedModel, add_checkpoint_option, load_trained, test_images, trained_for
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         return _likelihood(trained, test, device)
     if trained.model.task == "restore":
         return _restoration(trained, test, device)
+    trained_for("classify", trained, args.checkpoint)
     score = evaluate(trained.model.to(device), test, autocast_dtype(device))
     targets = score.targets
     predictions = score.predictions

@@ -23,6 +23,8 @@ def check_settings(settings: dict, recipe: "Recipe") -> None:
     from ..models.weights.rebuild import skeleton
 
     task = getattr(getattr(family_of(recipe.model), "MODEL", None), "task", "classify")
+    if task == "detect":
+        raise ValueError(f"{recipe.model} detects objects, which this command does not train; see train.detection")
     loss = {"generate": "likelihood", "restore": "restoration"}.get(task)
     if loss != (recipe.loss if recipe.loss in ("likelihood", "restoration") else None):
         recipes = {"likelihood": "pixels", "restoration": "restoration", None: "digits or folder"}

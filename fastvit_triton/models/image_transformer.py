@@ -76,6 +76,9 @@ class Blocks2d(nn.Module):
     def __init__(self, grid: tuple[int, int], block: tuple[int, int], flange: tuple[int, int]) -> None:
         super().__init__()
         rows, columns = grid
+        self.grid = grid
+        self.block = block
+        self.flange = flange
         self.length = block[0] * block[1]
         at = torch.arange(rows * columns).reshape(rows, columns)
         tiles = at.unflatten(0, (-1, block[0])).unflatten(2, (-1, block[1])).transpose(1, 2)
@@ -107,16 +110,32 @@ class Blocks2d(nn.Module):
             memory = memory.clamp_max(n - 1)
             return F.scaled_dot_product_attention(q, k[:, :, memory], v[:, :, memory], visible[None])
         blocks = -(-n // L)
-        padding = (0, 0, 0, blocks * L - n)
-        q, k, v = (F.pad(t, padding) for t in (q, k, v))
-        memory = self.memory[:blocks]  # of tokens in earlier blocks, or in this one
         own = torch.ones(L, L, dtype=torch.bool, device=q.device).tril()
         flanges = self.valid[:blocks, None, :-L].expand(-1, L, -1)
         visible = torch.cat((flanges, own.expand(blocks, L, L)), 2)[:, None]  # [blocks, 1, L, M]
-        q = q.unflatten(2, (blocks, L)).transpose(1, 2)  # [B, blocks, H, L, d]
-        k, v = (t[:, :, memory].transpose(1, 2) for t in (k, v))  # [B, blocks, H, M, d]
+        q = F.pad(q, (0, 0, 0, blocks * L - n)).unflatten(2, (blocks, L)).transpose(1, 2)  # [B, blocks, H, L, d]
+        k, v = (self.regions(t)[:, :, :blocks].transpose(1, 2) for t in (k, v))  # [B, blocks, H, M, d]
         o = F.scaled_dot_product_attention(q, k, v, visible)
         return o.transpose(1, 2).flatten(2, 3)[:, :, :n]
+
+    def regions(self, x: Tensor) -> Tensor:
+        """Keys or values [B, H, n, d] → those that each block reads, [B, H, blocks, M, d], in the order of `memory`.
+
+        They are windows of the map, as the gradient of indices that repeat has not the same bits in every run.
+        """
+        (rows, columns), (h, w), (above, beside) = self.grid, self.block, self.flange
+        x = F.pad(x, (0, 0, 0, rows * columns - x.shape[2])).unflatten(2, (rows // h, columns // w, h, w))
+        own = x.flatten(4, 5)
+        wide = x.transpose(3, 4).flatten(4, 5).flatten(2, 3)  # [B, H, rows, columns, d]
+        wide = F.pad(wide, (0, 0, beside, beside, above, 0))
+        parts = [own]
+        if beside:
+            left = wide[:, :, above:, : columns - w + beside].unfold(2, h, h).unfold(3, beside, w)
+            parts.insert(0, left.flatten(5).mT)
+        if above:
+            over = wide[:, :, : rows - h + above].unfold(2, above, h).unfold(3, w + 2 * beside, w)
+            parts.insert(0, over.flatten(5).mT)
+        return torch.cat(parts, 4).flatten(2, 3)
 
 
 class LocalAttention(Fusable):
