@@ -90,9 +90,9 @@ def predictions(data: Data, score: Score, max_images: int = 60) -> "Figure":
     chosen = torch.cat([wrong, sample])[:max_images].tolist()
     names = tuple(map(printable, data.classes))
     short = max(map(len, names)) <= 6
-    columns = min(12 if short else 7, len(chosen))
+    columns = min(12 if short else 6, len(chosen))
     rows = -(-len(chosen) // columns)
-    width = max(columns * (1 if short else 1.9), 8.4)  # inches, at least those of the title
+    width = max(columns * (1 if short else 2.2), 8.4)  # inches, at least those of the title
     height = 1.4 * rows + 0.6  # of each row, 0.45 inches are for the caption
     page = figure(width + 0.4, height, constrained=False)  # which moves columns together until captions overlap
     side = 0.2 / (width + 0.4)
@@ -118,22 +118,22 @@ def _draw_image(axes: "Axes", image: Tensor, predicted: str, expected: str, widt
     """Draws one image [C, H, W] and its caption, whose lines are at most `width` inches long."""
     axes.imshow(image.movedim(0, -1).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
     if predicted == expected:
-        axes.set_title(_shorten(predicted, width), fontsize=9, color=MUTED, pad=3, parse_math=False)
+        axes.set_title(_shorten(predicted, width), fontsize=8, color=MUTED, pad=3, parse_math=False)
         return
     axes.axis("on")
     axes.set(xticks=[], yticks=[])
     for spine in axes.spines.values():
         spine.set(color=RED, linewidth=3)
     title = f"{_shorten(predicted, width)}\n{_shorten(f'not {expected}', width)}"
-    axes.set_title(title, fontsize=9, color=RED, pad=4, fontweight="bold", parse_math=False)  # `$` is no formula
+    axes.set_title(title, fontsize=8, color=RED, pad=4, fontweight="bold", parse_math=False)  # `$` is no formula
 
 
 def _shorten(text: str, width: float) -> str:
-    """The text, or its beginning and "…", at most `width` inches long in bold type of 9 points."""
+    """The text, or its beginning and "…", at most `width` inches long in bold type of 8 points."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextPath
 
-    bold = FontProperties(weight="bold", size=9)
+    bold = FontProperties(weight="bold", size=8)
     for length in range(min(len(text), 60), 0, -1):
         line = text if length == len(text) else f"{text[: length - 1].rstrip()}…"
         if TextPath((0, 0), line.replace("$", "S"), prop=bold).get_extents().width <= 72 * width:
