@@ -155,6 +155,7 @@ OPERATORS = {
     "order of backends": other_order,
     "reduction in 16 bits": reduction,
     "cuDNN": lambda: torch.backends.cudnn.flags(enabled=not torch.backends.cudnn.enabled),
+    "oneDNN": lambda: changed(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
     "default dtype": lambda: changed(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
 }
 BINARIES = {
@@ -303,7 +304,6 @@ NOT_SETTINGS = {  # reads that no cached choice depends on, with the reason
     "torch.cuda.current_stream": "read at each launch",
     "torch.cuda.is_current_stream_capturing": "folds are not cached then, nor calls recorded",
     "torch._C._get_function_stack_at": "`onednn.usable` reads it in each call, before a choice is looked up",
-    "torch._C._get_mkldnn_enabled": "`onednn.usable` reads it in each call, before a choice is looked up",
     "torch.backends.mkldnn.is_available": "a fact about the software",
     "torch.backends.cpu.get_cpu_capability": "a fact about the process",
     "torch.backends.cudnn.version": "a fact about the software, in the names of files of measurements",

@@ -411,9 +411,7 @@ class Tokens:
         """(logits of a box around each token [B, N, 4], which are ∞ where there is none; where there is [B, N, 1])."""
         boxes = [F.pad(f, (0, 2), value=SMALLEST_BOX * 2.0**level) for level, f in enumerate(self.fractions())]
         box = torch.cat(boxes, 1)
-        valid = ((box > BORDER) & (box < 1 - BORDER)).all(-1, keepdim=True)
-        if self.mask is not None:
-            valid = valid & self.mask[..., None]
+        valid = ((box > BORDER) & (box < 1 - BORDER)).all(-1, keepdim=True)  # padding lies beyond 1
         return (box / (1 - box)).log().masked_fill(~valid, math.inf).to(self.x.dtype), valid
 
 
