@@ -18,6 +18,7 @@ from PIL import Image
 from test_cli import refused
 
 from fastvit_triton.cli import build_parser, main
+from fastvit_triton.convert.reporting import Report
 from fastvit_triton.models.weights.pretrained import imagenet_classes
 from fastvit_triton.train import plots
 from fastvit_triton.train.data import load
@@ -192,3 +193,11 @@ def test_captions_of_predictions_do_not_overlap(count: int):
         assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
     wide = plots._shorten("Appenzeller Sennenhund", 0.9 * 2.2)
     assert wide == "Appenzeller Sennenhund" and plots._shorten(f"not {wide}", 0.9 * 2.2) == f"not {wide}"
+
+
+@pytest.mark.fast
+def test_a_report_is_no_model():
+    """Oracle: the sentence, with any arguments."""
+    for arguments in ((), (torch.zeros(1),)):
+        with pytest.raises(TypeError, match="changed the model in place; call the model itself"):
+            Report()(*arguments)

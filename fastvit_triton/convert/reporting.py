@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from .shares import Shares, Subject, enclosing
 
@@ -52,6 +53,10 @@ class Report:
     products: str | None = None
     unfused: str = "original"
     subject: Subject | None = field(default=None, compare=False, repr=False)
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        """Raises TypeError: `optimize` works in place, and what it returns is no model."""
+        raise TypeError("this is the report of optimize, which changed the model in place; call the model itself")
 
     @property
     def fused(self) -> tuple[Row, ...]:
