@@ -27,7 +27,6 @@ from torch.utils.flop_counter import flop_registry
 
 from ..engine.replay.recorder import ALLOCATE, READERS
 from ..kernels import launch, linear_backward, tile
-from ..kernels.cost import seen_pairs
 from ..kernels.op import REGISTERED
 from . import launched
 from .values import described, has_values, is_known, mark, positions, reserved, written_arguments
@@ -312,10 +311,9 @@ def _launches(name: str, reads: tuple[Piece, ...], writes: tuple[Piece, ...]) ->
     return LAUNCHES.get(name, 1)
 
 
-def _products(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> int:
+def _products(q: Tensor, k: Tensor, v: Tensor) -> int:
     """Flops of q kᵀ and of the product of probabilities and v."""
-    pairs = math.prod(q.shape[:-2]) * seen_pairs(q.shape[-2], k.shape[-2], causal)
-    return 2 * pairs * (q.shape[-1] + v.shape[-1])
+    return 2 * q.numel() // q.shape[-1] * k.shape[-2] * (q.shape[-1] + v.shape[-1])
 
 
 def _nbytes(t: Tensor) -> int:
@@ -324,7 +322,7 @@ def _nbytes(t: Tensor) -> int:
 
 
 OUR_FLOPS = {
-    "attention_fwd": lambda q, k, v, *rest: _products(q, k, v, rest[6:] == (True,)),
+    "attention_fwd": lambda q, k, v, *_: _products(q, k, v),
     "window_attention_fwd": lambda qkv, bias, scales, pad, heads, window, *_: 4 * qkv.numel() // 3 * math.prod(window),
     "linear_fwd": lambda x, weight, *_: 2 * x.numel() * len(weight),
     "mlp_fwd": lambda x, weight, *_: 4 * x.numel() * len(weight),  # both matmuls; input and output have x's width
