@@ -44,6 +44,7 @@ TEST = [
     "timm==1.0.31",  # oracle: plain ViT families
     "torchvision",  # oracle: vit_b_16; timm imports it
     "transformers>=5",  # oracle: ViT, DeiT, DINOv2, SigLIP, CLIP
+    "open_clip_torch",  # oracle: CLIP's towers in their authors' layout
     "vit-pytorch",  # oracle: SimpleViT
     "accelerate",  # dispatches models by device_map
     "pytorch-lightning",  # trains a model that its callback optimises
@@ -117,7 +118,7 @@ setup(
         "export": EXPORT,
         "docs": DOCS,
         "test": TEST,
-        "bench": ["pytest-benchmark>=4", "timm==1.0.31", MATPLOTLIB, JSONSCHEMA],
+        "bench": ["pytest-benchmark>=4", "timm>=1.0", MATPLOTLIB, JSONSCHEMA],
     },
     entry_points={
         "console_scripts": ["fastvit-triton = fastvit_triton.cli:main"],

@@ -78,13 +78,13 @@ def _more(op: str, given: dict, draw: random.Random) -> dict:
         lens = torch.randint(-1, Nk + 2, (B,))
         found = dict(scale=0.3, return_lse=True)
         if "axis_bias" not in given:
-            found |= dict(bias=draw.choice((mask, randn(1, H, 1, Nk, like=q))), kv_lens=lens)
+            found |= dict(bias=draw.choice((mask, randn(1, H, 1, Nk, like=q))), kv_lens=lens, causal=True)
     elif op == "varlen_attention" or "varlen" in given:
-        found = dict(scale=0.5)
+        found = dict(scale=0.5, causal=True)
     elif op == "attention_qkv":
         B, N, _ = given["qkv"].shape
         mask, lens = torch.rand(1, 1, N, N) < 0.7, torch.randint(0, N + 1, (B,), dtype=torch.int32)
-        found = dict(bias=mask, scale=-0.3, return_lse=True, kv_lens=lens)
+        found = dict(bias=mask, scale=-0.3, return_lse=True, kv_lens=lens, causal=True)
     elif op == "linear" and "activation" not in given:
         activation = draw.choice((*ACTIVATIONS, None))
         found = dict(return_stats=True, activation=activation, residual=None, layer_scale=None)

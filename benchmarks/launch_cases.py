@@ -174,6 +174,13 @@ def _attentions() -> Iterator[Case]:
         "axes 14x14 D=80": lambda: heads(100, 196, 196, 80, 80, axis_bias=axes(100, 196, 14, 14)),
         "axes 7x7 D=96": lambda: heads(256, 196, 49, 96, 96, axis_bias=axes(256, 196, 7, 7)),
     }
+    other |= {
+        "causal N=1024 D=64": lambda: heads(32, 1024, 1024, 64, 64, causal=True),
+        "causal N=577 D=80": lambda: heads(64, 577, 577, 80, 80, causal=True),
+        "causal Nq=256 Nk=512 D=128": lambda: heads(64, 256, 512, 128, 128, causal=True),
+        "causal bias N=257 D=64": lambda: heads(64, 257, 257, 64, 64, bias=new(1, 12, 257, 257), causal=True),
+        "causal N=77 D=64": lambda: heads(256, 77, 77, 64, 64, causal=True),
+    }
     for name, build in other.items():
         yield Case(name, "attention", "bfloat16", build)
 

@@ -94,8 +94,10 @@ def test_the_trainer_trains_it(options, tmp_path):
 
 def test_what_is_no_classifier_is_refused():
     """Oracle: the sentences."""
-    with pytest.raises(TypeError, match=r"model is Linear; give a model that fastvit_triton.create_model returns"):
+    with pytest.raises(TypeError, match=r"model is Linear; give a classifier that fastvit_triton.create_model returns"):
         as_hf(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="model is IPT; give a classifier"):
+        as_hf(fastvit_triton.create_model("ipt_digits"))
     with pytest.raises(ValueError, match=r"model has no classifier; give it one by model.reset_classifier"):
         as_hf(fastvit_triton.create_model("vit_tiny_patch16_224", **SMALL | {"num_classes": 0}))
     with pytest.raises(ValueError, match="classes has 1 names, and the model 3 classes"):

@@ -34,7 +34,9 @@ def before(monkeypatch):
 def test_timms_entries_are_unchanged(before):
     """Oracle: every entry of every table of timm's registry before; new entries are ours; a second call adds none."""
     names = ours.register()
-    assert names == [f"fvt_{name}" for name in fastvit_triton.list_models()] and len(names) > 200
+    others = {name for name in fastvit_triton.list_models() if name.startswith(("igpt", "image_transformer", "ipt"))}
+    others |= set(fastvit_triton.list_models("*detr_*"))  # models whose output are no classes
+    assert set(names) == {f"fvt_{name}" for name in fastvit_triton.list_models() if name not in others}
     sizes = {name: len(getattr(registry, name)) for name in before}
     assert ours.register() == names and sizes == {name: len(getattr(registry, name)) for name in before}
     for table, entries in before.items():

@@ -155,6 +155,30 @@ def test_kv_lens_equals_cutting_the_keys():
         assert close64(o[b], attention(q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n])[0])
 
 
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("sizes", [(4, 4), (3, 5), (5, 3), (1, 4)])
+def test_causal_queries_see_the_keys_up_to_their_own(sizes, return_lse):
+    """Oracle: each query alone, with the first m + Nk − Nq + 1 keys; the last one sees all, the first may see none."""
+    Nq, Nk = sizes
+    q, k, v = randn(2, 2, Nq, 4), randn(2, 2, Nk, 4), randn(2, 2, Nk, 3)
+    bias = randn(1, 2, Nq, Nk)
+    lens = torch.tensor([Nk, 2])
+    for more in ({}, dict(bias=bias), dict(kv_lens=lens)):
+        found = attention(q, k, v, causal=True, return_lse=return_lse, **more)
+        o, lse = found if return_lse else (found, None)
+        assert o.shape == (2, 2, Nq, 3)
+        for b, m in itertools.product(range(2), range(Nq)):
+            seen = max(m + Nk - Nq + 1, 0)
+            seen = min(seen, int(lens[b])) if "kv_lens" in more else seen
+            part = bias[:, :, m : m + 1, :seen] if "bias" in more else None
+            cut = q[b : b + 1, :, m : m + 1], k[b : b + 1, :, :seen], v[b : b + 1, :, :seen], part
+            want, want_lse = attention(*cut, return_lse=True)
+            torch.testing.assert_close(o[b, :, m], want[0, :, 0])
+            assert seen or (o[b, :, m] == 0).all()
+            if lse is not None:
+                torch.testing.assert_close(lse[b, :, m], want_lse[0, :, 0])
+
+
 def test_attention_qkv_splits_as_three_separate_projections():
     """Oracle: q, k, v cut from the packed tensor by index, head by head."""
     qkv = randn(2, 5, 3 * 2 * 4)
@@ -381,6 +405,10 @@ def test_depthwise_equals_the_modules_of_other_packages():
         (lambda: attention(*[randn(1, 2, 3, 4)] * 3, bias=randn(1, 2, 3, 2)), "axis Nk of bias must be 3, got 2"),
         (lambda: attention(*[randn(1, 2, 3, 4)] * 3, kv_lens=torch.ones(2)), "axis B of kv_lens must be 1, got 2"),
         (
+            lambda: attention(*[randn(1, 2, 6, 4)] * 3, causal=True, axis_bias=(randn(1, 2, 6, 2), randn(1, 2, 6, 3))),
+            "causal is True, and axis_bias is given",
+        ),
+        (
             lambda: attention(*[randn(1, 2, 6, 4)] * 3, axis_bias=(randn(1, 2, 6, 2), randn(1, 2, 6, 2))),
             "axis_bias has 2 rows and 2 columns, and k has 6 keys",
         ),
@@ -474,6 +502,8 @@ PACKED = [torch.randn(6, 2, 8)] * 3
             lambda: linear(torch.ones(2, 4), randn(3, 4)),
             "weight is torch.float64, .* torch.float32; give both",
         ),
+        (TypeError, lambda: attention(*[randn(1, 2, 3, 4)] * 3, causal=1), "causal must be True or False, got int"),
+        (TypeError, lambda: attention_qkv(randn(1, 2, 24), 2, causal=None), "causal must be True or False, got None"),
         (TypeError, lambda: attention(*[randn(1, 2, 3, 4)] * 3, scale="x"), "scale must be a number, got str"),
         (
             ValueError,

@@ -21,6 +21,7 @@ from fastvit_triton.kernels import (
     OPS,
     attention,
     attention_backward,
+    attention_inner,
     attention_launch,
     deformable,
     depthwise,
@@ -46,6 +47,7 @@ CASES += [
 FILES = (
     attention,
     attention_backward,
+    attention_inner,
     deformable,
     depthwise,
     depthwise_backward,
@@ -356,6 +358,32 @@ def test_one_wrong_sign_is_detected(kernel, monkeypatch):
     monkeypatch.setattr(module, name, mutated(module, name, old, new))
     monkeypatch.setattr(attention_launch, "_prepared", {})  # clears launches that hold the original kernel
     assert outside(op_, case, dtype) != []
+
+
+# function of `attention_inner`: part of its source, its replacement, dtype, and the case that must fail
+DIAGONALS = {
+    "fwd_step": ("m[:, None] + offset", "m[:, None] + offset + 1", torch.float32, "causal"),
+    "p_and_dp": ("m[:, None] + offset", "m[:, None] + offset - 1", torch.float32, "causal"),
+    "dkdv_step": ("m[None, :] + offset", "m[None, :] + offset - 1", torch.float32, "causal"),
+    "dqkv_step": ("m[None, :] + offset", "m[None, :] + offset + 1", torch.float16, "causal"),
+    "seen_keys": ("m + offset + 1", "m + 1", torch.float32, "causal_prefix"),
+    "first_query": ("n - offset", "n + offset", torch.float32, "causal_prefix"),
+}
+
+
+@pytest.mark.fast
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
+@pytest.mark.parametrize("name", DIAGONALS)
+def test_a_moved_diagonal_is_detected(name, monkeypatch):
+    """Oracle: the comparison with float64, which passes for the kernels and must fail for a mutated step of them."""
+    old, new, dtype, case = DIAGONALS[name]
+    case = attention.OP.ragged[case]
+    assert outside(attention.OP, case, dtype) == []
+    step = mutated(attention_inner, name, old, new)
+    for module in (attention, attention_backward, attention_inner):
+        monkeypatch.setattr(module, name, step, raising=False)
+    monkeypatch.setattr(attention_launch, "_prepared", {})
+    assert outside(attention.OP, case, dtype) != []
 
 
 @pytest.mark.fast

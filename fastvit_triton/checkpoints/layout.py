@@ -41,6 +41,8 @@ class Layout:
         read: converts their tensors to our shapes, under their names.
         write: the inverse of `read` and `number`.
         base: prefix of all keys except the classifier's in the class with a classifier.
+        packed: their files hold q, k and v of blocks as one tensor; else they are written as three.
+        alone: the tower's keys have a prefix, and equal keys without it are of another tower.
         needs: settings of the models that this library supports; a tuple lists alternatives.
     """
 
@@ -56,6 +58,8 @@ class Layout:
     read: Callable[[State], State] = _same
     write: Callable[[State], State] = _same
     base: str = ""
+    packed: bool = False
+    alone: bool = False
     needs: dict[str, object] = field(default_factory=dict)
 
     def ours(self, key: str) -> str:

@@ -16,7 +16,7 @@ from .console import (
     print_line,
     select_device,
 )
-from .loading import TrainedModel, add_checkpoint_option, classes_in, load_trained, trained_for
+from .loading import TrainedModel, add_checkpoint_option, load_trained, test_images, trained_for
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ HELP = "compute the test accuracy of a checkpoint"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `evaluate`."""
     add_checkpoint_option(parser)
-    text = "data set whose val/ is evaluated (default: the training data set)"
+    text = "data set whose val/ is evaluated, or all of <class>/ (default: test images of the training data set)"
     parser.add_argument("--data", check=check_data, help=text)
     add_device_option(parser)
     add_workers_option(parser)
@@ -39,18 +39,16 @@ def run(args: argparse.Namespace) -> int:
     """Computes the test accuracy of a checkpoint, in total and by class; of models of pixels bits a dimension."""
     from rich.table import Table
 
-    from ..train.data import load_test
     from ..train.data.transform import join_names
     from ..train.loop import evaluate
     from ..train.step import autocast_dtype
 
     trained = load_trained(args.checkpoint, args.mean, args.std)
-    name = args.data or trained.data
-    if name is None:
+    if args.data is None and trained.data is None:
         raise ValueError(f"{args.checkpoint} does not say what it was trained on; give --data")
     skip = args.skip_bad_images or trained.skip_bad_images
     options = {"workers": args.workers, "skip_bad_images": skip, "max_pixels": args.max_pixels}
-    test = load_test(name, classes_in(trained, name), trained.transform, trained.batch_size, **options)
+    test = test_images(trained, args.data, options)
     device = select_device(args.device)
     if trained.model.task == "generate":
         return _likelihood(trained, test, device)

@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..engine.replay.recorder import ALLOCATE, READERS
 from ..kernels import launch, linear_backward, tile
+from ..kernels.cost import seen_pairs
 from ..kernels.op import REGISTERED
 from . import launched
 from .values import described, has_values, is_known, mark, positions, reserved, written_arguments
@@ -311,9 +312,10 @@ def _launches(name: str, reads: tuple[Piece, ...], writes: tuple[Piece, ...]) ->
     return LAUNCHES.get(name, 1)
 
 
-def _products(q: Tensor, k: Tensor, v: Tensor) -> int:
+def _products(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> int:
     """Flops of q kᵀ and of the product of probabilities and v."""
-    return 2 * q.numel() // q.shape[-1] * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+    pairs = math.prod(q.shape[:-2]) * seen_pairs(q.shape[-2], k.shape[-2], causal)
+    return 2 * pairs * (q.shape[-1] + v.shape[-1])
 
 
 def _nbytes(t: Tensor) -> int:
@@ -322,7 +324,7 @@ def _nbytes(t: Tensor) -> int:
 
 
 OUR_FLOPS = {
-    "attention_fwd": lambda q, k, v, *_: _products(q, k, v),
+    "attention_fwd": lambda q, k, v, *rest: _products(q, k, v, rest[6:] == (True,)),
     "window_attention_fwd": lambda qkv, bias, scales, pad, heads, window, *_: 4 * qkv.numel() // 3 * math.prod(window),
     "linear_fwd": lambda x, weight, *_: 2 * x.numel() * len(weight),
     "mlp_fwd": lambda x, weight, *_: 4 * x.numel() * len(weight),  # both matmuls; input and output have x's width

@@ -27,24 +27,31 @@ SOURCES = ("file", "url", "state_dict", "hf_hub_id")  # of weights, in a configu
 
 
 def register() -> list[str]:
-    """Adds our models to timm's registry; its own entries stay as they are.
+    """Adds our classifiers to timm's registry; its own entries stay as they are.
 
     Returns:
-        The names, each a name of `fastvit_triton.list_models()` after "fvt_"; tags follow as in timm.
+        The names, each "fvt_" and a name of `fastvit_triton.list_models()`; tags follow as in timm.
 
     Raises:
         ImportError: timm is not installed, or older than 1.0.
     """
     models = need("timm", "1.0").models
-    names = [PREFIX + name for name in list_models()]
+    ours = [name for name in list_models() if _task(name) == "classify"]
+    names = [PREFIX + name for name in ours]
     if MODULE in sys.modules:
         return names
     home: Any = ModuleType(MODULE)
-    home.default_cfgs = {PREFIX + name: _configurations(name) for name in list_models()}
+    home.default_cfgs = {PREFIX + name: _configurations(name) for name in ours}
     sys.modules[MODULE] = home
     for name in names:
         setattr(home, name, models.register_model(_entry(name)))
     return names
+
+
+def _task(name: str) -> str:
+    """What a model's output is, see `ImageModel.task`."""
+    family = getattr(CATALOGUE[name], "MODEL", None)  # hybrids have functions by name instead
+    return getattr(family, "task", "classify")
 
 
 def _entry(name: str) -> Any:

@@ -181,7 +181,9 @@ def tail_block(N: int, block: int, ragged: bool) -> int:
     return block if ragged else (power_of_2(max(tail, 16)) if tail else 0)
 
 
-def arguments_of(tensors: Tensors, max_seqlen: int, scale: float, columns: int = 0) -> dict[str, object]:
+def arguments_of(
+    tensors: Tensors, max_seqlen: int, scale: float, columns: int = 0, causal: bool = False
+) -> dict[str, object]:
     """Arguments of the kernels by name, except pointers: strides, sizes and flags.
 
     Args:
@@ -189,6 +191,7 @@ def arguments_of(tensors: Tensors, max_seqlen: int, scale: float, columns: int =
         max_seqlen: of packed images.
         scale: softmax scale.
         columns: of the map of keys, if the bias is that of its rows and columns; else 0.
+        causal: True if queries see only earlier keys.
     """
     q, k, v, bias, kv_lens, cu_seqlens = (tensors[n] for n in ("q", "k", "v", "bias", "kv_lens", "cu_seqlens"))
     (_, H, Nq, D), Nk, Dv = q.shape, k.shape[2], v.shape[3]
@@ -208,7 +211,8 @@ def arguments_of(tensors: Tensors, max_seqlen: int, scale: float, columns: int =
         scale=scale * math.log2(math.e), softmax_scale=scale,
         D=D, D0=D0, D1=D1, Dv=Dv, V0=V0, V1=V1, BIAS=0 if bias is None else 2 if bias.dtype == torch.bool else 1,
         ROWS=rows, COLUMNS=columns, WIDTH=power_of_2(max(rows + columns, 16)),
-        HAS_KV_LENS=kv_lens is not None, HAS_CU_SEQLENS=cu_seqlens is not None, PRECISION=precision(q), UNIT=unit,
+        HAS_KV_LENS=kv_lens is not None, HAS_CU_SEQLENS=cu_seqlens is not None, CAUSAL=causal,
+        PRECISION=precision(q), UNIT=unit,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ Rates and the cost of single launches are in `cost`.
 import math
 from collections.abc import Callable
 
-from .cost import Branch, Launch, attention_launch, forward, one_pass, product
+from .cost import Branch, Launch, attention_launch, forward, one_pass, product, seen_pairs
 
 Pair = tuple[list[Launch], list[Launch]]  # (launches of our kernels, launches of PyTorch's operators)
 
@@ -21,12 +21,20 @@ def _linear(size: int, training: bool, M: int, K: int, F: int, norm: bool, resid
 
 
 def _attention_pair(
-    size: int, training: bool, images: int, heads: int, queries: int, keys: int, D: int, packed: bool
+    size: int,
+    training: bool,
+    images: int,
+    heads: int,
+    queries: int,
+    keys: int,
+    D: int,
+    packed: bool,
+    causal: bool = False,
 ) -> Pair:
     """`attention`, or `attention_qkv` if packed; then the gradient of the projections is one tensor."""
     b = Branch("attention", images, keys, heads * D, (2 * keys + queries) * heads * D // max(keys, 1), heads * D, heads,
                itemsize=size)  # fmt: skip
-    flops = 4.0 * images * heads * queries * keys * D
+    flops = 4.0 * images * heads * seen_pairs(queries, keys, causal) * D
     pair = [Launch(kind, flops, attention_launch(b, False).nbytes) for kind in ("fused attention", "attention")]
     ours, theirs = [[launch] for launch in pair]
     if training:

@@ -16,6 +16,7 @@ from torch import nn
 from ..files import replacing, write_failure
 from .checkpoint import PREVIOUS, STATE, checksum, write_errors
 from .data import Data
+from .data.split import SPLIT
 from .data.transform import join_names, save_image
 from .loop import Progress, Score
 from .plots import draw_curves, draw_predictions
@@ -35,6 +36,7 @@ FILES = {
     CURVES: "plot of the log",
     PREDICTIONS: "test images with the model's predictions, errors first",
     EXAMPLE: "the first test image, for `predict`",
+    SPLIT: "names of the test images, chosen by --val-split",
     STATE: "weights, optimiser, EMA, random state and position in the data, for --resume",
     PREVIOUS: "the previous state, used if the newest is damaged",
 }
@@ -112,6 +114,7 @@ def weights_metadata(
         "transform": asdict(data.transform),
         "batch_size": recipe.batch_size,
         "skip_bad_images": skip_bad_images,
+        "split": data.split and data.split.fingerprint(str(data.identity["test"])),
         "test_accuracy": accuracy,
         "recipe": recipe_name or None,
         "crc32": checksum(model),

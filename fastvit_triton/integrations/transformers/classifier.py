@@ -132,11 +132,11 @@ def as_hf(model: ImageModel, classes: list[str] | None = None) -> FvtForImageCla
         classes: names of its classes, which `pipeline` shows.
 
     Raises:
-        TypeError: it is no model of this package.
+        TypeError: it is no classifier of this package.
         ValueError: it has no classifier, or another number of classes than names.
     """
-    if not isinstance(model, ImageModel):
-        raise TypeError(f"model is {type(model).__name__}; give a model that fastvit_triton.create_model returns")
+    if not isinstance(model, ImageModel) or model.task != "classify":
+        raise TypeError(f"model is {type(model).__name__}; give a classifier that fastvit_triton.create_model returns")
     if not model.num_classes:
         raise ValueError("model has no classifier; give it one by model.reset_classifier(num_classes)")
     if classes is not None and len(classes) != model.num_classes:

@@ -164,7 +164,8 @@ def save_weights(
     Args:
         model: a model from `create_model`; of one with `features_only=True` the backbone, its `model`, is written.
         path: file to write; ends in `.safetensors`.
-        layout: "fastvit_triton", "timm" or "transformers".
+        layout: "fastvit_triton", "timm" or "transformers"; for CLIP's towers also "open_clip", with the names in the
+            whole models of open_clip and OpenAI, "visual.…", or "open_clip_visual", with those in their `model.visual`.
         metadata: header entries in addition to format, layout, variant and config.
 
     Raises:
@@ -265,6 +266,8 @@ def _translate(tensors: State, spelling: Spelling) -> tuple[Layout, State, dict[
             f"layout; known are {', '.join(layout.name for layout in spelling.layouts)}"
         )
     layout, prefix = match
+    if layout.alone and prefix:  # what has no prefix would take the places of what has one
+        dotted = {key if key.startswith(prefix) else f"text_model.{key}": spelt for key, spelt in dotted.items()}
     for key, tensor in tensors.items():
         if (why := why_unusable(tensor)) is not None:
             raise WeightsError(f"the checkpoint's {key} {why}; save it as a dense tensor of numbers")
