@@ -148,20 +148,13 @@ def _bwd_dkdv_kernel(
     dv0, dv1 = zero_tiles(BLOCK_N, V0, V1)
     full = Nq // BLOCK_M * BLOCK_M
     begin = 0
-    if CAUSAL:  # from the first query that sees a key of the tile to the first one that sees all
-        partly = first_query(tile * BLOCK_N, offset) // BLOCK_M * BLOCK_M
-        begin = tl.minimum(tl.cdiv(first_query(tile * BLOCK_N + BLOCK_N - 1, offset), BLOCK_M) * BLOCK_M, full)
-        for first in range(partly, begin, BLOCK_M):
-            dk0, dk1, dv0, dv1 = dkdv_step(
-                k0, k1, v0, v1, q_ptr, do_ptr, l_ptr, delta_ptr, bias_ptr, q_stride, do_stride, bias_strides,
-                first + tl.arange(0, BLOCK_M), n, tile * BLOCK_N, offset, Nq, Nk, dk0, dk1, dv0, dv1, scale,
-                D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, False, True,
-            )  # fmt: skip
+    if CAUSAL:  # a second loop, without the mask where all keys are seen, would spill registers
+        begin = first_query(tile * BLOCK_N, offset) // BLOCK_M * BLOCK_M
     for first in range(begin, full, BLOCK_M):
         dk0, dk1, dv0, dv1 = dkdv_step(
             k0, k1, v0, v1, q_ptr, do_ptr, l_ptr, delta_ptr, bias_ptr, q_stride, do_stride, bias_strides,
             first + tl.arange(0, BLOCK_M), n, tile * BLOCK_N, offset, Nq, Nk, dk0, dk1, dv0, dv1, scale,
-            D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, False, False,
+            D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, False, CAUSAL,
         )  # fmt: skip
     if full < Nq:
         dk0, dk1, dv0, dv1 = dkdv_step(
@@ -358,7 +351,8 @@ def _prepare(tensors, max_seqlen, scale, columns, causal):
         tail = tail_block(Nk, blocks["BLOCK_N"], ragged)
         launches += [prepare(_bwd_dq_kernel, tiles * heads, blocks, **arguments, tiles=tiles, TAIL=tail)]
     if k.numel():
-        blocks = blocks_of("bwd_dkdv", q, kind, images, Nq, Nk, width)
+        masked = "_bias" if causal else kind  # the mask, too, takes registers
+        blocks = blocks_of("bwd_dkdv", q, masked, images, Nq, Nk, width)
         tiles = cdiv(Nk, blocks["BLOCK_N"])
         launches += [prepare(_bwd_dkdv_kernel, tiles * heads, blocks, **arguments, tiles=tiles)]
     if "dbias" in tensors and columns and q.numel() and k.numel():
