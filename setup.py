@@ -15,6 +15,9 @@ DEMO = [
     "scikit-learn>=1.4",  # the handwritten digits, which ship inside it, and the stratified split
 ]
 JSONSCHEMA = "jsonschema>=4.20"  # checks the files that users contribute
+DETECT = [
+    "scipy>=1.10",  # assigns predictions to objects
+]
 SHARDS = [
     "webdataset>=1.0",  # writes shards; reading them needs nothing
 ]
@@ -31,6 +34,7 @@ DOCS = [
 ]
 TEST = [
     *DEMO,
+    *DETECT,
     *SHARDS,
     *HUB,
     *EXPORT,
@@ -40,9 +44,12 @@ TEST = [
     "timm==1.0.31",  # oracle: plain ViT families
     "torchvision",  # oracle: vit_b_16; timm imports it
     "transformers>=5",  # oracle: ViT, DeiT, DINOv2, SigLIP, CLIP
+    "open_clip_torch",  # oracle: CLIP's towers in their authors' layout
     "vit-pytorch",  # oracle: SimpleViT
     "accelerate",  # dispatches models by device_map
+    "pytorch-lightning",  # trains a model that its callback optimises
     "peft",  # adapts language models whose vision tower is converted
+    "pycocotools",  # oracle: average precision
     "einops",  # the survey's snippets use it
     "ruff",
     "mypy",  # .ci/run
@@ -100,6 +107,7 @@ setup(
     extras_require={
         "train": TRAIN,  # of a folder of images, and explain
         "demo": DEMO,  # train without --data
+        "detect": DETECT,  # training of detectors
         "shards": SHARDS,
         "hub": HUB,
         "datasets": ["datasets>=4"],  # train --data hf:NAME
@@ -110,7 +118,7 @@ setup(
         "export": EXPORT,
         "docs": DOCS,
         "test": TEST,
-        "bench": ["pytest-benchmark>=4", "timm==1.0.31", MATPLOTLIB, JSONSCHEMA],
+        "bench": ["pytest-benchmark>=4", "timm>=1.0", MATPLOTLIB, JSONSCHEMA],
     },
     entry_points={
         "console_scripts": ["fastvit-triton = fastvit_triton.cli:main"],

@@ -145,7 +145,8 @@ def counted(key: str) -> dict[str, Any]:
             gpu, batch = fused.split()
             return {"fused": [[times, *kernel] for kernel, times in _fused(model.to(weights), shape, gpu, int(batch))]}
         call = work_of(model, shape, weights, DTYPES[precision] if amp else None)
-    except Exception as error:  # of code of others, for hundreds of models
+    # Any error: hundreds of models run timm's code, and one that cannot be counted is recorded with its reason.
+    except Exception as error:
         return {"why": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
     finally:
         set_fast_norm(False)

@@ -188,7 +188,8 @@ def guarded(entry: Entry) -> dict[str, object]:
     """`row_of`, or a row with the error."""
     try:
         return row_of(entry)
-    except Exception as error:  # of any package
+    # Any error: the model is built and run by its own package; one that fails is a row with its error.
+    except Exception as error:
         return dict(model=entry.name, error=one_line(error))
 
 

@@ -45,6 +45,7 @@ from fastvit_triton.kernels import onednn
 from fastvit_triton.kernels.measured import cpu_name
 from fastvit_triton.measure.check import medium
 from fastvit_triton.measure.machine import provenance
+from fastvit_triton.measure.timeout import one_line
 from fastvit_triton.measure.timing import order
 
 MODELS: dict[str, dict[str, int]] = {
@@ -240,8 +241,9 @@ def measured(cell: Cell, names: list[str], seconds: float, most: int, **sizes: i
                 if name in ("eager", *OURS):
                     columns[name]["peak_mib"] = round(peak_mib(step, call, images), 1)
             calls[name] = call
-        except Exception as error:  # the other columns are still measured
-            columns[name] = {"missing": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+        # Any error: compilers, exporters and runtimes have their own classes; the other columns are still measured.
+        except Exception as error:
+            columns[name] = {"missing": one_line(error)}
     taken = timed(step, calls, images, seconds, most)
     for name, times in taken.items():
         columns[name] |= quartiles(taken["eager"], times)

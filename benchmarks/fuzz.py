@@ -97,6 +97,9 @@ def _more(op: str, given: dict, draw: random.Random) -> dict:
         pad = randn(given["qkv"].shape[3], like=given["qkv"])
         found = dict(shift_size=shift, bias=None, pad=pad, pad_first=draw.random() < 0.5)
         found["scale"] = draw.choice((0.3, None, randn(heads, like=pad)))
+    elif op == "deformable_attention":
+        (B, Nq, _, L, *_), like = given["locations"].shape, given["locations"]
+        found = dict(reference=draw.choice((randn(B, Nq, L, 2, like=like), randn(B, Nq, L, 4, like=like), None)))
     elif op == "mlp":
         found = dict(return_stats=True, residual=given["x"])
     elif op == "patch_embed":
@@ -184,6 +187,7 @@ def answer(number: int, seed: int = SEED) -> dict:
     learning = named_leaves(arguments)
     try:
         got = outcome(op.run, arguments, learning or None)
+    # Any error: its class is the finding, and the row says whether it is a message of this package.
     except Exception as error:
         name, last = type(error).__name__, error.__traceback__
         while last.tb_next is not None:

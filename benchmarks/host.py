@@ -4,11 +4,11 @@
 
 Launches of kernels end in a function that does nothing (benchmarks/no_device.py), on one thread. timm's block runs on
 an empty batch, where PyTorch's operators compute nothing. Ours runs on one image, of 2 tokens and 16 channels, in the
-ways that launch kernels, because an empty batch launches none; mixed blocks leave matrix products to PyTorch, so they
-are compared with timm's on that image as well. In training, the matrix products of a fused block's backward pass count
-against it. A block's time is the slope between 2 and 10 blocks; the two models alternate. Calls are replayed
-(`engine.replay`) unless a row says otherwise. `calls` counts the Python calls of a block, built-in functions included,
-by cProfile; the count is deterministic.
+ways that launch kernels, because an empty batch launches none; mixed blocks leave matrix products to PyTorch, and those
+of way "onednn" to oneDNN on this CPU, so they are compared with timm's on that image as well. In training, the matrix
+products of a fused block's backward pass count against it. A block's time is the slope between 2 and 10 blocks; the two
+models alternate. Calls are replayed (`engine.replay`) unless a row says otherwise. `calls` counts the Python calls of a
+block, built-in functions included, by cProfile; the count is deterministic.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from fastvit_triton import create_model, freeze, optimize
 from fastvit_triton.engine import ways
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels import fold
+from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.cost import WAYS
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.measure.machine import provenance
@@ -39,7 +40,7 @@ from .no_device import no_device
 
 DEPTHS = (2, 10)
 SMALL = dict(img_size=16, embed_dim=16, num_heads=1, num_classes=0)  # 2 tokens, 16 channels
-TARGETS = {"fused": 0.6, "mixed": 0.9, "plain": 1.05}  # ratio to timm's time in inference, by way
+TARGETS = {"fused": 0.6, "mixed": 0.9, "plain": 1.05, "onednn": 1.0}  # ratio to timm's time in inference, by way
 TRAINING_TARGET = 1.3
 
 
@@ -157,11 +158,13 @@ def variants() -> Iterator[tuple[str, str, str, Callable[[int], nn.Module], bool
         for way in ("mixed", "fused"):
             yield phase, "timm's, optimized, not replayed", way, converted, False
     yield "inference", "ours, frozen", "fused", frozen, True
+    for block, make in (("ours", ours), ("timm's, optimized", converted), ("ours, frozen", frozen)):
+        yield "inference", block, "onednn", make, True
 
 
 def measure(phase: str, way: str, make: Callable[[int], nn.Module], rounds: int) -> dict[str, float]:
     """Microseconds and Python calls of a block and of timm's, the median ratio and its quartiles."""
-    eager = [call(by_timm, depth, phase, 1 if way == "mixed" else 0) for depth in DEPTHS]
+    eager = [call(by_timm, depth, phase, 1 if way in ("mixed", "onednn") else 0) for depth in DEPTHS]
     given = [call(make, depth, phase, 0 if way == "plain" else 1) for depth in DEPTHS]
     blocks = DEPTHS[1] - DEPTHS[0]
     with forcing(way):
@@ -186,12 +189,12 @@ def rows(rounds: int) -> list[dict[str, object]]:
     border, replays = fold.SPACE["border"], ways.REPLAYS
     fold.SPACE["border"] = dict(ROWS_PER_OUTPUT=0)
     try:
-        with no_device():
-            found = []
-            for phase, block, way, make, ways.REPLAYS in variants():
+        found = []
+        for phase, block, way, make, ways.REPLAYS in variants():
+            with using_backend("onednn") if way == "onednn" else no_device():
                 figures = measure(phase, way, make, rounds)
-                found.append(dict(phase=phase, block=block, way=way, **figures, target=target(phase, way)))
-            return found
+            found.append(dict(phase=phase, block=block, way=way, **figures, target=target(phase, way)))
+        return found
     finally:
         fold.SPACE["border"], ways.REPLAYS = border, replays
 

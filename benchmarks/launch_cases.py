@@ -14,6 +14,7 @@ from fastvit_triton import (
     add_rms_norm,
     attention,
     attention_qkv,
+    deformable_attention,
     depthwise,
     layer_norm,
     linear,
@@ -59,7 +60,7 @@ def cases(quick: bool = False) -> list[Case]:
         other = [c for c in (*_attentions(), *_linears(), *_blocks()) if c.name in names and c.dtype == "bfloat16"]
         return [*_vit("ViT-B/16", "bfloat16"), *other]
     found = [case for model in MODELS for case in _vit(model, "bfloat16")]
-    found += [*_attentions(), *_towers(), *_windows(), *_linears(), *_convolutions(), *_blocks()]
+    found += [*_attentions(), *_towers(), *_windows(), *_linears(), *_convolutions(), *_samplings(), *_blocks()]
     found += [*_vit("ViT-B/16", "float16"), *_vit("ViT-B/16", "float32"), *_vit("ViT-B/16", "float32", "high")]
     return found
 
@@ -251,6 +252,30 @@ def _windows() -> Iterator[Case]:
 
 def _packed(new: Callable, B: int, N: int, H: int, D: int) -> tuple[Callable, tuple, dict]:
     return attention_qkv, (new(B, N, 3 * H * D), H), {}
+
+
+# name → images, queries, heads, channels of a head, shapes of the maps, sides of the reference or None
+SAMPLINGS = {
+    "Deformable DETR encoder": (1, 18071, 8, 32, ((100, 136), (50, 68), (25, 34), (13, 17)), None),
+    "Deformable DETR encoder, offsets": (1, 18071, 8, 32, ((100, 136), (50, 68), (25, 34), (13, 17)), 2),
+    "RT-DETR decoder": (8, 300, 8, 32, ((80, 80), (40, 40), (20, 20)), None),
+    "heads of 64": (1, 8500, 4, 64, ((64, 64), (32, 32)), 4),
+}
+
+
+def _samplings() -> Iterator[Case]:
+    """Multi-scale deformable sampling of detectors, with four points of a level."""
+
+    def build(dtype: str, B: int, Nq: int, H: int, D: int, shapes: tuple, sides: int | None):
+        new, L = _maker(dtype), len(shapes)
+        points = torch.empty(B, Nq, H, L, 4, 2), torch.empty(B, Nq, H, L, 4)
+        options = {} if sides is None else dict(reference=torch.empty(B, Nq, L, sides, requires_grad=sides == 4))
+        learning = tuple(t.requires_grad_() for t in points)
+        return deformable_attention, (new(B, sum(h * w for h, w in shapes), H, D), shapes, *learning), options
+
+    for name, sizes in SAMPLINGS.items():
+        yield Case(name, "deformable_attention", "bfloat16", partial(build, "bfloat16", *sizes))
+    yield Case("float32", "deformable_attention", "float32", partial(build, "float32", *SAMPLINGS["heads of 64"]))
 
 
 def _linears() -> Iterator[Case]:

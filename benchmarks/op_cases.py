@@ -16,7 +16,10 @@ from fastvit_triton.measure.variants import Case, Variant, absent, compiled, wit
 from .launch_cases import BATCH, MODELS
 
 BY_NAME = {op.name: op for op in OPS}
-NAMES = ("attention", "mlp", "linear qkv", "linear proj", "layer_norm", "add_layer_norm", "patch_embed", "depthwise")
+NAMES = (
+    "attention", "mlp", "linear qkv", "linear proj", "layer_norm", "add_layer_norm", "patch_embed", "depthwise",
+    "deformable_attention",
+)  # fmt: skip
 BACKENDS = {
     "SDPA flash": SDPBackend.FLASH_ATTENTION,
     "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -132,6 +135,17 @@ def _call(name: str, s: Shape, dtype: torch.dtype) -> tuple[str, Callable, dict,
 
         outputs = s.B * (s.side // s.P) ** 2 * D
         return name, make, dict(residual=True), (18 * outputs, 2 * outputs * size)
+
+    if name == "deformable_attention":  # the patches, as one map that a detector's encoder samples
+        side = s.side // s.P
+
+        def make(new: Callable) -> dict:
+            points = s.B, side**2, s.H, 1, 4
+            return dict(value=new(s.B, side**2, s.H, d), locations=new(*points, 2, scale=0.5), weights=new(*points))
+
+        outputs = s.B * side**2 * D
+        nbytes = (2 * outputs + 12 * s.B * side**2 * s.H) * size
+        return name, make, dict(shapes=((side, side),)), (40 * outputs, nbytes)
 
     side = (s.side // s.P) ** 2  # patch_embed
 

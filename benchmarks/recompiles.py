@@ -128,7 +128,8 @@ def counted(model: nn.Module, calls: list[Given], variant: str, whole: bool) -> 
             for given in calls:
                 torch.manual_seed(1)
                 outputs.append(compiled(**given))
-        except Exception as error:  # of Dynamo or of the model
+        # Any error: that Dynamo or the model raises one is the result, which the row records.
+        except Exception as error:
             row["error"] = one_line(error)
     torch._dynamo.reset()
     row |= dict(graphs=compiler.graphs, breaks=sum(counters["graph_break"].values()))

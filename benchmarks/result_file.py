@@ -101,6 +101,7 @@ class ResultFile:
         except TimedOut:
             self.not_reached.append(f"{name} (begun)")
             self.write()
+        # Any error: a case that fails is a row with its error, and the cases after it are still measured.
         except Exception as error:
             self.add(dict(case=name, **facts, error=one_line(error)))
         if any("error" in row for row in self.rows[before:]) and not device_answers():

@@ -56,7 +56,7 @@ class System(NamedTuple):
         model: the name whose parameters and launches are counted, or why there is none.
         oracle: what our model, or our layer, is compared with in the tests.
         differs: what differs from the paper or from the oracle.
-        side: pixels of the enlarged digits.
+        side: pixels of the enlarged digits; 0 for systems that do not classify, whose figures are in docs/pixels.md.
         tiny: options for the digits; "model" is the name of another model of the family, and with "similarity_loss"
             the loss includes `train.similarity_loss`.
     """
@@ -133,9 +133,11 @@ def launches(model: nn.Module, fused: bool) -> int:
 
 
 def build(name: str, **options: Any) -> nn.Module:
-    """A model in evaluation mode on the meta device."""
+    """A model in evaluation mode on the meta device, of classifiers with 1000 classes."""
+    task = getattr(getattr(CATALOGUE[name], "MODEL", None), "task", "classify")
+    options |= dict(num_classes=1000) if task == "classify" else {}
     with weightless():
-        model = create_model(name, num_classes=1000, **options).to(DTYPE).eval()
+        model = create_model(name, **options).to(DTYPE).eval()
     return model._apply(lambda t: t.to("meta") if t.is_floating_point() else t)
 
 
@@ -214,6 +216,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draws accuracy against parameters; a label takes the first free place around its point."""
     from matplotlib.ticker import LogLocator, ScalarFormatter
 
+    rows = [row for row in rows if "digits" in row]
     sizes = [row["digits"]["parameters"] / 1e3 for row in rows]
     means, least, most = zip(*map(reached, rows), strict=True)
     page = figure(10.0, 7.0)
@@ -276,8 +279,8 @@ def main() -> None:
         wanted = re.search(args.only, system.name) and not (args.missing and system.name in rows)
         if system.built and wanted and not args.plot:
             known = rows.get(system.name, {}).get("digits")
-            run = known if known and args.counts else learned(system)
-            rows[system.name] = dict(system=system.name, **counted(system), digits=run)
+            run = known if not system.side or (known and args.counts) else learned(system)
+            rows[system.name] = dict(system=system.name, **counted(system)) | (dict(digits=run) if run else {})
             print(json.dumps(rows[system.name]), flush=True)
             write(list(rows.values()), args.out)
     draw(list(rows.values()), path.with_suffix(".png"))

@@ -191,7 +191,7 @@ def facts() -> dict[str, str]:
     held = {n: json.loads((RESULTS / f"{n}.json").read_text()) for n in ("learn", "fashion-mnist", "survey")}
     seeds, fashion = held["learn"]["seeds"], held["fashion-mnist"]["summary"]
     systems = {row["system"]: row for row in held["survey"]["rows"]}
-    ends = {name: f"{reached(row)[0]:.1f} %" for name, row in systems.items()}
+    ends = {name: f"{reached(row)[0]:.1f} %" for name, row in systems.items() if "digits" in row}
     before, after = systems["ViT"]["launches"]
     return dict(
         digits=f"{100 * seeds['mean']:.1f} ± {100 * seeds['deviation']:.1f} %",
@@ -245,16 +245,19 @@ def survey() -> str:
         ours += f": {system.model}" if system.model.startswith("waits") else ""
         words.append([f"[{system.name}]({link})", f"{system.idea}.", ours, system.oracle, system.differs])
         if row := rows.get(system.name):
-            small, (before, after) = row["digits"], row["launches"]
-            accuracy = [f"{reached(row, epoch)[0]:.1f} %" for epoch in (2, 4, 8)]
-            accuracy.append("{1:.1f}–{2:.1f} %".format(*reached(row)))
-            figures = [f"{row['parameters'] / 1e6:.2f} M", f"{before:.3g} → {after:.3g}", f"{small['parameters']:,}"]
-            numbers.append([system.name, f"`{row['model']}`", *figures, *accuracy])
+            before, after = row["launches"]
+            figures = [f"{row['parameters'] / 1e6:.2f} M", f"{before:.3g} → {after:.3g}"]
+            found = ["[another task](pixels.md)", *["–"] * 4]
+            if "digits" in row:
+                found = [f"{row['digits']['parameters']:,}"]
+                found += [f"{reached(row, epoch)[0]:.1f} %" for epoch in (2, 4, 8)]
+                found.append("{1:.1f}–{2:.1f} %".format(*reached(row)))
+            numbers.append([system.name, f"`{row['model']}`", *figures, *found])
         else:
             numbers.append([system.name, "not run yet" if system.built else "not built", *[""] * 7])
     built = sum(system.built for system in SYSTEMS)
     missing = ", ".join(system.name for system in SYSTEMS if system.name not in rows)
-    dates = sorted({row["digits"]["date"] for row in rows.values()})
+    dates = sorted({row["digits"]["date"] for row in rows.values() if "digits" in row})
     return f"""# The survey
 
 The {len(SYSTEMS)} systems of a survey of Vision Transformers, of which {built} can be created.
@@ -264,9 +267,10 @@ The {len(SYSTEMS)} systems of a survey of Vision Transformers, of which {built} 
 
 ## Figures
 
-Parameters are those of the named model with 1000 classes. Launches are those of one block in bfloat16 inference,
-batch 8, eager PyTorch → fused and frozen, counted and not measured: models with four blocks (per stage) minus models
-with two, so those of a pyramid are means over its stages with attention, and outside of blocks nothing is counted.
+Parameters are those of the named model, of classifiers with 1000 classes. Launches are those of one block in bfloat16
+inference, batch 8, eager PyTorch → fused and frozen, counted and not measured: models with four blocks (per stage)
+minus models with two, so those of a pyramid are means over its stages with attention, and outside of blocks nothing is
+counted.
 
 The digits are scikit-learn's, enlarged: test accuracy of a small model after 2, 4 and {EPOCHS} epochs on 1,437 images
 without augmentation, the mean of {SEEDS} seeds, and their range after the last epoch. The training is the same for all
@@ -276,7 +280,7 @@ test images, the standard error of one run is 0.8 points at 97.5 % and 2.6 at 50
 
 {_table(*numbers)}
 
-{len(rows)} of the {len(SYSTEMS)} systems have every column. Missing: {missing or "none"}.
+{len(rows)} of the {len(SYSTEMS)} systems have every column that applies to them. Missing: {missing or "none"}.
 `python -m benchmarks.survey --missing` fills in those that are built.
 
 ![Mean test accuracy against the number of parameters, with the range of the seeds](images/survey.png)

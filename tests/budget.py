@@ -266,6 +266,12 @@ def _window(case):
     return dict(output=found, qkv=found, scale=max(found, pixels * window), gradient=max(found, pixels))
 
 
+def _deformable(case):
+    points = case["P"] * sum(f"h{i}" in case for i in range(3))
+    channels = max(case["D"], points)
+    return dict(output=4 * points, value=case["Nq"] * points, reference=case["H"] * channels, gradient=channels)
+
+
 # op → (case → number of terms of the longest sum behind the outputs, behind the gradients of some arguments, and behind
 # those of all others)
 SUMS = {
@@ -280,4 +286,5 @@ SUMS = {
     "patch_embed": _patch_embed,
     "depthwise": _depthwise,
     "window_attention": _window,
+    "deformable_attention": _deformable,
 }

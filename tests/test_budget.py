@@ -41,6 +41,7 @@ MANY_TERMS = {
     "depthwise": dict(B=1, H=32, W=32, C=4, K=3),
     "attention_qkv": dict(B=1, H=1, N=150, D=40, norms=1),
     "window_attention": dict(B=1, H=7, W=14, heads=1, D=32, h=7, w=7),
+    "deformable_attention": dict(B=1, Nq=60, H=1, D=32, P=8, h0=3, w0=3, h1=2, w1=2, sides=2),
 }
 
 # Sums of so few terms that each contribution shows in 16 bits.
@@ -59,6 +60,7 @@ FEW_TERMS = {
     "depthwise": dict(B=1, H=5, W=4, C=8, K=3, residual=1),
     "attention_qkv": dict(B=1, H=2, N=17, D=20, norms=1),
     "window_attention": dict(B=1, H=5, W=6, heads=1, D=20, h=4, w=5, sy=2, bias=1, cosine=1, pad=1),
+    "deformable_attention": dict(B=1, Nq=9, H=2, D=20, P=2, h0=3, w0=4, sides=4),
 }
 
 # Ops without a product of two tiles, for which TF32 means nothing.
@@ -66,8 +68,9 @@ NO_PRODUCTS = {
     **dict.fromkeys(("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"), "sums of rows and of columns"),
     "fold": "scaled weights and their sums; the products are in `linear`",
     "depthwise": "one product and one addition per tap, in float32 arithmetic",
+    "deformable_attention": "one product and one addition per corner of a point, in float32 arithmetic",
 }
-ADDITIONS = {"depthwise"}  # ops whose sums are written as additions of tiles
+ADDITIONS = {"depthwise", "deformable_attention"}  # ops whose sums are written as additions of tiles
 
 # Contributions whose loss changes nothing: place → why.
 WITHOUT_EFFECT = {

@@ -820,6 +820,7 @@ def test_transformers_returns_hidden_states_and_attentions(implementation, refer
     assert hooks.has_hooks(model.layers[0].attention) is False
 
 
+@pytest.mark.filterwarnings("ignore:CLIPAttention runs transformers")
 def test_attention_interface_of_transformers():
     """Oracle: the model with "sdpa"; CLIP's text tower is causal, so its attention stays with "sdpa"."""
     optimize(nn.Identity())

@@ -13,6 +13,7 @@ from test_data import write_folder
 
 from fastvit_triton.cli import main
 from fastvit_triton.train.data import hf, load, load_test
+from fastvit_triton.train.data.split import Split
 from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.train.recipes import FOLDER
 from fastvit_triton.train.settings import resolve_settings
@@ -136,7 +137,7 @@ def test_unusable_data_are_refused_in_one_sentence(tmp_path: Path, capsys: pytes
     assert "it has the splits train; name the test split" in refused(capsys, *train, only)
     assert "it has the splits train; name the test split" in refused(capsys, *train, only + ":test")
     rows(4).save_to_disk(str(tmp_path / "single"))
-    assert "it has one split; save a DatasetDict" in refused(capsys, *train, f"hf:{tmp_path / 'single'}")
+    assert "it has one split; pass --val-split 0.1, or save" in refused(capsys, *train, f"hf:{tmp_path / 'single'}")
     bare = saved(tmp_path / "bare", train=rows(4).remove_columns("kind"), test=rows(4))
     assert "has no column of type ClassLabel, but id, photo" in refused(capsys, *train, bare)
     hidden = saved(tmp_path / "hidden", train=rows(4), test=rows(4, kind=[0, 1, -1, 0]))
@@ -154,3 +155,17 @@ def test_names_are_absolute_for_resuming(tmp_path: Path, monkeypatch: pytest.Mon
     for given, kept in (("hf:set:train,test", f"hf:{tmp_path.resolve() / 'set'}:train,test"), ("hf:a/b:c", "hf:a/b:c")):
         assert resolve_settings({"data": given})["data"] == kept
     assert hf.source_of("hf:a/b:c") == ("a/b", "train", "c")
+
+
+def test_one_split_is_divided_by_class(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: counts by hand; of data sorted by class, slices that leave a class out are refused by its name."""
+    (tmp_path / "sorted").mkdir()
+    rows(20, kind=[0] * 10 + [1] * 10).to_parquet(tmp_path / "sorted" / "train.parquet")
+    rows(20).save_to_disk(str(tmp_path / "single"))
+    for name in ("sorted", "single"):
+        data = load(f"hf:{tmp_path / name}", RECIPE, split=Split(0.1, 0))
+        assert sorted(data.test.targets) == [0, 1] and sorted(data.train.targets) == [0] * 9 + [1] * 9
+    train = ("train", "--out", tmp_path / "out", "--workers", "0", "--data")
+    sliced = f"hf:{tmp_path / 'sorted'}:train[:90%],train[90%:]"
+    assert "has no test images of 1 of its 2 classes, blue; if its images are sorted" in refused(capsys, *train, sliced)
+    assert "names its test images; leave --val-split out" in refused(capsys, *train, sliced, "--val-split", "0.1")

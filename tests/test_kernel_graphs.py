@@ -266,8 +266,11 @@ def test_double_backward_raises(op_):
             sum(grad.square().sum() for grad in grads).backward()
 
 
+BACKWARD_ONLY = {"deformable_attention": "PyTorch has no forward mode of grid_sample"}
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # forward_ad's warning
-@pytest.mark.parametrize("op_", OPS, ids=lambda op_: op_.name)
+@pytest.mark.parametrize("op_", [op_ for op_ in OPS if op_.name not in BACKWARD_ONLY], ids=lambda op_: op_.name)
 def test_forward_mode_runs_pytorch(op_):
     """Oracle: the same dual tensors on PyTorch; outside of forward mode the kernels run again."""
     arguments = op_.inputs(next(iter(op_.cases.values())), torch.float32, "cpu")

@@ -12,10 +12,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from budget import Budget, assert_within_budget, results, telling
 from catalogue import COMMON, REPEATS, build, inputs, outputs
+from sampling import marked
+from test_replay import CHANGES, again
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -25,7 +28,10 @@ from torch.utils._pytree import tree_map
 import fastvit_triton
 from fastvit_triton import create_model, freeze, optimize, revert, unfreeze
 from fastvit_triton.engine import freeze as freeze_file
+from fastvit_triton.engine import ways
 from fastvit_triton.engine.body import project
+from fastvit_triton.engine.freeze import PROGRAMS
+from fastvit_triton.engine.replay.calls import Recorded
 from fastvit_triton.kernels import linear, measured, mlp, onednn, plan, settings
 from fastvit_triton.kernels.activation import apply_activation
 from fastvit_triton.kernels.backend import using_backend
@@ -345,6 +351,81 @@ def test_frozen_models_pack_once_and_follow_their_weights(vit, calls):
     unfreeze(model)
     check(False)
     assert not any(module in freeze_file._frozen for module in model.modules())
+
+
+def replayed(model):
+    """The records of a model's calls."""
+    programs = [module.__dict__[PROGRAMS] for module in model.modules() if PROGRAMS in module.__dict__]
+    return [one for each in programs for one in each.found.values() if type(one) is Recorded]
+
+
+REPLAYED = [("ours", dtype, None) for dtype in DTYPES] + [("timm", torch.float32, None)]
+REPLAYED += [("ours", torch.float32, precision) for precision in onednn.PRECISIONS]
+
+
+@pytest.mark.parametrize("kind, dtype, precision", REPLAYED)
+def test_replays_equal_the_call(kind, dtype, precision, monkeypatch):
+    """Oracle: the same calls without replays, bit by bit, each with other images, weights and context."""
+    torch.manual_seed(0)
+    library = {"ours": create_model, "timm": timm.create_model}[kind]
+    model = library("vit_tiny_patch16_224", **SETTINGS, init_values=0.5).eval().to(dtype)
+    if kind == "timm":
+        optimize(model)
+    if precision is not None:
+        freeze(model, precision=precision)
+    with using_backend("onednn"), torch.no_grad():
+        contexts = (False, True) if dtype == torch.float32 and torch.bfloat16 in DTYPES else (False,)
+        for number, autocast in enumerate(contexts, 1):
+            for _ in range(4):
+                x = torch.randn(2, 3, 32, 32, dtype=dtype)
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    got = model(x)
+                    monkeypatch.setattr(ways, "REPLAYS", False)
+                    assert torch.equal(got, telling(model(x)))
+                    monkeypatch.setattr(ways, "REPLAYS", True)
+            assert len(replayed(model)) == number * SETTINGS["depth"]
+            for parameter in model.parameters():
+                parameter.mul_(1.125)
+
+
+@pytest.mark.parametrize("change", marked(CHANGES, pytest.mark.full, lambda c: c not in ("scale", "transposed")))
+@pytest.mark.parametrize("frozen", [False, True])
+def test_changes_after_a_replay_take_effect(change, frozen):
+    """Oracle: a copy of the block that never replays, changed in the same way; writes without a trace need `freeze`."""
+    torch.manual_seed(0)
+    block = create_model("vit_tiny_patch16_224", **SETTINGS | dict(embed_dim=16)).blocks[0].eval()
+    other, x = copy.deepcopy(block), torch.randn(2, 5, 16)
+    if frozen:
+        freeze(block)
+    with using_backend("onednn"), torch.no_grad():
+        for _ in range(3):
+            again(block, x, False)
+        assert len(replayed(block)) == 1
+        for each in (block, other):
+            torch.manual_seed(2)
+            CHANGES[change](each)
+        if frozen:
+            freeze(block)
+            freeze(other)
+        want = again(other, x, False, enabled=False)
+        for _ in range(3):
+            assert all(map(torch.equal, again(block, x, False), want))
+
+
+def test_a_replay_ends_where_onednn_is_disabled(vit):
+    """Oracle: PyTorch's operators, bit by bit, while it is disabled; oneDNN's again after it."""
+    model, x = vit
+    with using_backend("onednn"), torch.no_grad():
+        for _ in range(3):
+            want = model(x)
+        torch._C._set_mkldnn_enabled(False)  # as torch.backends.mkldnn.flags, which warns on a CPU
+        try:
+            disabled = model(x)
+            with using_backend("torch"):
+                assert torch.equal(disabled, model(x))
+        finally:
+            torch._C._set_mkldnn_enabled(True)
+        assert torch.equal(model(x), telling(want)) and not torch.equal(disabled, want)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "int8"])

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,8 @@ def elsewhere(tmp_path, monkeypatch, code):
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    if "accelerate" in sys.modules:  # it remembers the processes that an example started
+        sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec")  # torch.onnx's warning

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from fastvit_triton import create_model, load_model, load_weights, save_weights
 from fastvit_triton.checkpoints import WeightsError
+from fastvit_triton.models.weights.load import SPELLINGS
 
 pytestmark = pytest.mark.fast
 
@@ -149,6 +150,17 @@ def test_official_dinov2(name, chunked, tmp_path):
     x = images(ours)
     with torch.no_grad():
         assert distance(ours(x), theirs(x)) <= TOLERANCE
+
+
+def test_what_is_irrelevant_depends_on_the_architecture(monkeypatch):
+    """Oracle: a model with a decoder misses no key of it: under a pattern that matches nothing, the key is unknown."""
+    model = build(next(iter(MODELS)))
+    state = model.state_dict() | {"transformer.decoder.norm.weight": torch.randn(3)}
+    assert load_weights(model, state).dropped == ("transformer.decoder.norm.weight",)
+    spelling = SPELLINGS[model.layout]._replace(irrelevant=re.compile(r"(?!)"))
+    monkeypatch.setitem(SPELLINGS, model.layout, spelling)
+    with pytest.raises(WeightsError, match=r"it has transformer\.decoder\.norm\.weight, which the model does not have"):
+        load_weights(model, state)
 
 
 def test_official_mae():

@@ -14,6 +14,11 @@ from typing import Any, NamedTuple
 
 from .tensors import State
 
+IRRELEVANT = re.compile(  # other parts of larger models, and training state
+    r"(^|\.)(mask_token|position_ids|pooler|decoder\w*|text_model|text_projection|logit_scale|logit_bias|txt"
+    r"|dino_head|ibot_head|student|opt|relative_position_index|attn_mask)(\.|$)|(^|\.)[tb]$"
+)
+
 
 def _same(tensors: State) -> State:
     return tensors
@@ -36,6 +41,8 @@ class Layout:
         read: converts their tensors to our shapes, under their names.
         write: the inverse of `read` and `number`.
         base: prefix of all keys except the classifier's in the class with a classifier.
+        packed: their files hold q, k and v of blocks as one tensor; else they are written as three.
+        alone: the tower's keys have a prefix, and equal keys without it are of another tower.
         needs: settings of the models that this library supports; a tuple lists alternatives.
     """
 
@@ -51,6 +58,8 @@ class Layout:
     read: Callable[[State], State] = _same
     write: Callable[[State], State] = _same
     base: str = ""
+    packed: bool = False
+    alone: bool = False
     needs: dict[str, object] = field(default_factory=dict)
 
     def ours(self, key: str) -> str:
@@ -106,6 +115,7 @@ class Spelling(NamedTuple):
         saved: layouts that can be written, by name.
         choose: (model, layouts) → the first of the layouts under a name that supports the model.
         write: (model, tensors, layout) → the tensors under the layout's names, with its shapes.
+        irrelevant: matches keys under our names that are no part of the architecture and are dropped.
     """
 
     name: str
@@ -114,6 +124,7 @@ class Spelling(NamedTuple):
     saved: Mapping[str, tuple[Layout, ...]] = MappingProxyType({})
     choose: Callable[..., Layout] = first
     write: Callable[..., State] = unchanged
+    irrelevant: re.Pattern[str] = IRRELEVANT
 
     def convert(self, model: Any, state: State, name: str) -> State:
         """Converts a model's tensors to a layout of `saved`.

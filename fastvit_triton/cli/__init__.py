@@ -5,11 +5,28 @@ import os
 import sys
 
 from .. import __version__
-from . import benchmark, check, convert, doctor, evaluate, explain, export, models, pack, predict, selftest, train, tune
+from . import (
+    benchmark,
+    check,
+    convert,
+    doctor,
+    evaluate,
+    explain,
+    export,
+    generate,
+    models,
+    pack,
+    predict,
+    restore,
+    selftest,
+    train,
+    tune,
+)
 from .console import print_error
 from .parser import Parser
 
-COMMANDS = (train, predict, explain, evaluate, models, check, benchmark, selftest, tune, doctor, convert, export, pack)
+ON_IMAGES = (train, predict, generate, restore, explain, evaluate)
+COMMANDS = (*ON_IMAGES, models, check, benchmark, selftest, tune, doctor, convert, export, pack)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -88,9 +88,9 @@ def _refuse(name: str, built: NamedModel, batch: int, device: "torch.device") ->
     if not built.ours and not optimize(built.model).rows:
         raise ValueError(f"--model {name} has no Transformer blocks and no other module that the kernels replace")
     needed = batch * math.prod(built.shape) * 8
-    there = memory_of(device)
-    if needed > there:
-        sizes = f"{needed / 2**30:.0f} GiB for its images in float64, and {device} has {there / 2**30:.0f} GiB"
+    memory = memory_of(device)
+    if needed > memory:
+        sizes = f"{needed / 2**30:.0f} GiB for its images in float64, and {device} has {memory / 2**30:.0f} GiB"
         raise ValueError(f"--batch {batch} needs {sizes}; lower it")
 
 
@@ -124,9 +124,9 @@ def _run(request: Request, variables: dict[str, str], out: Path | None) -> int:
     def save(stages: dict[str, dict]) -> None:
         if out is not None:
             tuned = _exported(stages) if gpu or request.dry else None  # it has absolute times
-            held = contribution(stages, source, settings, verdict(stages), tuned, request.dry)
+            content = contribution(stages, source, settings, verdict(stages), tuned, request.dry)
             with replacing(out) as temporary:
-                temporary.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+                temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     phase = "training" if request.train else "inference"
     model = "dry run: a tiny model in Triton's interpreter" if request.dry else request.model
@@ -135,8 +135,9 @@ def _run(request: Request, variables: dict[str, str], out: Path | None) -> int:
     if out is not None:
         how = "docs/tune.md says how to contribute them" if gpu else "only those of a GPU can be contributed"
         print_line(f"{out} holds these results; {how}")
-    said = verdict(stages)
-    print_line(f"Every step was executed. Times in the interpreter are meaningless: {said}" if request.dry else said)
+    conclusion = verdict(stages)
+    dry = "Every step was executed. Times in the interpreter are meaningless: " if request.dry else ""
+    print_line(dry + conclusion)
     measured = any(stages[name].get("ratios") for name in ("compare", "max-autotune"))
     return int(not measured or bool(stages["selftest"].get("failed")))
 
@@ -161,8 +162,8 @@ def _in_process(request: Request, variables: dict[str, str], stage: str, seconds
     """Runs a stage in a process of its own, which is killed when its time is over."""
     from ..measure.workers import result_of
 
-    asked = request._replace(stage=stage, budget=seconds, end=time.time() + seconds)
-    command = [sys.executable, "-m", "fastvit_triton.cli.check_stage", json.dumps(asked._asdict())]
+    stage_request = request._replace(stage=stage, budget=seconds, end=time.time() + seconds)
+    command = [sys.executable, "-m", "fastvit_triton.cli.check_stage", json.dumps(stage_request._asdict())]
     return result_of(command, seconds, variables)
 
 

@@ -109,22 +109,22 @@ def tune(request: Request) -> dict:
 
     subject = subject_of(request)
     example = subject.inputs(0)
-    left = request.deadline().left  # the last candidate may take longer than tune's limit
-    found = tune(subject.model, example.get("image", example), request.train, max(0.85 * left, 1.0))
-    parts = [dict(name=p["name"], count=p["count"], before=p["rule"], after=p["way"]) for p in found.parts]
-    model = found.model
+    remaining = request.deadline().left  # the last candidate may take longer than tune's limit
+    tuned = tune(subject.model, example.get("image", example), request.train, max(0.85 * remaining, 1.0))
+    parts = [dict(name=p["name"], count=p["count"], before=p["rule"], after=p["way"]) for p in tuned.parts]
+    model = tuned.model
     if subject.device.type == "cpu" and not request.dry:
         model = {name: without_times([row])[0] for name, row in model.items()}
-    return dict(parts=parts, path=str(found.path), model=model, said=_tuned(found))
+    return dict(parts=parts, path=str(tuned.path), model=model, said=_tuned(tuned))
 
 
-def _tuned(found: "Tuned") -> str:
+def _tuned(tuned: "Tuned") -> str:
     """What `tune` found, in one line."""
-    new = [row for row in found.launches if row["best"] is not None and row["best"] != row["tried"][0]["config"]]
-    ways = [(part, part["way"] or f"{part['rule']}, not measured in time") for part in found.parts]
-    said = [f"{part['count']} × {part['name']} {way} (before: {part['rule']})" for part, way in ways]
-    launches = [f"new launch parameters for {len(new)} of {len(found.launches)} launches"] * bool(found.launches)
-    return "; ".join([", ".join(said), *launches, "saved"])
+    new = [row for row in tuned.launches if row["best"] is not None and row["best"] != row["tried"][0]["config"]]
+    ways = [(part, part["way"] or f"{part['rule']}, not measured in time") for part in tuned.parts]
+    parts = [f"{part['count']} × {part['name']} {way} (before: {part['rule']})" for part, way in ways]
+    launches = [f"new launch parameters for {len(new)} of {len(tuned.launches)} launches"] * bool(tuned.launches)
+    return "; ".join([", ".join(parts), *launches, "saved"])
 
 
 STAGES = {"tune": tune, "compare": compare, "max-autotune": compare}
@@ -137,16 +137,16 @@ def main() -> None:
     from ..measure.timeout import capturing
 
     request = Request(**json.loads(sys.argv[1]))
-    answer = dict[str, object]()
-    with capturing(answer, "error"), pretending() if request.dry else nullcontext():
+    result = dict[str, object]()
+    with capturing(result, "error"), pretending() if request.dry else nullcontext():
         if request.device.startswith("cuda"):
             torch.cuda.set_device(request.device)
         try:
-            answer |= STAGES[request.stage](request)
+            result |= STAGES[request.stage](request)
         except torch.OutOfMemoryError as error:
             raise ValueError(f"--batch {request.batch} does not fit into memory; lower it") from error
     with replacing(Path(sys.argv[2])) as temporary:
-        temporary.write_text(json.dumps(answer), encoding="utf-8")
+        temporary.write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", check=check_checkpoint, help=text)
     text = "file to write, ending in .safetensors; or a folder, with config.json and a model card"
     parser.add_argument("out", type=Path, check=_check_new, help=text)
-    layouts = ("fastvit_triton", "timm", "transformers")
+    layouts = ("fastvit_triton", "timm", "transformers", "open_clip", "open_clip_visual")
     parser.add_argument("--to", required=True, choices=layouts, help="library whose parameter names to use")
     text = "name of the model that another library's checkpoint holds; with a tag, its images are prepared as the tag's"
     parser.add_argument("--model", check=check_tagged_model, help=text)
@@ -39,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
     from ..models.weights.publish import save_pretrained
     from ..preparation import data_config
 
+    if args.to.startswith("open_clip") and args.out.suffix != ".safetensors":
+        raise ValueError(f"{args.out} would be a folder, which open_clip does not read; name a .safetensors file")
     if args.model is None:
         if args.num_classes is not None:
             raise ValueError(f"--num-classes is {args.num_classes} without --model; give both, or neither")

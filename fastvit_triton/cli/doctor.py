@@ -13,6 +13,7 @@ from .. import __version__
 from .checks import at_least, check_size, image_size
 from .console import print_line, select_device
 from .model_by_name import PREFIXES, NamedModel, build_model, check_name
+from .platforms import next_step, this_machine
 
 if TYPE_CHECKING:
     from ..expected.count import Prediction
@@ -73,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
     from ..kernels import OPS
     from ..kernels.backend import backend, why_not
+    from ..kernels.tile import MISSING
 
     device = select_device("auto")
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
@@ -92,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
         facts["oneDNN"] = _onednn(dtypes)
     for op in OPS:
         facts[op.name] = paths[dtypes[0]] if same else "; ".join(f"{dtype}: {path}" for dtype, path in paths.items())
+    facts["next step"] = next_step(this_machine(MISSING is None, why_not(device, torch.bfloat16)))
     width = max(map(len, facts))
     for name, fact in facts.items():
         print_line(f"{name:{width}}  {fact}")

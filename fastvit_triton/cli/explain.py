@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..files import printable
 from .checks import at_least
 from .console import add_device_option, add_max_pixels_option, add_workers_option, print_line, select_device
-from .loading import TrainedModel, add_checkpoint_option, find_images, load_trained, readable_images
+from .loading import TrainedModel, add_checkpoint_option, find_images, load_trained, readable_images, test_images
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +99,6 @@ def _read_log(path: Path) -> list[dict[str, float | None]]:
 
 
 def _run_results(args: argparse.Namespace, trained: TrainedModel, device: "torch.device") -> _RunResults:
-    from ..train.data import load_test
     from ..train.loop import evaluate
     from ..train.outputs import LOG
     from ..train.step import autocast_dtype
@@ -111,5 +110,5 @@ def _run_results(args: argparse.Namespace, trained: TrainedModel, device: "torch
     if data is None or args.no_test or not (data == "digits" or data.startswith("hf:") or Path(data).is_dir()):
         return _RunResults(history, None)
     options = {"workers": args.workers, "skip_bad_images": trained.skip_bad_images, "max_pixels": args.max_pixels}
-    test = load_test(data, trained.classes, trained.transform, trained.batch_size, **options)
+    test = test_images(trained, None, options)
     return _RunResults(history, evaluate(trained.model, test, autocast_dtype(device)))

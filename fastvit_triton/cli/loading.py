@@ -11,9 +11,11 @@ from .checks import channels, check_channels, check_checkpoint
 from .console import print_error, print_warning
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from ..models.transformer import VisionTransformer
+    from ..train.data import Batches
+    from ..train.data.split import Split
     from ..train.data.transform import Transform
 
 
@@ -30,6 +32,8 @@ class TrainedModel(NamedTuple):
         data: training data, "digits" or a path; None if the file does not name it.
         batch_size: batch size of the training.
         skip_bad_images: unreadable images were skipped in training.
+        split: how the training data were divided; None if they have test images of their own.
+        tested: digest of the test images of a split.
     """
 
     model: "nn.Module"
@@ -38,6 +42,8 @@ class TrainedModel(NamedTuple):
     data: str | None
     batch_size: int
     skip_bad_images: bool
+    split: "Split | None" = None
+    tested: str | None = None
 
 
 def add_checkpoint_option(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +70,7 @@ def load_trained(source: str, mean: str | None = None, std: str | None = None) -
     from ..models.weights.load import load_model
     from ..preparation import data_config
     from ..train.checkpoint import checksum
+    from ..train.data.split import SPLIT, read_split
 
     loaded, header = load_model(source)
     model = loaded
@@ -75,8 +82,36 @@ def load_trained(source: str, mean: str | None = None, std: str | None = None) -
         raise ValueError(f"{source} has a header that train did not write: {str(error)[:300]}") from error
     if crc32 is not None and crc32 != checksum(loaded):
         raise ValueError(f"{source} is damaged: the checksum of its tensors is wrong")
+    if trained.split is not None and Path(source).exists():
+        folder = Path(source) if Path(source).is_dir() else Path(source).parent
+        trained = trained._replace(split=read_split(folder / SPLIT, trained.split))
     statistics = {"mean": mean, "std": std}
     return trained._replace(transform=_override(trained.transform, statistics, source))
+
+
+def save_pixels(image: "Tensor", path: Path) -> None:
+    """Writes an image [C, H, W] of pixels in [0, 1] to a file; ValueError if its suffix is that of no image."""
+    from PIL import Image
+
+    pixels = (255 * image.clamp(0, 1)).round().byte().movedim(0, -1)
+    try:
+        Image.fromarray(pixels.squeeze(-1).numpy()).save(path)
+    except ValueError as error:
+        raise ValueError(f"--out is {path}, which is no image file; use a name such as {path.stem}.png") from error
+
+
+def trained_for(task: str, trained: TrainedModel, source: str) -> TrainedModel:
+    """The trained model, whose task is this one.
+
+    Raises:
+        ValueError: it is another one; the message names the command for it.
+    """
+    commands = {"classify": "predict", "generate": "generate", "restore": "restore"}
+    found = getattr(trained.model, "task", "classify")
+    if found != task:
+        use = f"; use fastvit-triton {commands[found]}" if found in commands else ""
+        raise ValueError(f"{source} holds a {type(trained.model).__name__}, whose task is to {found}{use}")
+    return trained
 
 
 def _override(transform: "Transform", statistics: dict[str, str | None], source: str) -> "Transform":
@@ -146,14 +181,15 @@ def _read_training(model: "VisionTransformer", text: str) -> tuple[TrainedModel,
     from ..models.weights.pretrained import class_names
     from ..preparation import data_config
     from ..train.data.model_input import transform_of
+    from ..train.data.split import Split
     from ..train.data.transform import Transform
-    from ..train.ranges import PositiveInt, check
+    from ..train.ranges import OpenFraction, PositiveInt, Seed, check
 
     config = model.config
     entries = json.loads(text)
     check("training", entries, dict)
     kinds: dict[str, Any] = {"classes": tuple[str, ...], "transform": dict, "data": str | None}
-    kinds |= {"batch_size": PositiveInt, "skip_bad_images": bool}
+    kinds |= {"batch_size": PositiveInt, "skip_bad_images": bool, "split": dict | None}
     for name in kinds.keys() & entries.keys():
         check(name, entries[name], kinds[name])
     channels = config.in_chans
@@ -163,11 +199,17 @@ def _read_training(model: "VisionTransformer", text: str) -> tuple[TrainedModel,
     transform = Transform(**entries["transform"]) if "transform" in entries else transform_of(data_config(model))
     if len(classes) != config.num_classes and config.num_classes:  # pre-training saves no head
         raise ValueError(f"it names {len(classes):,} classes, and the head has {config.num_classes:,}")
-    if transform.size != size or len(transform.mean) != channels:
+    tiles = model.task == "restore"  # its images are larger than the tiles that it restores
+    if (transform.size != size and not tiles) or len(transform.mean) != channels:
         images = f"its images have size {transform.size} and {len(transform.mean)} channels"
         raise ValueError(f"{images}, the model's {size} and {channels}")
     rest = entries.get("data"), entries.get("batch_size", 64), entries.get("skip_bad_images", False)
-    return TrainedModel(model, classes, transform, *rest), entries.get("crc32")
+    split, tested = None, None
+    if division := entries.get("split"):
+        check("val_split", division.get("val_split"), OpenFraction)
+        check("seed", division.get("seed"), Seed)
+        split, tested = Split(division["val_split"], division["seed"]), str(division.get("test"))
+    return TrainedModel(model, classes, transform, *rest, split, tested), entries.get("crc32")
 
 
 def find_images(paths: list[Path]) -> list[Path]:
@@ -195,11 +237,49 @@ def readable_images(files: list[Path], max_pixels: int) -> Iterator[Path]:
             yield file
 
 
+def test_images(trained: TrainedModel, data: str | None, options: dict[str, Any]) -> "Batches":
+    """The test images of a data set: those of the run's split, if the data are those that it divided.
+
+    Args:
+        trained: from `load_trained`.
+        data: a name for `train.data.load`; None means that of the training.
+        options: workers, skip_bad_images and max_pixels of `load_test`.
+
+    Raises:
+        ValueError: as for `load_test`, or nothing says any more which of the images were not trained on.
+    """
+    from ..train.data import load_test
+    from ..train.data.hf import absolute, is_hf
+    from ..train.data.split import SPLIT
+
+    name = data or trained.data
+    assert name is not None
+    arguments = name, classes_in(trained, name), trained.transform, trained.batch_size
+    if trained.split is None:
+        return load_test(*arguments, **options)
+    same = data is None or trained.data == (absolute(data) if is_hf(data) else str(Path(data).resolve()))
+    try:
+        test = load_test(*arguments, **options, split=trained.split)
+        unchanged = test.digest() == trained.tested
+    except ValueError:
+        if same:
+            raise
+        unchanged = False
+    if not same and not unchanged:  # other data: all their test images
+        return load_test(*arguments, **options)
+    if not unchanged and trained.split.test is None:
+        raise ValueError(f"the images of {name!r} have changed since training divided them; restore them, or {SPLIT}")
+    if not unchanged:
+        print_warning(f"the test images of {name!r} have changed since training ({trained.tested})")
+    return test
+
+
 def classes_in(trained: TrainedModel, data: str) -> tuple[str, ...]:
     """The names of the model's classes as the folders of the data have them: ImageNet's are named by WordNet synset."""
     from ..models.weights.pretrained import imagenet_classes
 
     names = imagenet_classes()
-    if trained.classes == tuple(names.values()) and any((Path(data) / "val" / synset).is_dir() for synset in names):
+    places = [Path(data) / "val", Path(data)]
+    if trained.classes == tuple(names.values()) and any((place / name).is_dir() for place in places for name in names):
         return tuple(names)
     return trained.classes

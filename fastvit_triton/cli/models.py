@@ -19,6 +19,7 @@ def run(args: argparse.Namespace) -> int:
     """Lists the names that create_model, train, benchmark, tune and doctor take, and the sizes of the models."""
     from ..models import CATALOGUE, list_models, model_config
     from ..models.config import sides
+    from ..models.detector import DetectorConfig
     from ..models.pyramid import PyramidConfig
 
     whole = set(args.pattern) & set("*?[")
@@ -33,6 +34,9 @@ def run(args: argparse.Namespace) -> int:
         side = "×".join(map(str, sides(config.img_size)))
         if isinstance(config, PyramidConfig):  # one number per stage
             sizes = ["-".join(map(str, numbers)) for numbers in (config.widths, config.depths, config.num_heads)]
+        elif isinstance(config, DetectorConfig):
+            layers = f"{config.encoder_layers}+{config.decoder_layers}"
+            sizes = [str(config.hidden_dim), layers, str(config.num_heads)]
         else:
             sizes = [_joined(number) for number in (config.embed_dim, config.depth, config.num_heads)]
         rows.append((name, side, *sizes))

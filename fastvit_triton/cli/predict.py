@@ -5,7 +5,7 @@ from pathlib import Path
 
 from .checks import at_least
 from .console import add_device_option, add_max_pixels_option, print_line, select_device
-from .loading import add_checkpoint_option, find_images, load_trained, readable_images
+from .loading import add_checkpoint_option, find_images, load_trained, readable_images, trained_for
 
 HELP = "classify image files"
 
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
 
     from ..train.data.transform import read_image
 
-    trained = load_trained(args.checkpoint, args.mean, args.std)
+    trained = trained_for("classify", load_trained(args.checkpoint, args.mean, args.std), args.checkpoint)
     device = select_device(args.device)
     model = trained.model.to(device).eval()
     files = find_images(args.images)

@@ -36,9 +36,14 @@ HELP = "train a ViT, by default on handwritten digits"
 def add_arguments(parser: Parser) -> None:
     """Adds the options of `train`."""
     add = parser.add_argument
-    text = "'digits'; a folder with train/<class>/ and val/<class>/, of shards, or of IDX files (MNIST); or hf:NAME or "
-    text += "hf:FOLDER of the library datasets, with splits hf:NAME:TEST or hf:NAME:TRAIN,TEST (default: digits)"
+    text = (
+        "'digits'; a folder with train/<class>/ and val/<class>/, or with <class>/ and --val-split, of shards, or of "
+    )
+    text += "IDX files (MNIST); or hf:NAME or hf:FOLDER of the library datasets, with splits hf:NAME:TEST or "
+    text += "hf:NAME:TRAIN,TEST (default: digits)"
     add("--data", check=check_data, help=text)
+    text = "fraction of each class that is for testing, such as 0.1; for data without test images of their own"
+    add("--val-split", type=float, check=_check_fraction, metavar="FRACTION", help=text)
     add("--out", type=Path, help="output folder (default: runs/<data>)")
     about = "resume the run in --out; auto starts one if there is none, for commands that are restarted"
     add("--resume", nargs="?", const="yes", choices=("yes", "auto"), metavar="auto", help=about)
@@ -142,6 +147,12 @@ def _settings(args: argparse.Namespace, state: dict | None) -> dict:
     return resolve_settings(given, state, args.accept_changes)
 
 
+def _check_fraction(option: str, value: float) -> None:
+    from ..train.ranges import OpenFraction, check
+
+    check(option, value, OpenFraction)
+
+
 def _check_trackers(option: str, text: str) -> None:
     from ..train.trackers import check_trackers
 
@@ -203,5 +214,5 @@ def _show(run: "Run", save_every: int | None) -> int:
         command = f"fastvit-triton train --out {quote(str(out))} --resume{''.join(again)}"
         return print_error(f"stopped; {out} holds everything up to the last saved state; resume with: {command}", 130)
     if is_main:
-        print_line(summary(out, trainer.data))
+        print_line(summary(out, trainer.data, trainer.recipe.loss))
     return 0

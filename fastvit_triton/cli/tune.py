@@ -119,12 +119,12 @@ def _tune(args: argparse.Namespace) -> int:
             bar.update(stage, completed=done, description=what)
 
         try:
-            found = tune(built.model, example, args.train, args.seconds, on_progress)
+            tuned = tune(built.model, example, args.train, args.seconds, on_progress)
         except torch.OutOfMemoryError as error:
             raise ValueError(f"--batch {batch} does not fit into memory; lower it") from error
     phase = "training" if args.train else "inference, frozen" if args.freeze else "inference"
-    place = found.facts[kind_of(found.facts)]
-    _report(found, f"{args.model}, {phase}, {DTYPES[dtype_name]}, batch {batch}, on {place}", True)
+    place = tuned.facts[kind_of(tuned.facts)]
+    _report(tuned, f"{args.model}, {phase}, {DTYPES[dtype_name]}, batch {batch}, on {place}", True)
     return 0
 
 
@@ -141,8 +141,8 @@ def _dry_run(args: argparse.Namespace) -> int:
     from ..measure.tune import tune
 
     with pretending():
-        found = tune(tiny_model(args.train).model, torch.randn(2, 3, 32, 32).half(), args.train, args.seconds)
-    _report(found, "dry run: a tiny model in Triton's interpreter", False)
+        tuned = tune(tiny_model(args.train).model, torch.randn(2, 3, 32, 32).half(), args.train, args.seconds)
+    _report(tuned, "dry run: a tiny model in Triton's interpreter", False)
     print_line("Every step was executed. Times in the interpreter are meaningless; nothing was saved.")
     return 0
 
@@ -173,13 +173,13 @@ def tiny_model(train: bool) -> NamedModel:
     return NamedModel(model, (3, 32, 32), ours=True)
 
 
-def _report(found: "Tuned", title: str, timed: bool) -> None:
+def _report(tuned: "Tuned", title: str, timed: bool) -> None:
     """Prints the results for launch parameters, block variants and the whole model."""
     print_line(title)
     console = Console()
-    if found.launches:
-        _report_launches(found, timed, console)
-    for row in found.parts:
+    if tuned.launches:
+        _report_launches(tuned, timed, console)
+    for row in tuned.parts:
         print_line(f"{row['count']} × {row['name']}: {row['shapes'][0]}")
         table = Table("variant", "ratio to plain", "match", "", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for name, columns in row["variants"].items():
@@ -191,42 +191,42 @@ def _report(found: "Tuned", title: str, timed: bool) -> None:
         for name, columns in row["variants"].items():
             if "error" in columns:
                 print_line(f"{name}: {columns['error']}")
-    for row in found.attention if timed else ():
+    for row in tuned.attention if timed else ():
         times = ", ".join(f"{name} {columns['us']:.0f} µs" for name, columns in row["variants"].items())
         print_line(f"attention {row['sizes']}: {times}")
     table = Table("the whole model", *["ms"] * timed, "ratio to eager", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name, row in found.model.items():
+    for name, row in tuned.model.items():
         ms = [f"{row['us'] / 1e3:.3f}" if "us" in row else "-"] * timed
         table.add_row(name, *ms, f"{row['speedup']:.2f}" if timed and "speedup" in row else "-")
     console.print(table)
-    for name, row in found.model.items():
+    for name, row in tuned.model.items():
         if "error" in row:
             print_line(f"{name}: {row['error']}")
     if timed:
-        print_line(f"Saved in {found.path}; `fastvit-triton tune --show` lists it, --clear removes it.")
+        print_line(f"Saved in {tuned.path}; `fastvit-triton tune --show` lists it, --clear removes it.")
 
 
-def _report_launches(found: "Tuned", timed: bool, console: Console) -> None:
+def _report_launches(tuned: "Tuned", timed: bool, console: Console) -> None:
     """Prints the results for launch parameters."""
     table = Table("launches", "tried", "new", "speedup", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for row in found.launches:
-        tried = sum("us" in one for one in row["tried"])
+    for row in tuned.launches:
+        tried = sum("us" in candidate for candidate in row["tried"])
         changed = row["best"] is not None and row["best"] != row["tried"][0]["config"]
         gain = row["us_before"] / row["us"] if changed and row["us_before"] else None
         cells = f"{tried} of {len(row['tried'])}", "yes" if changed else "no", f"{gain:.2f}" if gain and timed else "-"
         table.add_row(f"{row['count']} × {row['row']}", *cells)
     console.print(table)
     late = 0
-    for row in found.launches:
-        for one in row["tried"]:
-            why = one.get("error") or (None if one.get("match", True) else "wrong result")
+    for row in tuned.launches:
+        for candidate in row["tried"]:
+            why = candidate.get("error") or (None if candidate.get("match", True) else "wrong result")
             late += (why or "").startswith("Timed")
             if why is not None and not why.startswith("Timed"):
-                print_line(f"{row['row']}: rejected {_text(one['config'])}: {why}")
+                print_line(f"{row['row']}: rejected {_text(candidate['config'])}: {why}")
     if late:
         print_line(f"{late} candidates were not reached in time; raise --seconds.")
-    if any("rejected" in row for row in found.launches):
-        print_line(f"No launch parameters were saved: {found.launches[0]['rejected']}.")
+    if any("rejected" in row for row in tuned.launches):
+        print_line(f"No launch parameters were saved: {tuned.launches[0]['rejected']}.")
 
 
 def _text(config: dict[str, int]) -> str:
@@ -241,15 +241,15 @@ def _show() -> int:
     files = kept.files()
     if not files:
         print_line(f"nothing was measured on this machine: {measured.folder()} has no files")
-    for path, held in files:
-        print_line(f"{path}{' is damaged; --clear removes it' if held is None else ''}")
-        if held is None:
+    for path, content in files:
+        print_line(f"{path}{' is damaged; --clear removes it' if content is None else ''}")
+        if content is None:
             continue
-        print_line("  " + ", ".join(f"{name} {value}" for name, value in held["facts"].items()))
-        for one in held["runs"]:
-            print_line(f"  {one['date']}: {one['model']}, {'training' if one['train'] else 'inference'}")
-        for name, entry in held["ways"].items():
+        print_line("  " + ", ".join(f"{name} {value}" for name, value in content["facts"].items()))
+        for run in content["runs"]:
+            print_line(f"  {run['date']}: {run['model']}, {'training' if run['train'] else 'inference'}")
+        for name, entry in content["ways"].items():
             print_line(f"  {entry['way']:6} {name}")
-        for name, entry in held["rows"].items():
+        for name, entry in content["rows"].items():
             print_line(f"  {name}: {_text(entry['config'])}")
     return 0

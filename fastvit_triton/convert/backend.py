@@ -56,14 +56,14 @@ def backend(
         The compiled function.
     """
     try:
-        found = rewrite(graph)
+        summary = rewrite(graph)
     # Any error: the program ran without us, and Inductor compiles the graph, which is unchanged. The cause is logged.
     except Exception as error:
         traced = log.isEnabledFor(logging.DEBUG)
         log.warning("graph %s is left to Inductor: its rewriting failed with %r", _identity(), error, exc_info=traced)
     else:
-        if found.rows and log.isEnabledFor(logging.INFO):
-            log.info("%s", found)
+        if summary.rows and log.isEnabledFor(logging.INFO):
+            log.info("%s", summary)
     if inner is not None:
         return inner(graph, inputs)
     return torch._TorchCompileInductorWrapper(mode, options, None)(graph, inputs)
@@ -92,26 +92,26 @@ def rewrite(graph: fx.GraphModule, anywhere: bool = False) -> Report:
         graph: as captured by Dynamo.
         anywhere: True to rewrite for any device and dtype, as the kernels' public functions choose in each call.
     """
-    found, rewritten = _plan(graph, anywhere)
+    summary, rewritten = _plan(graph, anywhere)
     for part, new in rewritten:
         part.graph = new
-    return found
+    return summary
 
 
 def _plan(graph: fx.GraphModule, anywhere: bool = False) -> tuple[Report, list[tuple[Any, fx.Graph]]]:
     """What a rewriting does, and each module whose graph it changes with the new graph."""
     rows: list[Row] = []
-    found = [(part, _rewritten(part.graph, rows, anywhere)) for part in _parts(graph)]
-    return Report(tuple(rows), unfused=UNFUSED), [(part, new) for part, new in found if new is not None]
+    rewritten = [(part, _rewritten(part.graph, rows, anywhere)) for part in _parts(graph)]
+    return Report(tuple(rows), unfused=UNFUSED), [(part, new) for part, new in rewritten if new is not None]
 
 
 def _rewritten(graph: fx.Graph, rows: list[Row], anywhere: bool) -> fx.Graph | None:
     """A rewritten copy of a graph, or None if nothing is rewritten; adds a row for each candidate."""
     candidates = [(node.name, _path(node), name) for node in graph.nodes if (name := _candidate(node)) is not None]
-    found = [t for node in graph.nodes if (t := value(node)) is not None and t.is_floating_point()]
-    reasons = [why_not(device, dtype) for device, dtype in dict.fromkeys((t.device, t.dtype) for t in found)]
+    tensors = [t for node in graph.nodes if (t := value(node)) is not None and t.is_floating_point()]
+    reasons = [why_not(device, dtype) for device, dtype in dict.fromkeys((t.device, t.dtype) for t in tensors)]
     kernels = anywhere or not all(reasons)
-    devices = () if anywhere else {t.device for t in found}
+    devices = () if anywhere else {t.device for t in tensors}
     products = any(onednn.unlisted(device, dtype) is None for device in devices for dtype in onednn.DTYPES)
     otherwise = "it has nothing to be fused with"
     if not kernels:
@@ -143,7 +143,7 @@ def _copied(graph: fx.Graph) -> fx.Graph:
     """A copy of a graph with all attributes of its nodes, such as those that Dynamo gives to inputs."""
     twin = copy.deepcopy(graph)
     for old, new in zip(graph.nodes, twin.nodes, strict=True):
-        vars(new).update({name: found for name, found in vars(old).items() if name not in vars(new)})
+        vars(new).update({name: attribute for name, attribute in vars(old).items() if name not in vars(new)})
     return twin
 
 
@@ -165,10 +165,10 @@ def report(model: nn.Module, *inputs: object, **options: object) -> Report:
 
     Kernels are chosen for the device, dtype and autocast of that call, and for training if gradients are enabled.
     """
-    found: list[Row] = []
+    rows: list[Row] = []
 
     def look(graph, _):
-        found.extend(_plan(graph)[0].rows)
+        rows.extend(_plan(graph)[0].rows)
         return graph.forward
 
     def call(*inputs, **options):
@@ -177,7 +177,7 @@ def report(model: nn.Module, *inputs: object, **options: object) -> Report:
     fresh = call.__code__.replace()  # Dynamo caches compiled code by code object
     run = types.FunctionType(fresh, call.__globals__, "call", None, call.__closure__)
     torch.compile(run, backend=look)(*inputs, **options)
-    return Report(tuple(found), unfused=UNFUSED)
+    return Report(tuple(rows), unfused=UNFUSED)
 
 
 # The backend of an installed package is found by its entry point; in a source tree it is registered here.

@@ -167,14 +167,14 @@ def _captured(
     output.args = (tuple(returned),)
     result = _result(outputs, args, named, len(returned))
     writes = any(_is_write(node) for node in graph.graph.nodes)
-    left = rewrite(graph, anywhere=True).left
+    unfused = rewrite(graph, anywhere=True).left
     functions = [node.target for node in graph.graph.nodes if callable(node.target)]
     calls = Counter(f.__name__ for f in functions if (getattr(f, "__module__", None) or "").startswith(OURS))
     if not calls:
         raise Refusal("it has nothing to fuse")
     for node in graph.graph.nodes:
         node.meta.clear()  # fake tensors and stack traces
-    return Capture(_runner(graph, list(sources.values()), result), fits, constants, writes, calls, left)
+    return Capture(_runner(graph, list(sources.values()), result), fits, constants, writes, calls, unfused)
 
 
 def _check_effects(graph: fx.GraphModule) -> None:
@@ -260,7 +260,7 @@ def _conditions(sources: dict[fx.Node, str]) -> Callable[[nn.Module, tuple, dict
     text = env.produce_guards_expression(list(symbols.values()), guards=guards) or ""
     names = list(symbols)
     conditions = [c for c in text.split(" and ") if c and not re.fullmatch(r"0 <= L\['t\d+'\]", c)]
-    conditions = [re.sub(r"L\['t(\d+)'\]", lambda found: names[int(found[1])], c) for c in conditions]
+    conditions = [re.sub(r"L\['t(\d+)'\]", lambda match: names[int(match[1])], c) for c in conditions]
     return eval(f"lambda module, args, named: {' and '.join([*static, *conditions]) or 'True'}", dict(SYMPY_INTERP))
 
 
@@ -318,11 +318,11 @@ def _runner(graph: fx.GraphModule, sources: list[str], result: Callable) -> Call
     """The function that calls a graph with its inputs, each of which a Python expression reads."""
     holds_none = not any(node.op in ("get_attr", "call_module") for node in graph.graph.nodes)
     # without `self`, as torch.compile does not trace a method of a module that the model does not hold
-    written = fx.GraphModule(graph, graph.graph)  # Dynamo's own is compiled on its first call
-    body = partial(type(written).forward, None) if holds_none else written.forward
-    read = eval(f"lambda module, args, named: ({''.join(f'{source}, ' for source in sources)})", {})
+    recompiled = fx.GraphModule(graph, graph.graph)  # Dynamo's own is compiled on its first call
+    body = partial(type(recompiled).forward, None) if holds_none else recompiled.forward
+    read_inputs = eval(f"lambda module, args, named: ({''.join(f'{source}, ' for source in sources)})", {})
 
     def run(module: nn.Module, args: tuple, named: dict) -> Any:
-        return result(body(*read(module, args, named)), args, named)
+        return result(body(*read_inputs(module, args, named)), args, named)
 
     return run

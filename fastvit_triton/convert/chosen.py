@@ -57,15 +57,17 @@ def with_ways(report: Report, choices: Iterable[Choice], reason: Callable[[Choic
     model = None if report.subject is None else report.subject.model
     if model is None:
         raise ValueError("report is of a graph, or of a model that was deleted; give the report of a model that exists")
-    made: dict[str, list[Choice]] = defaultdict(list)
+    by_path: dict[str, list[Choice]] = defaultdict(list)
     for choice in choices:
-        made[choice.path or ""].append(choice)
+        by_path[choice.path or ""].append(choice)
     first = {id(module): path for path, module in model.named_modules()}  # a shared module runs at its first path
-    found: dict[str, Row] = {}
-    for row in _with_ours(report.rows, made, model):
-        here = made.get(first[id(model.get_submodule(row.path))], [])
-        found[row.path] = row if row.became is None else _chosen(row, here, found.get(row.within or row.path), reason)
-    return replace(report, rows=tuple(found.values()), device=None, products=None)
+    rows: dict[str, Row] = {}
+    for row in _with_ours(report.rows, by_path, model):
+        row_choices = by_path.get(first[id(model.get_submodule(row.path))], [])
+        rows[row.path] = (
+            row if row.became is None else _chosen(row, row_choices, rows.get(row.within or row.path), reason)
+        )
+    return replace(report, rows=tuple(rows.values()), device=None, products=None)
 
 
 def _chosen(row: Row, choices: list[Choice], around: Row | None, reason: Callable[[Choice], str]) -> Row:
@@ -84,22 +86,22 @@ def _joined(*texts: str | None) -> str:
     return "; ".join(text for text in texts if text)
 
 
-def _with_ours(rows: tuple[Row, ...], made: dict[str, list[Choice]], model: nn.Module) -> Iterator[Row]:
+def _with_ours(rows: tuple[Row, ...], by_path: dict[str, list[Choice]], model: nn.Module) -> Iterator[Row]:
     """The rows; in place of a module of ours its blocks, and other modules in it that made choices for themselves.
 
     Choices inside a block become the block's.
     """
     for row in rows:
-        inside = [path for path in made if row.path in ("", path) or path.startswith(f"{row.path}.")]
+        inside = [path for path in by_path if row.path in ("", path) or path.startswith(f"{row.path}.")]
         if row.why != OURS or not inside:
             yield row
             continue
-        blocks = [path for path in inside if any(choice.branches for choice in made[path])]
+        blocks = [path for path in inside if any(choice.branches for choice in by_path[path])]
         for path in inside:
             if block := next((p for p in blocks if path.startswith(f"{p}.")), None):
-                made[block] += made.pop(path)
+                by_path[block] += by_path.pop(path)
             elif path in blocks:
-                name = next(choice.name for choice in made[path] if choice.branches)
+                name = next(choice.name for choice in by_path[path] if choice.branches)
                 yield Row(path, type(model.get_submodule(path)).__name__, f"{name} block")
             elif not any(p.startswith(f"{path}.") for p in inside) and path:
-                yield Row(path, type(model.get_submodule(path)).__name__, made[path][0].name)
+                yield Row(path, type(model.get_submodule(path)).__name__, by_path[path][0].name)

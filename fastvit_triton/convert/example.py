@@ -28,8 +28,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         fold_again(model)
-        for buffers, name, buffer, kept in before:
+        for buffers, name, buffer, value in before:
             buffers[name] = buffer  # a forward may have replaced it
             with torch.no_grad(), torch.inference_mode(buffer.is_inference()):
-                if not torch.equal(buffer, kept):
-                    buffer.copy_(kept)
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)

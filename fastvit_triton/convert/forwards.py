@@ -83,8 +83,8 @@ def arguments(cls: type[nn.Module]) -> tuple[str, ...]:
 def _arguments(cls: type[nn.Module]) -> tuple[str, ...]:
     if not isinstance(cls.forward, FunctionType):  # a patch, which always runs
         return ()
-    rest = list(signature(cls.forward).parameters.values())[2:]  # after the module and its first input
-    return tuple(p.name for p in rest if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    parameters = list(signature(cls.forward).parameters.values())[2:]  # after the module and its first input
+    return tuple(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
 
 
 _taken: dict[type[nn.Module], tuple[str, ...]] = {}
@@ -104,8 +104,8 @@ def fused_method(method: str, *names: str) -> Callable[[Callable], Callable]:
     def decorate(run: Callable) -> Callable:
         @functools.wraps(run)
         def unless_patched(module: nn.Module, *inputs: Any, **named: Any) -> Any:
-            own = run if _is_written(type(module), method) else getattr(type(module), method)
-            return own(module, *inputs, **named)
+            function = run if _is_written(type(module), method) else getattr(type(module), method)
+            return function(module, *inputs, **named)
 
         METHODS.update(dict.fromkeys(names, (method, unless_patched)))
         return unless_patched
@@ -119,10 +119,10 @@ _written: dict[tuple[type, str], Callable | None] = {}
 @constant
 def _is_written(cls: type[nn.Module], method: str) -> bool:
     """True if a method of a class is the one that its source file defines, as first seen."""
-    own = getattr(cls, method)
+    current = getattr(cls, method)
     if (cls, method) not in _written:
-        _written[cls, method] = own if defines(cls, method) else None
-    return own is _written[cls, method]
+        _written[cls, method] = current if defines(cls, method) else None
+    return current is _written[cls, method]
 
 
 def bind(module: nn.Module, method: str, run: Callable) -> None:
@@ -166,11 +166,11 @@ def _inner_type(module: nn.Module) -> str | None:
 
 def forward_for(module: nn.Module) -> Forward | str | None:
     """The fused forward that fits this instance; a reason (str) if none fits; None for unknown types."""
-    known = FORWARDS.get(known_type(module))
-    if known is None:
+    forwards = FORWARDS.get(known_type(module))
+    if forwards is None:
         return None
-    forward = next((f for f in known if f.lacks(module) is None), None)
-    return known[0].lacks(module) if forward is None else forward.ignores(module) or forward
+    forward = next((f for f in forwards if f.lacks(module) is None), None)
+    return forwards[0].lacks(module) if forward is None else forward.ignores(module) or forward
 
 
 def fused_forward(
@@ -229,11 +229,11 @@ def _own(forward: Callable, cls: type[nn.Module]) -> Callable:
     if (forward, cls) not in _owned:
         code = forward.__code__
         name = f"{cls.__name__}_{forward.__name__}"
-        own = FunctionType(
+        own_function = FunctionType(
             code.replace(co_name=name), forward.__globals__, name, forward.__defaults__, forward.__closure__
         )
-        own.__kwdefaults__ = forward.__kwdefaults__
-        _owned[forward, cls] = own
+        own_function.__kwdefaults__ = forward.__kwdefaults__
+        _owned[forward, cls] = own_function
     return _owned[forward, cls]
 
 

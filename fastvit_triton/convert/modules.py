@@ -127,8 +127,8 @@ def optimize(
 
 def _can_be_tuned(parameter: nn.Parameter) -> bool:
     """True if the kernels, or oneDNN on a CPU, can run on a parameter's device."""
-    what = parameter.device, parameter.dtype
-    return backend() != "torch" and (why_not(*what) is None or onednn.why_not(*what) is None)
+    place = parameter.device, parameter.dtype
+    return backend() != "torch" and (why_not(*place) is None or onednn.why_not(*place) is None)
 
 
 def _on_device(model: nn.Module, parameter: nn.Parameter, frozen: bool) -> tuple[str | None, str | None]:
@@ -193,22 +193,22 @@ def _all_or_nothing(model: nn.Module) -> Iterator[None]:
 def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) -> tuple[Row, ...]:
     """Converts all modules that can be converted; returns one row for each candidate."""
     rows: list[Row] = []
-    seen: dict[int, Row] = {}
+    rows_by_module: dict[int, Row] = {}
     inside: list[str] = []
-    own: list[str] = []
-    known = dict(model.named_modules(remove_duplicate=False))
-    stems = {id(conv) for module in known.values() for conv in stems_of(module)}
-    for path, module in known.items():
-        if id(module) in seen:  # shared module, at another path
-            first = seen[id(module)]
+    our_paths: list[str] = []
+    by_path = dict(model.named_modules(remove_duplicate=False))
+    stems = {id(conv) for module in by_path.values() for conv in stems_of(module)}
+    for path, module in by_path.items():
+        if id(module) in rows_by_module:  # shared module, at another path
+            first = rows_by_module[id(module)]
             rows.append(Row(path, first.type, first.became, why=f"the same module as {first.path}"))
             continue
         if type_name(module) in CONVOLUTIONS | VOLUME_CONVOLUTIONS and id(module) not in stems:
             continue
-        if is_ours(path, known):
+        if is_ours(path, by_path):
             attach(module)
-            if not any(f"{path}.".startswith(p + "." if p else "") for p in own):
-                own.append(path)
+            if not any(f"{path}.".startswith(p + "." if p else "") for p in our_paths):
+                our_paths.append(path)
                 rows.append(Row(path, type(module).__name__, why=OURS))
             continue
         row = _convert(path, module, filter_fn)
@@ -216,13 +216,13 @@ def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) 
             continue
         inside = [p for p in inside if path.startswith(p + "." if p else "")]
         row = replace(row, within=inside[-1] if inside else None)
-        seen[id(module)] = row
+        rows_by_module[id(module)] = row
         rows.append(row)
         if row.became is not None:
             inside.append(path)
-    fused = [known[row.path] for row in rows if row.became is not None]
+    fused = [by_path[row.path] for row in rows if row.became is not None]
     folded = {id(norm) for module in fused for norm in _folded(module, {id(m) for m in fused})}
-    return tuple(_named(row, known[row.path], folded) for row in rows)
+    return tuple(_named(row, by_path[row.path], folded) for row in rows)
 
 
 def _with_captured(
@@ -230,16 +230,16 @@ def _with_captured(
 ) -> tuple[Row, ...]:
     """The rows with those of the blocks that are captured from an example, or could be."""
     ours = {row.path for row in rows if row.why == OURS}
-    read = {
+    bound_paths = {
         row.path
         for row in rows
         if not row.bare and is_our_forward(model.get_submodule(row.path).__dict__.get("forward"))
     }
-    converted = ours | {path for path in read if not captured.is_bound(model.get_submodule(path))}
+    converted = ours | {path for path in bound_paths if not captured.is_bound(model.get_submodule(path))}
     by_path: dict[str, Row] = {}
     paths = list(captured.candidates(model, converted, example is not None))
     while paths:
-        asked: list[str] = []
+        to_capture: list[str] = []
         for path in paths:
             module = model.get_submodule(path)
             if filter_fn is not None and not filter_fn(module, path):
@@ -251,11 +251,11 @@ def _with_captured(
             else:
                 captured.ask(module)
                 bind(module, "forward", captured.run)
-                asked.append(path)
+                to_capture.append(path)
         paths = []
-        if asked:
+        if to_capture:
             captured.call(model, example)
-        for path in asked:
+        for path in to_capture:
             row = by_path[path] = _captured_row(model.get_submodule(path), path, converted)
             if row.became is None:
                 del model.get_submodule(path).__dict__["forward"]
@@ -270,16 +270,16 @@ def _captured_row(module: nn.Module, path: str, converted: set[str]) -> Row:
     if not captures:
         return Row(path, name, why=f"it cannot be captured: {captured.why_none(module)}")
     calls = Counter[str]()
-    left: dict[str, None] = {}
+    unfused: dict[str, None] = {}
     for capture in captures:
         calls |= capture.calls
-        left |= dict.fromkeys(f"{row.type}: {row.why}" for row in capture.left)
+        unfused |= dict.fromkeys(f"{row.type}: {row.why}" for row in capture.left)
     layers = {row.type for capture in captures for row in capture.left} - {"layer_norm", "gelu", "relu", "silu"}
     if layers and any(other.startswith(f"{path}.") for other in converted):
         return Row(path, name, why=f"what it holds is fused instead, as its graph leaves {', '.join(sorted(layers))}")
     kind = "block" if re.search("Block|Layer", name) else "module"
     parts = ", ".join(function if n == 1 else f"{function} ×{n}" for function, n in calls.items())
-    return Row(path, name, f"fused captured {kind} ({parts})", why="; ".join(left) or None)
+    return Row(path, name, f"fused captured {kind} ({parts})", why="; ".join(unfused) or None)
 
 
 def _merged(model: nn.Module, rows: tuple[Row, ...], captured_rows: dict[str, Row]) -> tuple[Row, ...]:
@@ -298,8 +298,8 @@ def _verified(model: nn.Module, rows: tuple[Row, ...], inputs: Any) -> tuple[Row
     for module in filter(captured.is_bound, converted.modules()):
         captured.ask(module)
     paths = [row.path for row in rows if row.became is not None and "the same module as" not in (row.why or "")]
-    found = differences(original, converted, paths, inputs)
-    wrong = {path: by for path, by in found.items() if not by <= TOLERANCE}
+    errors = differences(original, converted, paths, inputs)
+    wrong = {path: by for path, by in errors.items() if not by <= TOLERANCE}
     for path in wrong:
         del model.get_submodule(path).__dict__["forward"]
     return tuple(
@@ -347,8 +347,8 @@ def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str],
         return Row(path, cls, why=f"it has no {STEMS[name]}, which its fused forward reads")
     if forward is None:
         why = LEFT.get(known_type(module), UNKNOWN)
-        asked = why is not None and any(word in cls.lower() for word in WORDS)
-        return Row(path, cls, why=why) if asked else None
+        is_candidate = why is not None and any(word in cls.lower() for word in WORDS)
+        return Row(path, cls, why=why) if is_candidate else None
     if isinstance(forward, str):
         return Row(path, cls, why=forward)
     parts = _changed_code(module) or _parts(forward, module)
@@ -369,8 +369,8 @@ def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str],
 def _changed_code(module: nn.Module) -> str | None:
     """Why the module does not run the code that its fused forward replaces; None if it does."""
     code = code_of(type(module))
-    own = next((name for name in code.shadowed if name in module.__dict__), None)
-    return code.why if own is None else f"its {own} was replaced"
+    replaced = next((name for name in code.shadowed if name in module.__dict__), None)
+    return code.why if replaced is None else f"its {replaced} was replaced"
 
 
 def _became(forward: Forward, parts: Parts | None) -> str:
@@ -390,8 +390,8 @@ def _parts(forward: Forward, module: nn.Module) -> Parts | str | None:
 
 def _notes(forward: Forward, module: nn.Module, parts: Parts | None) -> Iterator[str]:
     """Yields notes: what is called instead of fused, and when the module's own forward runs."""
-    if (known := known_type(module)) != type_name(module):
-        yield f"it runs the code of {known.rpartition('.')[2]}"
+    if (code_type := known_type(module)) != type_name(module):
+        yield f"it runs the code of {code_type.rpartition('.')[2]}"
     if has_hooks(module):
         yield "it has a hook, so it is called"
     if parts is not None:

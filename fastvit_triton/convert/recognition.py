@@ -97,14 +97,14 @@ class _Reader:
     def method(self, name: str) -> str:
         """Text of a method or property; only the name of one that torch defines."""
         owner = next(base for base in self.cls.__mro__ if name in base.__dict__)
-        found = owner.__dict__[name]
+        attribute = owner.__dict__[name]
         if owner.__module__.partition(".")[0] == "torch":
             return f"{owner.__module__}.{owner.__qualname__}.{name}"
-        kind = type(found).__name__
-        found = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
-        if not isinstance(found, FunctionType):
-            return f"{kind}:{self.value(found)}"
-        return f"{kind}:{self.function(found, kind != 'staticmethod')}"
+        kind = type(attribute).__name__
+        attribute = attribute.fget if isinstance(attribute, property) else getattr(attribute, "__func__", attribute)
+        if not isinstance(attribute, FunctionType):
+            return f"{kind}:{self.value(attribute)}"
+        return f"{kind}:{self.function(attribute, kind != 'staticmethod')}"
 
     def function(self, function: FunctionType, bound: bool = False) -> str:
         """Text of a function; of a `bound` one the first argument is the module or its class."""
@@ -206,12 +206,12 @@ class _Writer:
 
     def _module(self, node: ast.AST) -> ModuleType | None:
         """The imported module that an expression such as `nn.functional` stands for."""
-        found: object = None
+        value: object = None
         if isinstance(node, ast.Name) and node.id not in self.names:
-            found = self.function.__globals__.get(node.id)
+            value = self.function.__globals__.get(node.id)
         elif isinstance(node, ast.Attribute) and (outer := self._module(node.value)) is not None:
-            found = getattr(outer, node.attr, None)
-        return found if isinstance(found, ModuleType) else None
+            value = getattr(outer, node.attr, None)
+        return value if isinstance(value, ModuleType) else None
 
 
 def _tree(function: Callable) -> ast.FunctionDef:
@@ -240,8 +240,8 @@ def _assigned(node: ast.FunctionDef) -> Iterator[str]:
             yield (inner.asname or inner.name).partition(".")[0]
 
 
-def is_ours(path: str, known: dict[str, nn.Module]) -> bool:
+def is_ours(path: str, by_path: dict[str, nn.Module]) -> bool:
     """True for a module of this package, and for PyTorch's modules directly in one."""
-    while path and type(known[path]).__module__.startswith("torch."):
+    while path and type(by_path[path]).__module__.startswith("torch."):
         path = path.rpartition(".")[0]
-    return type(known[path]).__module__.startswith(f"{PACKAGE}.")
+    return type(by_path[path]).__module__.startswith(f"{PACKAGE}.")

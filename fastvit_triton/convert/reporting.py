@@ -2,10 +2,9 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from .shares import Shares, Subject
+from .shares import Shares, Subject, enclosing
 
 OURS = "it calls the kernels itself"  # why a module of ours is not converted
 UNKNOWN = "unknown type"
@@ -90,9 +89,10 @@ class Report:
             return "The model calls the kernels itself; nothing needs to be converted."
         blocks = [row for row in self.rows if _is_block(row) and row.why != OURS]
         outer = [row for row in self.rows if row.within is None and "Norm" not in row.type and row.why != OURS]
-        own = sum(row.why == OURS for row in self.rows)
-        more = f" {_several(own, 'module')} of this package fuse{'s' * (own == 1)} without conversion." if own else ""
-        if own and not outer:
+        ours = sum(row.why == OURS for row in self.rows)
+        fuse = f"fuse{'s' * (ours == 1)}"
+        more = f" {_several(ours, 'module')} of this package {fuse} without conversion." if ours else ""
+        if ours and not outer:
             return more.strip()
         counted = blocks if any(row.became for row in blocks) else outer
         noun = "call" if self.subject is None else "block" if counted is blocks else "module"
@@ -153,28 +153,22 @@ class Report:
             return ""
         rows = {row.path: row for row in reversed(self.rows)}
         tops = {row.path for row in counted if row.became}
-        these = every = 0.0
+        counted_share = way_share = 0.0
         for path, row in rows.items():
-            outside = next((rows[p] for p in _around(path) if p in rows), None)
-            for one, sign in ((row, 1), (outside, -1)):
-                if one is not None and one.became is not None and _way(one) == way:
-                    every += sign * shares.share(path)
-                    these += sign * shares.share(path) * (not tops.isdisjoint([one.path, *_around(one.path)]))
+            outside = next((rows[p] for p in enclosing(path) if p != path and p in rows), None)
+            for part, sign in ((row, 1), (outside, -1)):
+                if part is not None and part.became is not None and _way(part) == way:
+                    way_share += sign * shares.share(path)
+                    counted_share += sign * shares.share(path) * (not tops.isdisjoint(enclosing(part.path)))
         unit = "FLOPs" if shares.of == "FLOPs" else "weights of linear and convolution layers"
-        text = f", {_rounded(these)} of the {unit}"
-        return text if _rounded(every) == _rounded(these) else f"{text}, with other modules {_rounded(every)}"
+        text = f", {_rounded(counted_share)} of the {unit}"
+        same = _rounded(way_share) == _rounded(counted_share)
+        return text if same else f"{text}, with other modules {_rounded(way_share)}"
 
 
 def _way(row: Row) -> str:
     """The way of a converted candidate."""
     return row.way or "converted"
-
-
-def _around(path: str) -> Iterator[str]:
-    """Paths of the modules that contain a module, the innermost first."""
-    while path:
-        path = path.rpartition(".")[0]
-        yield path
 
 
 def _is_block(row: Row) -> bool:

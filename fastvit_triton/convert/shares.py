@@ -92,22 +92,22 @@ class Subject:
         if self._shares is None:
             model = self.model
             example = self.example()
-            found = None if model is None or example is None else flops(model, example)
-            self._shares = found or self._weights
+            counted = None if model is None or example is None else flops(model, example)
+            self._shares = counted or self._weights
         return self._shares
 
 
 def weights(model: nn.Module) -> Shares:
     """Shares of the weights of linear and convolution layers, without biases; a shared weight counts once."""
     amounts: dict[str, int] = {}
-    seen: set[int] = set()
+    counted: set[int] = set()
     for path, module in model.named_modules():
         names = (
             ("weight",) if isinstance(module, LAYERS) else PACKED if isinstance(module, nn.MultiheadAttention) else ()
         )
-        held = [t for name in names if (t := module._parameters.get(name)) is not None and not is_lazy(t)]
-        count = sum(t.numel() for t in held if id(t) not in seen)
-        seen |= set(map(id, held))
+        tensors = [t for name in names if (t := module._parameters.get(name)) is not None and not is_lazy(t)]
+        count = sum(t.numel() for t in tensors if id(t) not in counted)
+        counted |= set(map(id, tensors))
         for inside in enclosing(path) if count else ():
             amounts[inside] = amounts.get(inside, 0) + count
     return Shares("weights", amounts, amounts.get("", 0))

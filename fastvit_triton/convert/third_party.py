@@ -103,8 +103,8 @@ def _is_replaced(cls: type[nn.Module]) -> bool:
 @cache
 def _has_fused_forward(code: Code) -> bool:
     """True if this code is that of a type with a fused forward: by name, or by what it computes."""
-    known = any(f"{cls.__module__}.{cls.__qualname__}" in FUSED for cls in (code.cls, code.base))
-    return known or inherited(code.cls) is not None or recognised(code.cls) is not None
+    by_name = any(f"{cls.__module__}.{cls.__qualname__}" in FUSED for cls in (code.cls, code.base))
+    return by_name or inherited(code.cls) is not None or recognised(code.cls) is not None
 
 
 def inherited(cls: type[nn.Module]) -> str | None:

@@ -27,21 +27,21 @@ def differences(original: nn.Module, converted: nn.Module, paths: Iterable[str],
     Returns:
         ‖ours − original‖ / ‖original‖ by path, inf for outputs of another form; modules that did not run are missing.
     """
-    found: dict[str, float] = {}
+    errors: dict[str, float] = {}
     with torch.no_grad(), using_backend("torch"):
         handles = [
             original.get_submodule(path).register_forward_hook(
-                partial(_compare, found, path, converted.get_submodule(path)), with_kwargs=True
+                partial(_compare, errors, path, converted.get_submodule(path)), with_kwargs=True
             )
             for path in paths
         ]
-        given, named = arguments(tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, inputs))
+        args, named = arguments(tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, inputs))
         try:
-            original(*given, **named)
+            original(*args, **named)
         finally:
             for handle in handles:
                 handle.remove()
-    return found
+    return errors
 
 
 def as_double(model: nn.Module) -> nn.Module:
@@ -50,12 +50,18 @@ def as_double(model: nn.Module) -> nn.Module:
 
 
 def _compare(
-    found: dict[str, float], path: str, ours: nn.Module, module: nn.Module, inputs: tuple, named: dict, output: object
+    errors: dict[str, float],
+    path: str,
+    converted: nn.Module,
+    module: nn.Module,
+    inputs: tuple,
+    named: dict,
+    output: object,
 ) -> None:
     """Forward hook of an original: runs the converted module on the same inputs."""
-    results = [[t for t in tree_leaves(y) if isinstance(t, Tensor)] for y in (ours(*inputs, **named), output)]
+    results = [[t for t in tree_leaves(y) if isinstance(t, Tensor)] for y in (converted(*inputs, **named), output)]
     worst = max((_distance(a, b) for a, b in zip(*results, strict=False)), default=0.0)
-    found[path] = max(found.get(path, 0.0), worst if len(results[0]) == len(results[1]) else float("inf"))
+    errors[path] = max(errors.get(path, 0.0), worst if len(results[0]) == len(results[1]) else float("inf"))
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

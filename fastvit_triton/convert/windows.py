@@ -18,8 +18,8 @@ from ..engine.leaves import LAYER_NORMS, Foreign, Layer, has_sample_scale
 
 def hooked(modules: Iterable[nn.Module], but: nn.Module | None = None) -> str | None:
     """Why a module around these must run its own forward: one of them has a hook; None if none has."""
-    found = next((m for m in modules if m is not but and has_hooks(m)), None)
-    return None if found is None else f"{type(found).__name__} has a hook"
+    module = next((m for m in modules if m is not but and has_hooks(m)), None)
+    return None if module is None else f"{type(module).__name__} has a hook"
 
 
 def unusual_norm(norm: nn.Module, drop_path: nn.Module) -> str | None:

@@ -1,11 +1,14 @@
 """Folds BatchNorms into the linear layers and convolutions before them, in inference after `freeze`.
 
+A frozen BatchNorm, whose parameters and statistics are buffers, is the same map in training.
+
 To fold one in each call would take more launches than it saves. PyTorch does not count the writes of a training forward
 to the running statistics, but counts those to `num_batches_tracked`, which is therefore one of the fold's sources.
 """
 
 from typing import TypeGuard
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,6 +17,9 @@ from .hooks import are_plain_tensors, can_fuse, has_hooks, has_type, type_name
 from .leaves import CONVOLUTIONS, Foreign, Layer, Packed, is_plain_module, is_readable
 
 BATCH_NORMS = tuple(f"torch.nn.modules.batchnorm.BatchNorm{axes}d" for axes in (1, 2))
+FROZEN_BATCH_NORMS: dict[str, float | None] = {  # type → ε, or None for its attribute; `convert` adds those of others
+    "fastvit_triton.layers.frozen_resnet.FrozenBatchNorm2d": None,
+}
 NORMED = {  # modules of a linear layer and the BatchNorm after it → their names; `convert` adds those of others
     "fastvit_triton.layers.normed.LinearNorm": ("linear", "bn"),
 }
@@ -22,8 +28,14 @@ NORMED = {  # modules of a linear layer and the BatchNorm after it → their nam
 def convolve(x: Tensor, owner: nn.Module, conv: Foreign, norm: Foreign) -> Tensor:
     """A convolution of x [B, C, H, W] and the BatchNorm after it, as one convolution where `folded` allows it."""
     if can_fuse(x) and is_plain_module(conv, CONVOLUTIONS) and (fold := folded(owner, conv, norm)) is not None:
-        return F.conv2d(x, fold.weight, fold.bias, conv.stride, conv.padding)
+        return F.conv2d(x, fold.weight, fold.bias, conv.stride, conv.padding, conv.dilation, conv.groups)
     return norm(conv(x))
+
+
+def normalize_frozen(x: Tensor, norm: Foreign) -> Tensor:
+    """A frozen BatchNorm of x [B, C, H, W] in one operator; statistics and result have the dtype of the original's."""
+    x = x.to(torch.promote_types(x.dtype, norm.weight.dtype))
+    return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, eps_of(norm))
 
 
 def folded(owner: nn.Module, layer: Foreign, norm: Foreign) -> Packed | None:
@@ -37,8 +49,8 @@ def folded(owner: nn.Module, layer: Foreign, norm: Foreign) -> Packed | None:
     if (sources := sources_of(owner, layer, norm)) is None:
         return None
     shape = (-1, *[1] * (layer.weight.dim() - 1))
-    weight = derived(owner, f"weight {norm.eps}", sources, lambda: layer.weight * factor(norm).view(shape))
-    bias = derived(owner, f"bias {norm.eps}", sources, lambda: shift(layer, norm))
+    weight = derived(owner, f"weight {eps_of(norm)}", sources, lambda: layer.weight * factor(norm).view(shape))
+    bias = derived(owner, f"bias {eps_of(norm)}", sources, lambda: shift(layer, norm))
     return Packed(weight, bias, tuple(t for t in sources if t is not None))
 
 
@@ -71,10 +83,10 @@ def normed(module: Foreign) -> Layer:
 
 def sources_of(owner: nn.Module, layer: Layer, norm: nn.Module) -> tuple[Tensor | None, ...] | None:
     """The tensors that a fold kept for the owner depends on; None if there is none, or the norm must be called."""
-    if not is_constant(norm) or norm.num_batches_tracked is None:  # without it, a training forward is not noticed
-        return None
-    found = layer.weight, layer.bias, *norm._parameters.values(), *norm._buffers.values()
-    return found if are_plain_tensors(*found) and keeps(owner, *found) else None
+    if not is_frozen_norm(norm) and (not is_constant(norm) or norm.num_batches_tracked is None):
+        return None  # without that counter, a training forward is not noticed
+    tensors = layer.weight, layer.bias, *norm._parameters.values(), *norm._buffers.values()
+    return tensors if are_plain_tensors(*tensors) and keeps(owner, *tensors) else None
 
 
 def is_constant(norm: nn.Module) -> TypeGuard[Foreign]:
@@ -84,9 +96,20 @@ def is_constant(norm: nn.Module) -> TypeGuard[Foreign]:
     return norm.affine and norm.track_running_stats
 
 
+def is_frozen_norm(norm: nn.Module) -> TypeGuard[Foreign]:
+    """True for a frozen BatchNorm that may be read."""
+    return has_type(norm, FROZEN_BATCH_NORMS) and not has_hooks(norm)
+
+
+def eps_of(norm: Foreign) -> float:
+    """ε of a BatchNorm, frozen or not."""
+    eps = FROZEN_BATCH_NORMS.get(type_name(norm))
+    return norm.eps if eps is None else eps
+
+
 def factor(norm: Foreign) -> Tensor:
     """What the BatchNorm multiplies each channel by, [C]."""
-    return norm.weight * (norm.running_var + norm.eps).rsqrt()
+    return norm.weight * (norm.running_var + eps_of(norm)).rsqrt()
 
 
 def shift(layer: Foreign, norm: Foreign) -> Tensor:

@@ -178,8 +178,8 @@ def project(
 
 def _project_on_cpu(x: Tensor, layers: tuple[Layer, ...]) -> Tensor:
     """`project` by oneDNN: one product if packed weights are cached, else one for each layer, without a copy."""
-    if (kept := packed_weight(layers, x)) is not None:
-        return linear_file.run(x, kept, way="onednn")
+    if (weight := packed_weight(layers, x)) is not None:
+        return linear_file.run(x, weight, way="onednn")
     outputs = [linear_file.run(x, layer.weight, layer.bias, way="onednn") for layer in layers]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
@@ -274,9 +274,9 @@ def operands_of(
         layer_scale: multiplied into weights that are packed for oneDNN; or None.
     """
     if way == "onednn":
-        kept = [packed_weight((layer,), x, layer_scale) for layer in layers]
-        if all(one is not None for one in kept):
-            return (kept[0] if len(kept) == 1 else tuple(kept)), None, norm
+        packed_weights = [packed_weight((layer,), x, layer_scale) for layer in layers]
+        if all(weight is not None for weight in packed_weights):
+            return (packed_weights[0] if len(packed_weights) == 1 else tuple(packed_weights)), None, norm
     if len(layers) == 1:
         return operands(layers[0].weight, layers[0].bias, norm)
     biases = tuple(layer.bias for layer in layers)

@@ -115,10 +115,10 @@ def add_branches(
         norms: Sequence[Before | NextNorm | None]
         after: Before | NextNorm | None
         if way == "mixed":
-            found = [None if entry is None else entry.parameters for entry in entries]
+            parameters = [None if entry is None else entry.parameters for entry in entries]
             last = None if next_norm is None else norm_of(next_norm)
             late = _late_bias(pair[-1], bodies[-1], x) if len(pair) == 2 else None
-            norms = [norm if norm is None else NextNorm(norm, late if i else None) for i, norm in enumerate(found)]
+            norms = [norm if norm is None else NextNorm(norm, late if i else None) for i, norm in enumerate(parameters)]
             after = None if last is None else NextNorm(last)
         else:
             norms = fold_norms(x, *entries)
@@ -151,10 +151,10 @@ def _way(block: nn.Module | None, x: Tensor, branches: tuple[Branch, ...], bodie
 
 def _scales(branch: Branch) -> int:
     """Number of factors that scale the branch in this call (LayerScale, stochastic depth)."""
-    known, factors = layer_scale_of(branch.scale)
+    readable, factors = layer_scale_of(branch.scale)
     depth = branch.drop_path
     drops = depth is not None and depth.training and (getattr(depth, "p", None) or getattr(depth, "drop_prob", None))
-    return (not known or factors is not None) + (branch.layer_scale is not None) + bool(drops)
+    return (not readable or factors is not None) + (branch.layer_scale is not None) + bool(drops)
 
 
 def _fc2_bias(parts: object) -> Tensor | None:
@@ -194,8 +194,8 @@ def _body(branch: Branch, x: Tensor) -> Body | None:
     forward = body.__dict__.get("forward")
     if forward is None:
         return body if hasattr(type(body), "entering") and can_fuse(x) else None
-    read = getattr(forward.func, "read", None)  # bound by `optimize`
-    parts = None if read is None else read(body, **branch.call or {})
+    reader = getattr(forward.func, "read", None)  # bound by `optimize`
+    parts = None if reader is None else reader(body, **branch.call or {})
     return None if isinstance(parts, str) else parts
 
 
@@ -218,11 +218,11 @@ def _add(
 ) -> tuple[Tensor, Given | None]:
     """(x + branch, its statistics for `reader`, the norm of the next branch, or None)."""
     module, norm, scale, drop_path, layer_scale, drop, call, post_norm = branch
-    if drop_path is not None and (kept := kept_images(drop_path, x)) is not None:
+    if drop_path is not None and (images := kept_images(drop_path, x)) is not None:
         skipping: Any = drop_path
-        kept, factor = skipping.computed(kept)
-        part, _ = _add(x[kept], branch._replace(drop_path=ConstantScale(factor)), body, before, None, None, way)
-        return x.index_copy(0, kept, part), None
+        images, factor = skipping.computed(images)
+        part, _ = _add(x[images], branch._replace(drop_path=ConstantScale(factor)), body, before, None, None, way)
+        return x.index_copy(0, images, part), None
     before = of_dtype(before.norm if isinstance(before, NextNorm) else before, x)
     if before is None:
         entering = x if norm is None else norm(x) if way == "plain" else normalize(x, norm)
@@ -234,9 +234,9 @@ def _add(
         y = module(entering, **call or {})
         y = y[0] if isinstance(y, tuple) else y
     else:
-        known, factors = layer_scale_of(scale)
+        readable, factors = layer_scale_of(scale)
         drops = (*getattr(body, "drops", ()), drop)  # active dropout draws random numbers before stochastic depth
-        ends = known and are_plain_tensors(layer_scale) and has_sample_scale(drop_path)
+        ends = readable and are_plain_tensors(layer_scale) and has_sample_scale(drop_path)
         if ends and post_norm is None and all(is_inactive(d) for d in drops):
             y = body(
                 entering,

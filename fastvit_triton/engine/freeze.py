@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..kernels import onednn, settings
 from ..kernels.argument import Norm
@@ -99,10 +100,10 @@ def freeze(model: nn.Module, precision: str = "float32") -> None:
     for module in model.modules():
         module.__dict__.pop(PROGRAMS, None)
         module.__dict__.pop(SIZES, None)
-        kept = _frozen.setdefault(module, {})
+        store = _frozen.setdefault(module, {})
         if precision_of(module) != precision:  # weights packed in another precision
-            for key in [key for key, entry in kept.items() if isinstance(entry.folded, onednn.Packed)]:
-                del kept[key]
+            for key in [key for key, entry in store.items() if isinstance(entry.folded, onednn.Packed)]:
+                del store[key]
         _precisions.pop(module, None)
         if precision != "float32":
             _precisions[module] = precision
@@ -118,8 +119,8 @@ def _check_precision(model: nn.Module, precision: str) -> None:
         return
     parameter = next(model.parameters(), None)
     if parameter is not None and (parameter.device.type, parameter.dtype) != ("cpu", torch.float32):
-        found = f"{parameter.dtype} on {parameter.device}".removeprefix("torch.")
-        raise ValueError(f'precision "{precision}" is for models in float32 on a CPU, this one is {found}')
+        actual = f"{parameter.dtype} on {parameter.device}".removeprefix("torch.")
+        raise ValueError(f'precision "{precision}" is for models in float32 on a CPU, this one is {actual}')
     cpu = torch.device("cpu")
     why = onednn.why_not(cpu, torch.bfloat16) if precision == "bf16" else onednn.refusal(torch.float32, "int8")
     if why is not None:
@@ -139,9 +140,9 @@ def precision_of(module: nn.Module | None) -> str | None:
 def fold_again(model: nn.Module) -> None:
     """Invalidates cached folds; the next call recomputes them in place."""
     for module in model.modules():
-        kept = _frozen.get(module, {})
-        for key, entry in kept.items():
-            kept[key] = entry._replace(state=())
+        store = _frozen.get(module, {})
+        for key, entry in store.items():
+            store[key] = entry._replace(state=())
 
 
 def unfreeze(model: nn.Module) -> None:
@@ -188,18 +189,18 @@ def fold_norms(x: Tensor, *entries: Entry | None) -> list[FoldedNorm | None]:
     Frozen folds are cached. Others are computed in one launch if x has at least as many rows as the widest packed
     projection has outputs; if the weights require gradients, the fold carries its source.
     """
-    given = [e for e in entries if e is not None and _same_dtype(x, e.group.weights)]
-    if not (given and kernels_available(x) and can_fold_norm(x)):
+    foldable = [e for e in entries if e is not None and _same_dtype(x, e.group.weights)]
+    if not (foldable and kernels_available(x) and can_fold_norm(x)):
         return [None] * len(entries)
-    if not torch.compiler.is_compiling() and all(e.norm in _frozen and _is_final(e) for e in given):
-        made = _keep(x, given)
-    elif pays(x, max(sum(map(len, e.group.weights)) for e in given)):
-        made = fold_groups([e.group for e in given], x.dtype)
-        made = [f._replace(source=_source(e.group)) if _learns(e) else f for f, e in zip(made, given, strict=True)]
+    if not torch.compiler.is_compiling() and all(e.norm in _frozen and _is_final(e) for e in foldable):
+        folds = _keep(x, foldable)
+    elif pays(x, max(sum(map(len, e.group.weights)) for e in foldable)):
+        folds = fold_groups([e.group for e in foldable], x.dtype)
+        folds = [f._replace(source=_source(e.group)) if _learns(e) else f for f, e in zip(folds, foldable, strict=True)]
     else:
         return [None] * len(entries)
-    found = {id(e): FoldedNorm(f, e.bare) for e, f in zip(given, made, strict=True)}
-    return [found.get(id(e)) for e in entries]
+    by_entry = {id(e): FoldedNorm(f, e.bare) for e, f in zip(foldable, folds, strict=True)}
+    return [by_entry.get(id(e)) for e in entries]
 
 
 def derived(owner: nn.Module, name: str, sources: tuple[Tensor | None, ...], make: Callable[[], Tensor]) -> Tensor:
@@ -211,19 +212,19 @@ def derived(owner: nn.Module, name: str, sources: tuple[Tensor | None, ...], mak
         sources: the tensors that it is computed from, and nothing else; None is ignored.
         make: computes it.
     """
-    given = tuple(t for t in sources if t is not None)
-    if not keeps(owner, *given):
+    tensors = tuple(t for t in sources if t is not None)
+    if not keeps(owner, *tensors):
         return make()
-    kept = _frozen.get(owner, {})
-    key = (name, *map(id, given))
-    if not _is_fresh(kept.get(key), given):
-        if given[0].is_cuda and torch.cuda.is_current_stream_capturing():
+    store = _frozen.get(owner, {})
+    key = (name, *map(id, tensors))
+    if not _is_fresh(store.get(key), tensors):
+        if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return make()
         with torch.inference_mode(False), torch.no_grad():
-            _store(kept, key, (make().contiguous(),), given)
-        if given[0].is_cuda:
+            _store(store, key, (make().contiguous(),), tensors)
+        if tensors[0].is_cuda:
             torch.cuda.current_stream().synchronize()
-    return kept[key].folded[0]
+    return store[key].folded[0]
 
 
 def packed_weight(layers: tuple, x: Tensor, layer_scale: Tensor | None = None) -> onednn.Packed | None:
@@ -250,13 +251,14 @@ def packed_weight(layers: tuple, x: Tensor, layer_scale: Tensor | None = None) -
         return None
     key = ("onednn", *map(id, sources))
     if not _is_fresh(store.get(key), sources):
-        with torch.inference_mode(False), torch.no_grad():
+        # a recorder of the call must not see it
+        with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
             weight, bias = packed(tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers))
-            made = onednn.pack(weight, bias, layer_scale, x.numel() // x.shape[-1], precision)
+            reordered = onednn.pack(weight, bias, layer_scale, x.numel() // x.shape[-1], precision)
         _forget_lost(store)
-        store[key] = Kept(made, tuple(map(weakref.ref, sources)), _state(sources))
-    found: onednn.Packed = store[key].folded
-    return found
+        store[key] = Kept(reordered, tuple(map(weakref.ref, sources)), _state(sources))
+    cached: onednn.Packed = store[key].folded
+    return cached
 
 
 def keeps(owner: nn.Module, *sources: Tensor | None) -> bool:
@@ -289,50 +291,49 @@ def _is_final(entry: Entry) -> bool:
 def _keep(x: Tensor, entries: list[Entry]) -> list[Folded]:
     """The cached folds of these frozen entries; recomputes those whose sources have changed."""
     keys = [(x.dtype, *map(id, e.group.weights)) for e in entries]
-    places = [_frozen.get(e.norm, {}) for e in entries]  # another thread may unfreeze concurrently
-    todo = zip(places, keys, entries, strict=True)
-    stale = [(kept, key, e) for kept, key, e in todo if not _is_fresh(kept.get(key), e.sources)]
+    stores = [_frozen.get(e.norm, {}) for e in entries]  # another thread may unfreeze concurrently
+    todo = zip(stores, keys, entries, strict=True)
+    stale = [(store, key, e) for store, key, e in todo if not _is_fresh(store.get(key), e.sources)]
     if stale and x.is_cuda and torch.cuda.is_current_stream_capturing():
         return fold_groups([e.group for e in entries], x.dtype)  # captured launches have not run yet
     if stale:
         with torch.inference_mode(False), torch.no_grad():  # inference tensors cannot be updated in place later
-            made = fold_groups([e.group for *_, e in stale], x.dtype)
-            for (kept, key, entry), new in zip(stale, made, strict=True):
-                _store(kept, key, new, entry.sources)
+            folds = fold_groups([e.group for *_, e in stale], x.dtype)
+            for (store, key, entry), new in zip(stale, folds, strict=True):
+                _store(store, key, new, entry.sources)
         if x.is_cuda:
             torch.cuda.current_stream().synchronize()  # other streams and threads may read these folds
-    return [kept[key].folded for kept, key in zip(places, keys, strict=True)]
+    return [store[key].folded for store, key in zip(stores, keys, strict=True)]
 
 
-def _store(kept: dict, key: tuple, new: Folded | tuple[Tensor], sources: tuple[Tensor, ...]) -> None:
+def _store(store: dict, key: tuple, new: Folded | tuple[Tensor], sources: tuple[Tensor, ...]) -> None:
     """Stores what was computed from these sources, into the memory of its predecessor if that has the same layout."""
-    old = kept.pop(key, None)
+    old = store.pop(key, None)
     if old is not None and all(_like(a, b) for a, b in zip(old.folded[:3], new[:3], strict=True)):
         for a, b in zip(old.folded[:3], new[:3], strict=True):
             a.copy_(b)
         new = old.folded
-    _forget_lost(kept)
-    kept[key] = Kept(new, tuple(map(weakref.ref, sources)), _state(sources))
+    _forget_lost(store)
+    store[key] = Kept(new, tuple(map(weakref.ref, sources)), _state(sources))
 
 
-def _forget_lost(kept: dict) -> None:
+def _forget_lost(store: dict) -> None:
     """Removes what was computed from tensors that no longer exist."""
-    for other in [k for k, v in kept.items() if any(ref() is None for ref in v.sources)]:
-        del kept[other]
+    for key in [k for k, v in store.items() if any(ref() is None for ref in v.sources)]:
+        del store[key]
 
 
 def kept_folds(modules: Iterable[nn.Module]) -> list[CachedFold]:
-    """The folds cached for these modules, and the tensors of `derived`; not weights packed for oneDNN."""
+    """The folds cached for these modules, the tensors of `derived`, and weights packed for oneDNN."""
     stores = [_frozen.get(module, {}) for module in modules]
-    every = [CachedFold(store, key, kept) for store in stores for key, kept in store.items()]
-    return [one for one in every if not isinstance(one.kept.folded, onednn.Packed)]
+    return [CachedFold(store, key, entry) for store in stores for key, entry in store.items()]
 
 
-def _is_fresh(kept: Kept | None, sources: tuple[Tensor, ...]) -> bool:
+def _is_fresh(entry: Kept | None, sources: tuple[Tensor, ...]) -> bool:
     """True if it was computed from these tensors and PyTorch records no change of them."""
-    if kept is None or kept.state != _state(sources):
+    if entry is None or entry.state != _state(sources):
         return False
-    return all(ref() is t for ref, t in zip(kept.sources, sources, strict=True))
+    return all(ref() is t for ref, t in zip(entry.sources, sources, strict=True))
 
 
 def _state(sources: tuple[Tensor, ...]) -> tuple:

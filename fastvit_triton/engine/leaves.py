@@ -140,8 +140,8 @@ def entry_of(norm: nn.Module | None, layers: tuple[Layer, ...]) -> Entry | None:
     if not layers or not all(is_readable(layer) for layer in layers):
         return None
     group = Group(tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers), *weights[:2])
-    read = (getattr(layer, "sources", None) or (layer.weight, layer.bias) for layer in layers)
-    sources = tuple(t for t in (*itertools.chain(*read), *weights[:2]) if t is not None)
+    layer_sources = (getattr(layer, "sources", None) or (layer.weight, layer.bias) for layer in layers)
+    sources = tuple(t for t in (*itertools.chain(*layer_sources), *weights[:2]) if t is not None)
     return Entry(norm, group, Norm(None, None, *weights[2:]), sources)
 
 
@@ -244,6 +244,6 @@ def sample_scale_of(drop_path: nn.Module | None, x: Tensor) -> Tensor | None:
         return None
     keep = 1 - rate
     if hasattr(drop_path, "scale_by_keep") or hasattr(drop_path, "mode"):  # timm's since 0.5, torchvision's
-        kept = x.new_empty(x.shape[0]).bernoulli_(keep)
-        return kept.div_(keep) if keep > 0 and getattr(drop_path, "scale_by_keep", True) else kept
+        mask = x.new_empty(x.shape[0]).bernoulli_(keep)
+        return mask.div_(keep) if keep > 0 and getattr(drop_path, "scale_by_keep", True) else mask
     return torch.rand(x.shape[0], dtype=x.dtype, device=x.device).add(keep).floor().div(keep)

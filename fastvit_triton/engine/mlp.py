@@ -133,14 +133,14 @@ def gated_mlp_body(
         first: norm before the first layers.
         last_norm: norm before the last layer.
     """
-    known = activation_of(act)
-    name = next((name for name, gate in GATED.items() if gate == known), None)
+    activation = activation_of(act)
+    name = next((name for name, gate in GATED.items() if gate == activation), None)
     if name is not None:
         return MlpBody(layers, name, last, drops, first, last_norm)
 
     def between(h: Tensor) -> Tensor:
         gate, value = h.chunk(2, -1)
-        h = activate(gate, known) * value
+        h = activate(gate, activation) * value
         return h if drops[0] is None else drops[0](h)
 
     return Body("gated MLP", layers, between, last, first=first, last=last_norm, drops=drops[1:])

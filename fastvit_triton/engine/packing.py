@@ -36,17 +36,17 @@ def longest(cu_seqlens: Tensor) -> int | None:
     """Number of tokens of the longest image of cu_seqlens [B + 1], for which the host waits; None in a trace."""
     if torch.compiler.is_compiling():
         return None
-    known = next((length for t, length in state.lengths or () if _same(t, cu_seqlens)), None)
-    if known is None:
-        known = int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if len(cu_seqlens) > 1 else 0
+    tokens = next((length for t, length in state.lengths or () if _same(t, cu_seqlens)), None)
+    if tokens is None:
+        tokens = int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if len(cu_seqlens) > 1 else 0
         if state.lengths is not None:
-            state.lengths += ((cu_seqlens, known),)
-    return known
+            state.lengths += ((cu_seqlens, tokens),)
+    return tokens
 
 
 def known_lengths(tensors: list[Tensor]) -> tuple[int, ...]:
     """What `longest` gives for those of the tensors that it has read in this call."""
-    return tuple(length for kept, length in state.lengths or () if any(_same(t, kept) for t in tensors))
+    return tuple(length for boundaries, length in state.lengths or () if any(_same(t, boundaries) for t in tensors))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -105,11 +105,11 @@ def facts_of(classes: Iterable[type]) -> Facts:
 
 
 def _facts(lookups: Lookups) -> Facts:
-    found = []
+    facts = []
     for place, names in lookups:
         get: Callable = attrgetter(*names) if isinstance(place, type) else itemgetter(*names) if names else dict.copy
-        found.append((get, place, get(place)))
-    return found
+        facts.append((get, place, get(place)))
+    return facts
 
 
 def hold(facts: Facts) -> bool:
@@ -154,8 +154,8 @@ class _Reading:
 
     def shadowed(self) -> tuple[str, ...]:
         """See `Code`."""
-        found = (name for name in self.names if name != "forward" and not name.startswith("__"))
-        return tuple(name for name in found if callable(getattr(self.cls, name, None)))
+        names = (name for name in self.names if name != "forward" and not name.startswith("__"))
+        return tuple(name for name in names if callable(getattr(self.cls, name, None)))
 
     def lookups(self) -> Iterator[tuple[Any, tuple[str, ...]]]:
         """Yields what `Code.lookups` has."""
@@ -209,11 +209,11 @@ class _Reading:
                 return function if isinstance(function, BuiltinFunctionType) and not wrappers else None
             wrappers.append(function)
             function = function.__wrapped__
-        shown = _decorators(function) if wrappers else []
+        decorators = _decorators(function) if wrappers else []
         for wrapper in wrappers:
             code = getattr(wrapper, "__code__", None)
             by_base = any(_contains(vars(base).get("__init_subclass__"), code) for base in self.own)
-            if not by_base and not any(_makes(decorator, wrapper, function) for decorator in shown):
+            if not by_base and not any(_makes(decorator, wrapper, function) for decorator in decorators):
                 return None
         return function
 
@@ -255,10 +255,10 @@ class _Reading:
     def _function(self, home: dict[str, Any], name: str, value: Any, package: str) -> None:
         """Compares a function of a module with the module's file, and follows those of the package."""
         self.bound.setdefault(id(home), (home, {}))[1][name] = None
-        where = home.get("__name__", "")
-        inner = self._written(value, partial(_defined_in, where, name))
+        module = home.get("__name__", "")
+        inner = self._written(value, partial(_defined_in, module, name))
         if inner is None:
-            self._refuse(f"{where}.{name} is not the one in the file of {where}")
+            self._refuse(f"{module}.{name} is not the one in the file of {module}")
         elif isinstance(inner, FunctionType) and package not in LEAVES and _top(_home(inner)) == package:
             self._follow(inner)
 
@@ -309,13 +309,13 @@ def _compiled(module: str, path: str | None, changed: int) -> CodeType | None:
 @cache
 def _inside(code: CodeType) -> dict[str, tuple[CodeType, ...]]:
     """The codes of the functions and classes that a code defines, by name; type parameters are transparent."""
-    found: dict[str, tuple[CodeType, ...]] = {}
+    by_name: dict[str, tuple[CodeType, ...]] = {}
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             parts = _inside(inner).items() if inner.co_name.startswith("<generic") else [(inner.co_name, (inner,))]
             for name, codes in parts:
-                found[name] = found.get(name, ()) + codes
-    return found
+                by_name[name] = by_name.get(name, ()) + codes
+    return by_name
 
 
 @cache
@@ -336,15 +336,15 @@ def _defines(classes: list[type], name: str, function: Any) -> bool:
 
 def _methods(classes: list[type], name: str) -> list[CodeType]:
     """The codes of the functions that the source files of these classes define in them under this name."""
-    found: list[CodeType] = []
+    codes: list[CodeType] = []
     for cls in classes:
         code = _file_code(cls.__module__)
         scopes: tuple[CodeType, ...] = () if code is None else (code,)
         for part in cls.__qualname__.split("."):
             if part != "<locals>":
                 scopes = sum((_inside(scope).get(part, ()) for scope in scopes), ())
-        found += [inner for scope in scopes for inner in _inside(scope).get(name, ())]
-    return found
+        codes += [inner for scope in scopes for inner in _inside(scope).get(name, ())]
+    return codes
 
 
 def _defined_in(module: str, name: str, function: FunctionType) -> bool:
@@ -356,11 +356,11 @@ def _defined_in(module: str, name: str, function: FunctionType) -> bool:
     home = _home(function)
     if code is not None and name in _inside(code):
         return function.__code__ in _inside(code)[name]
-    own = _file_code(home)
-    if own is None:
+    home_code = _file_code(home)
+    if home_code is None:
         return home == module
-    known = code is None or _top(home) == _top(module) or _top(home) in _imported(code)
-    return known and _anywhere(own, function.__code__)
+    reachable = code is None or _top(home) == _top(module) or _top(home) in _imported(code)
+    return reachable and _anywhere(home_code, function.__code__)
 
 
 @cache
@@ -378,8 +378,8 @@ def _all(code: CodeType) -> Iterator[CodeType]:
             yield from _all(inner)
 
 
-def _anywhere(code: CodeType, wanted: CodeType) -> bool:
-    return any(inner == wanted for inner in _all(code))
+def _anywhere(code: CodeType, target: CodeType) -> bool:
+    return any(inner == target for inner in _all(code))
 
 
 def _contains(function: Any, code: CodeType | None) -> bool:
@@ -405,12 +405,12 @@ def _decorators(function: Any) -> list[object]:
     if not isinstance(function, FunctionType):
         return []
     code, home = function.__code__, function.__globals__
-    found: list[object] = []
+    decorators: list[object] = []
     for node in ast.walk(_tree(*_version(home.get("__name__", "")))):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
             if node.decorator_list and node.decorator_list[0].lineno == code.co_firstlineno:
-                found += [_value(decorator, home) for decorator in node.decorator_list]
-    return found
+                decorators += [_value(decorator, home) for decorator in node.decorator_list]
+    return decorators
 
 
 def _value(node: ast.expr, home: dict[str, Any]) -> object:

@@ -55,7 +55,7 @@ _ways: dict[tuple, str] = {}
 
 
 def known_way(module: nn.Module, x: Tensor) -> tuple[str | None, Any]:
-    """(way, key) for a module that has run before; (None, None) on its first call, or if its calls are not replayed.
+    """(way, key) for a module that has run before; (None, None) on its first call, or if this call is not replayed.
 
     The key is that of the cache: sizes of the module, shape, dtype and device of x, and global settings.
     """
@@ -74,7 +74,8 @@ def known_way(module: nn.Module, x: Tensor) -> tuple[str | None, Any]:
             _ways.clear()
         sizes = facts[SIZES]
         way = _ways[key] = _way(x, sizes.branches, sizes.replayed, sizes.frozen)
-    return (None, None) if way == "onednn" else (way, key)
+    # a record has no second derivatives, which oneDNN's products have
+    return (None, None) if way == "onednn" and torch.is_grad_enabled() else (way, key)
 
 
 def choose_way(module: nn.Module | None, x: Tensor, branches: tuple[Branch, ...], replays: bool = False) -> str:
@@ -88,11 +89,11 @@ def choose_way(module: nn.Module | None, x: Tensor, branches: tuple[Branch, ...]
     """
     if torch.compiler.is_compiling() or module is None:
         return _way(x, branches, False, None)
-    known = module.__dict__.get(SIZES)
+    sizes = module.__dict__.get(SIZES)
     frozen = precision_of(module)
-    if known is None or known[0] != branches or known[2:] != (module.training, frozen):
-        known = module.__dict__[SIZES] = Sizes(branches, replays and is_repeatable(module), module.training, frozen)
-    return _way(x, known.branches, known.replayed, frozen)
+    if sizes is None or sizes[0] != branches or sizes[2:] != (module.training, frozen):
+        sizes = module.__dict__[SIZES] = Sizes(branches, replays and is_repeatable(module), module.training, frozen)
+    return _way(x, sizes.branches, sizes.replayed, frozen)
 
 
 def _way(x: Tensor, branches: tuple[Branch, ...], replayed: bool, frozen: str | None) -> str:

@@ -329,5 +329,6 @@ OUR_FLOPS = {
     "linear_fwd": lambda x, weight, *_: 2 * x.numel() * len(weight),
     "mlp_fwd": lambda x, weight, *_: 4 * x.numel() * len(weight),  # both matmuls; input and output have x's width
     "depthwise_fwd": lambda x, taps, bias, stride, *_: 2 * len(taps) * x[:, ::stride, ::stride].numel(),
+    "deformable_attention_fwd": lambda value, shapes, points, *_: 5 * points.numel() * value.shape[3],  # x and y
     "patch_embed_fwd": lambda image, weight, *_: 2 * image.numel() * len(weight),  # patches cover the image
 }

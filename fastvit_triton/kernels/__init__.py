@@ -1,6 +1,18 @@
 """Triton kernels with their PyTorch references. `OPS` lists the ops for tests, benchmarks and `doctor`."""
 
-from . import attention, attention_qkv, depthwise, fold, layer_norm, linear, mlp, patch_embed, rms_norm, window
+from . import (
+    attention,
+    attention_qkv,
+    deformable,
+    depthwise,
+    fold,
+    layer_norm,
+    linear,
+    mlp,
+    patch_embed,
+    rms_norm,
+    window,
+)
 
 OPS = (
     attention.OP,
@@ -16,4 +28,5 @@ OPS = (
     depthwise.OP,
     attention_qkv.OP,
     window.OP,
+    deformable.OP,
 )

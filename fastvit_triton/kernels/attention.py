@@ -262,8 +262,8 @@ def reference_varlen(
     o = reference(q, k, v, None, scale, kv_lens=ends.diff(), causal=causal).transpose(1, 2)  # [B, M, H, Dv]
     image = torch.searchsorted(ends[1:].contiguous(), tokens, right=True)  # [T]; B for tokens of no image
     slot = tokens - ends[image.clamp(max=images - 1)]
-    own = ((image < images) & (slot < length))[:, None, None]
-    return torch.where(own, o[image.clamp(max=images - 1), slot.clamp(max=length - 1)], 0.0)
+    belongs = ((image < images) & (slot < length))[:, None, None]
+    return torch.where(belongs, o[image.clamp(max=images - 1), slot.clamp(max=length - 1)], 0.0)
 
 
 def _mask(q: Tensor, k: Tensor, bias: Tensor | None, kv_lens: Tensor | None, causal: bool) -> Tensor | None:
@@ -360,8 +360,8 @@ def _fwd(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, columns=0, causa
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     if o.numel():
         tensors = dict(q=q, k=k, v=v, bias=bias, kv_lens=kv_lens, cu_seqlens=cu_seqlens, o=o, l=lse)
-        for one in prepared(_prepare, tensors, max_seqlen, scale, columns, causal):
-            start(one, tensors)
+        for prepared_launch in prepared(_prepare, tensors, max_seqlen, scale, columns, causal):
+            start(prepared_launch, tensors)
     return o, lse
 
 

@@ -323,10 +323,10 @@ def _bwd(
         shape = (bias.shape[0], *q.shape[1:3], k.shape[2])
         tensors["dbias"] = torch.zeros(shape, dtype=torch.float32, device=q.device)
     launches = prepared(_prepare, tensors, max_seqlen, scale, columns, causal)
-    if any("delta" in one.tensors for one in launches):
+    if any("delta" in prepared_launch.tensors for prepared_launch in launches):
         tensors["delta"] = torch.empty_like(lse)
-    for one in launches:
-        start(one, tensors)
+    for prepared_launch in launches:
+        start(prepared_launch, tensors)
     if learn_bias and not columns:
         dbias.copy_(tensors["dbias"].sum_to_size(bias.shape))
     return outputs

@@ -177,8 +177,8 @@ def whole_head_blocks(
 
 def tail_block(N: int, block: int, ragged: bool) -> int:
     """Width of the masked block after the full ones; 0 for none, a full block if N is known only on the device."""
-    rest = N % block
-    return block if ragged else (power_of_2(max(rest, 16)) if rest else 0)
+    tail = N % block
+    return block if ragged else (power_of_2(max(tail, 16)) if tail else 0)
 
 
 def arguments_of(
@@ -240,19 +240,19 @@ def prepared(make: Callable[..., list[Prepared]], tensors: Tensors, *arguments: 
     q = next(iter(tensors.values()))
     layouts = [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors.values()]
     key = (make, q.device, settings.choices(q.device.type), *arguments, *layouts)
-    found = _prepared.get(key) if launcher._overrides is None else None
-    if found is None:
-        found = make(tensors, *arguments)
+    launches = _prepared.get(key) if launcher._overrides is None else None
+    if launches is None:
+        launches = make(tensors, *arguments)
         if launcher._overrides is None:
             if len(_prepared) >= MAX_PREPARED:
                 _prepared.clear()
-            _prepared[key] = found
-    return found
+            _prepared[key] = launches
+    return launches
 
 
-def start(one: Prepared, tensors: Tensors) -> None:
+def start(prepared_launch: Prepared, tensors: Tensors) -> None:
     """Launches a prepared kernel on these tensors."""
-    kernel, grid, names, numbers, fixed = one
+    kernel, grid, names, numbers, fixed = prepared_launch
     launch(kernel, grid, *[tensors[name] for name in names], *numbers, **fixed)
 
 

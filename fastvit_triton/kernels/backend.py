@@ -62,9 +62,9 @@ def using_backend(name: str | None) -> Iterator[None]:
         _switch = before
 
 
-def _checked(name: str, what: str) -> str:
+def _checked(name: str, setting: str) -> str:
     if name not in BACKENDS:
-        raise ValueError(f"{what} is {name!r}; use one of {', '.join(BACKENDS)}")
+        raise ValueError(f"{setting} is {name!r}; use one of {', '.join(BACKENDS)}")
     return name
 
 
@@ -76,8 +76,8 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> str 
         dtype: of the tensors.
         head_dim: channels of a head, for attention.
     """
-    chosen = backend()
-    if chosen == "torch":
+    switch = backend()
+    if switch == "torch":
         return "FASTVIT_TRITON_BACKEND is torch"
     if tile.MISSING is not None:
         return f"Triton is not installed ({tile.MISSING})"
@@ -91,7 +91,7 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> str 
         return f"head dimension {head_dim} is above 256"
     if device.type == "cuda":
         return _floor(device.index)
-    if device.type == "cpu" and (chosen == "triton" or launch.target is not None):
+    if device.type == "cpu" and (switch == "triton" or launch.target is not None):
         return None
     return f"Triton kernels need a CUDA or ROCm GPU, this is {device.type}"
 

@@ -96,8 +96,8 @@ def sources(argument: str, value: Group, x: Tensor, F: int) -> None:
 def pair(argument: str, value: object, words: str = "a tuple of two") -> None:
     """Raises TypeError unless the value is a tuple or list of two."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        given = f"a tuple of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__
-        raise TypeError(f"{argument} must be {words}, got {given}")
+        actual = f"a tuple of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__
+        raise TypeError(f"{argument} must be {words}, got {actual}")
 
 
 def activation_name(activation: str | None) -> None:
@@ -174,7 +174,7 @@ def scores(
     if bias is not None:
         if isinstance(bias, Tensor) and bias.dim() == 4:
             axes = zip(("G", "H", "Nq", "Nk"), (None, *sizes), bias.shape, strict=True)
-            expect("bias", bias, x, **{axis: None if got == 1 else size for axis, size, got in axes})
+            expect("bias", bias, x, **{axis: None if length == 1 else size for axis, size, length in axes})
             expect_nonempty("bias", "G", bias.shape[0])
         else:
             expect("bias", bias, x, G=None, H=None, Nq=None, Nk=None)
@@ -200,9 +200,9 @@ def axis_bias(x: Tensor, sizes: tuple[int, int, int], value: object, bare: bool)
     H, Nq, Nk = sizes
     pair("axis_bias", value, "a tuple of two tensors, the biases of rows and columns")
     row, column = list(value)  # type: ignore[call-overload]
-    for name, one in (("row", row), ("column", column)):
-        expect(f"the {name} of axis_bias", one, x, B=x.shape[0], H=H, Nq=Nq, length=None)
-        expect_floating(f"the {name} of axis_bias", one)
+    for name, tensor in (("row", row), ("column", column)):
+        expect(f"the {name} of axis_bias", tensor, x, B=x.shape[0], H=H, Nq=Nq, length=None)
+        expect_floating(f"the {name} of axis_bias", tensor)
     if row.shape[3] * column.shape[3] != Nk:
         raise ValueError(f"axis_bias has {row.shape[3]} rows and {column.shape[3]} columns, and k has {Nk} keys")
     if not bare:

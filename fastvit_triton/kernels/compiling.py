@@ -66,8 +66,8 @@ class Collector(launch.Recorder):
 
     def launched(self, kernel: Callable, grid: tuple[int, ...], arguments: tuple, fixed: dict[str, object]) -> bool:
         first = arguments[0][0] if type(arguments[0]) is tuple else arguments[0]
-        one = Launch(kernel, grid, tuple(map(_pointers, arguments)), fixed, first.get_device())
-        self._found.setdefault(one.key, one)
+        new = Launch(kernel, grid, tuple(map(_pointers, arguments)), fixed, first.get_device())
+        self._found.setdefault(new.key, new)
         return True
 
     def __torch_dispatch__(self, function, types, arguments=(), named=None):
@@ -87,13 +87,13 @@ def compiling(launches: Sequence[Launch], threads: int = THREADS) -> Iterator[li
     """
     pool = ThreadPoolExecutor(max(threads, 1), "fastvit_triton compiles")
     try:
-        yield [pool.submit(_compile, one) for one in launches]
+        yield [pool.submit(_compile, pending) for pending in launches]
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _compile(one: Launch) -> object:
-    kernel, grid, arguments, fixed, device = one
+def _compile(pending: Launch) -> object:
+    kernel, grid, arguments, fixed, device = pending
     if launch.run is not launch._run or not hasattr(kernel, "device_caches"):  # the interpreter
         return None
     with torch.cuda.device(device) if device >= 0 else contextlib.nullcontext():

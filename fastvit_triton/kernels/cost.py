@@ -170,9 +170,9 @@ def gpu_by_name(name: str) -> Gpu:
 
 def gpu_of(architecture: str, name: str = "") -> Gpu:
     """The GPU of that name; else the first of that architecture in the table, else the H200."""
-    known = list(gpus().values())
-    named = [gpu for gpu in known if gpu.name in name and gpu.architecture == architecture]
-    return next(iter([*named, *(gpu for gpu in known if gpu.architecture == architecture)]), known[0])
+    rows = list(gpus().values())
+    named = [gpu for gpu in rows if gpu.name in name and gpu.architecture == architecture]
+    return next(iter([*named, *(gpu for gpu in rows if gpu.architecture == architecture)]), rows[0])
 
 
 def block_us(gpu: Gpu, branches: tuple[Branch, ...], way: str, training: bool, frozen: bool, ratio: int = 0) -> float:
@@ -191,12 +191,12 @@ def block_us(gpu: Gpu, branches: tuple[Branch, ...], way: str, training: bool, f
 
 def launches(gpu: Gpu, branches: tuple[Branch, ...], way: str, training: bool, frozen: bool) -> list[Launch]:
     """The launches of the residual branches of a block; arguments as in `block_us`."""
-    found = []
+    block_launches = []
     for i, branch in enumerate(branches):
-        found += forward(gpu, branch, way, i == 0, i + 1 == len(branches), training, frozen)
+        block_launches += forward(gpu, branch, way, i == 0, i + 1 == len(branches), training, frozen)
         if training:
-            found += _backward(gpu, branch, way)
-    return found
+            block_launches += _backward(gpu, branch, way)
+    return block_launches
 
 
 def compiled_us(gpu: Gpu, branches: tuple[Branch, ...], training: bool) -> float:
@@ -287,7 +287,7 @@ def _faster_attention(gpu: Gpu | None, branch: Branch, backward: bool = False) -
     if branch.decomposed:  # only our kernel does not store the sum
         return attention_launch(branch, True, backward)
     assert gpu is not None, "the choice depends on the GPU"
-    theirs, ours = (attention_launch(branch, one, backward) for one in (False, True))
+    theirs, ours = (attention_launch(branch, fused, backward) for fused in (False, True))
     if branch.kind == "window_attention":
         copies = 4 * branch.images * branch.tokens * branch.channels * branch.itemsize
         theirs = theirs._replace(nbytes=theirs.nbytes + copies)
@@ -315,16 +315,16 @@ def forward(
         return _reduced(gpu, b, way, first, last)
     conv = [one_pass(b, 2 * M * b.inner)] * (b.kind == "depthwise_mlp")
     if way == "fused":
-        found = _norm(b, way) if b.wide else [] if frozen and not training else [one_pass(b, 2 * b.width * C)]  # fold
+        leading = _norm(b, way) if b.wide else [] if frozen and not training else [one_pass(b, 2 * b.width * C)]  # fold
         narrow = b.kind == "mlp" and not training and C * b.itemsize <= NARROW and b.itemsize == 2
-        found += [] if not first or narrow or b.wide else [one_pass(b, M * C)]  # row statistics
+        leading += [] if not first or narrow or b.wide else [one_pass(b, M * C)]  # row statistics
         if narrow:  # the hidden layer is not written; a wide residual is not the input of the matmul
-            one = product(b, M, b.width + b.inner, C, True, (1 + 3 * b.wide) * M * C - M * (b.width + b.inner))
-            return [*found, one]
+            mlp_launch = product(b, M, b.width + b.inner, C, True, (1 + 3 * b.wide) * M * C - M * (b.width + b.inner))
+            return [*leading, mlp_launch]
         mlp = b.kind == "mlp"
         extra = M * (b.inner if training else b.inner - b.width) if mlp else 0  # pre is saved, and h is written
         middle = [_faster_attention(gpu, b)] if attention else conv
-        return [*found, product(b, M, b.width, C, True, extra), *middle, _last(b)]
+        return [*leading, product(b, M, b.width, C, True, extra), *middle, _last(b)]
     norm = [] if way == "mixed" and not first else _norm(b, way)
     core = [one_pass(b, M * (b.width + b.inner))]  # the activation
     if attention:
@@ -410,8 +410,8 @@ def _backward(gpu: Gpu, b: Branch, way: str) -> list[Launch]:
         return [*products, *sums, *middle, *norm, *[one_pass(b, wide)] * b.scales]
     middle = [one_pass(b, 2 * M * (b.width + b.inner))]
     if attention:
-        one = _faster_attention(gpu, b, True)
-        middle = [one] if one.kind == "fused attention" else [one, small, small, one_pass(b, 2 * M * b.width)]
+        core = _faster_attention(gpu, b, True)
+        middle = [core] if core.kind == "fused attention" else [core, small, small, one_pass(b, 2 * M * b.width)]
     scaled = [one_pass(b, 2 * M * C)] if b.scales else []
     norm = [one_pass(b, (2 + 3 * b.stream) * M * C), small]
     if b.wide and way == "fused":  # the norm is an operation of its own

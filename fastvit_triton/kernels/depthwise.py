@@ -313,10 +313,10 @@ class _Fn(torch.autograd.Function):
 
 def _inputs(case: dict, dtype: torch.dtype, device: torch.device | str) -> dict:
     randn, (B, H, W, C, K) = make_randn(device, dtype), (case[a] for a in ("B", "H", "W", "C", "K"))
-    found = {"x": randn(B, H, W, C), "weight": randn(C, 1, K, K, scale=1 / K), "bias": randn(C)}
+    inputs = {"x": randn(B, H, W, C), "weight": randn(C, 1, K, K, scale=1 / K), "bias": randn(C)}
     stride = case.get("stride", 1)
     activation = next((name for name in ACTIVATIONS if name in case), None)
-    return found | {"stride": stride, "activation": activation, "residual": bool(case.get("residual"))}
+    return inputs | {"stride": stride, "activation": activation, "residual": bool(case.get("residual"))}
 
 
 OP = Op(

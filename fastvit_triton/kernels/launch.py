@@ -202,13 +202,13 @@ def config(row: str, default: dict[str, int], device: torch.device, *sizes: int)
         device: selects the table by its architecture.
         *sizes: sizes of the operands; rows for them take precedence over the general row, see `measured.names`.
     """
-    found = _row(row, sizes, device, target, measured.in_use) or default
+    parameters = _row(row, sizes, device, target, measured.in_use) or default
     if _overrides is not None:
         rows, looked_up = _overrides
-        known = measured.names(row, sizes)
-        found = next((rows[name] for name in known if name in rows), found)
-        looked_up.setdefault(known[0], found)
-    return dict(found, enable_fp_fusion=True)
+        row_names = measured.names(row, sizes)
+        parameters = next((rows[name] for name in row_names if name in rows), parameters)
+        looked_up.setdefault(row_names[0], parameters)
+    return dict(parameters, enable_fp_fusion=True)
 
 
 @functools.lru_cache(4096)
@@ -216,8 +216,8 @@ def _row(
     row: str, sizes: tuple[int, ...], device: torch.device, target: str | None, in_use: object
 ) -> dict[str, int] | None:
     tables = measured.of(device, target is not None).rows, table(architecture(device))
-    known = measured.names(row, sizes)
-    return next((rows[name] for rows in tables for name in known if name in rows), None)
+    row_names = measured.names(row, sizes)
+    return next((rows[name] for rows in tables for name in row_names if name in rows), None)
 
 
 def forget() -> None:
@@ -309,8 +309,8 @@ def split_tiles(D: int) -> tuple[int, int]:
     """
     one_tile = power_of_2(max(D, 16))
     half = one_tile // 2
-    rest = power_of_2(max(D - one_tile // 2, 16))
-    return (half, rest) if half >= 16 and half + rest < one_tile and D > half else (one_tile, 0)
+    second = power_of_2(max(D - one_tile // 2, 16))
+    return (half, second) if half >= 16 and half + second < one_tile and D > half else (one_tile, 0)
 
 
 def whole_row_blocks(K: int) -> tuple[int, int, dict[str, int]]:

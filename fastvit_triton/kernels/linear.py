@@ -157,7 +157,7 @@ def run(
     is_input = residual is operand
     kind = None if norm is None else kind_of(norm)
     settings = Settings(activation, kind, eps, is_input, grad, bool(return_stats), call=call)
-    y, *left = _Fn.apply(
+    y, *next_stats = _Fn.apply(
         operand,
         *operands(weight, bias, norm),
         stats,
@@ -166,12 +166,12 @@ def run(
         None if is_input else residual,
         settings,
     )
-    return (y, handed_on(left, call)) if return_stats else y
+    return (y, handed_on(next_stats, call)) if return_stats else y
 
 
-def handed_on(left: list[Any], call: mixed.Call | None) -> Tensor | Normalized | None:
+def handed_on(next_stats: list[Any], call: mixed.Call | None) -> Tensor | Normalized | None:
     """`stats` for the next call from a Function's outputs: row statistics, or `Normalized` from `mixed`."""
-    return left[0] if call is None or left[0] is None else Normalized(*left)
+    return next_stats[0] if call is None or next_stats[0] is None else Normalized(*next_stats)
 
 
 def _kernel_is_chosen(x, weight, norm, residual):
@@ -305,15 +305,15 @@ def _concatenated(weight: Tensor | Pair, bias: Any) -> tuple[Tensor, Tensor | No
     return (weight, bias) if isinstance(weight, Tensor) else fold.packed(weight, bias or (None, None))
 
 
-def fold_operands(x: Tensor, given: Operands, has_norm: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def fold_operands(x: Tensor, layer: Operands, has_norm: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(weight in x's dtype, bias, column sums or None) of the matmul; folds by equation (5) if not yet folded."""
-    if given.folded_weight is not None:
-        return given.folded_weight, given.folded_bias, given.colsum if has_norm else None
-    if has_norm and given.colsum is None:
-        group = fold.Group((given.weight,), (given.bias,), given.norm_weight, given.norm_bias)
+    if layer.folded_weight is not None:
+        return layer.folded_weight, layer.folded_bias, layer.colsum if has_norm else None
+    if has_norm and layer.colsum is None:
+        group = fold.Group((layer.weight,), (layer.bias,), layer.norm_weight, layer.norm_bias)
         (folded,) = fold.run([group], x.dtype)
         return folded.weight, folded.bias, folded.colsum
-    return given.weight.to(x.dtype), given.bias, given.colsum if has_norm else None
+    return layer.weight.to(x.dtype), layer.bias, layer.colsum if has_norm else None
 
 
 def output_channels(weight: Tensor | Pair | Folded, activation: str | None) -> int:
@@ -483,11 +483,11 @@ def _blocks(x, F, activation, layer_scale, residual, return_stats):
     row = tuned_row(x, F, activation, layer_scale, residual)
     K = x.shape[-1]
     default = SPACE[row.removeprefix("linear.fwd.")]
-    found = config(row, default, x.device, x.numel() // K, F, K)
+    blocks = config(row, default, x.device, x.numel() // K, F, K)
     if not return_stats:
-        return found
+        return blocks
     base = config(row, default, x.device)
-    return found if found["BLOCK_F"] == base["BLOCK_F"] else base
+    return blocks if blocks["BLOCK_F"] == base["BLOCK_F"] else base
 
 
 def _stats_tiles(x, F, activation, layer_scale, residual):
@@ -571,25 +571,25 @@ class _Fn(torch.autograd.Function):
         ctx, x, weight, bias, norm_weight, norm_bias, folded_weight, colsum, folded_bias,
         stats, layer_scale, sample_scale, residual, settings,
     ):  # fmt: skip
-        given = Operands(weight, bias, norm_weight, norm_bias, folded_weight, colsum, folded_bias)
+        layer = Operands(weight, bias, norm_weight, norm_bias, folded_weight, colsum, folded_bias)
         save = settings.grad_enabled and any(ctx.needs_input_grad)
         ends = layer_scale, sample_scale, x if settings.residual_is_input else residual
         if settings.call is None:
-            y, pre, mean, rstd, *left = fwd_op(
-                x, *fold_operands(x, given, settings.norm is not None), stats, settings.norm, settings.eps,
+            y, pre, mean, rstd, *next_stats = fwd_op(
+                x, *fold_operands(x, layer, settings.norm is not None), stats, settings.norm, settings.eps,
                 settings.activation, *ends, save, settings.return_stats,
             )  # fmt: skip
         else:
             norm = settings.norm and Norm(norm_weight, norm_bias, settings.eps, settings.norm)
-            y, pre, mean, rstd, *left = mixed.forward(
+            y, pre, mean, rstd, *next_stats = mixed.forward(
                 x, weight, bias, norm, settings.activation, *ends, settings.call, save
             )
         ctx.save_for_backward(x, weight, bias, pre, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias)
         ctx.settings = settings.without_normed()
         ctx.residual_dtype = None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(t for t in left if t is not None))
-        return y, *left
+        ctx.mark_non_differentiable(*(t for t in next_stats if t is not None))
+        return y, *next_stats
 
     @staticmethod
     @once_differentiable

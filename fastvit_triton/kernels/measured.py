@@ -80,8 +80,8 @@ def _set(override: Measured | None) -> None:
 
 def folder() -> Path:
     """$FASTVIT_TRITON_CACHE, or the platform's cache folder."""
-    if given := os.environ.get("FASTVIT_TRITON_CACHE"):
-        return Path(given).expanduser()
+    if path := os.environ.get("FASTVIT_TRITON_CACHE"):
+        return Path(path).expanduser()
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("fastvit_triton", appauthor=False))
@@ -89,8 +89,8 @@ def folder() -> Path:
 
 def path_of(facts: dict[str, object]) -> Path:
     """Path of the file for these facts; it does not depend on the version of this package's sources."""
-    what = {name: value for name, value in facts.items() if name != "sources"}
-    digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
+    identity = {name: value for name, value in facts.items() if name != "sources"}
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
     name = str(facts[kind_of(facts)]).lower()
     return folder() / f"{re.sub('[^a-z0-9]+', '-', name).strip('-')}-{digest}.json"
 
@@ -147,10 +147,10 @@ def architecture_of(properties: Any) -> str:
 @functools.cache
 def sources() -> str:
     """Hash of the kernels' source files."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
-        found.update(path.name.encode() + b"\0" + path.read_bytes())
-    return found.hexdigest()[:12]
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def parse(text: str) -> dict:
@@ -160,26 +160,28 @@ def parse(text: str) -> dict:
         ValueError: it is damaged or has another format.
     """
     try:
-        held = json.loads(text)
+        content = json.loads(text)
     except ValueError as error:
         raise ValueError(f"it is not JSON: {error}") from error
     try:
-        good = held["format"] == FORMAT and isinstance(held["facts"], dict)
-        ways = WAYS[kind_of(held["facts"])] if good else ()
-        good = good and all(entry["way"] in ways for entry in held["ways"].values())
-        numbers = [n for entry in held["rows"].values() for n in entry["config"].values()]
-        good = good and all(type(n) is int and 0 <= n <= 4096 for n in numbers)
+        valid = content["format"] == FORMAT and isinstance(content["facts"], dict)
+        ways = WAYS[kind_of(content["facts"])] if valid else ()
+        valid = valid and all(entry["way"] in ways for entry in content["ways"].values())
+        numbers = [n for entry in content["rows"].values() for n in entry["config"].values()]
+        valid = valid and all(type(n) is int and 0 <= n <= 4096 for n in numbers)
     except (KeyError, TypeError, AttributeError):
-        good = False
-    if not good:
+        valid = False
+    if not valid:
         raise ValueError("it is not a file of `fastvit-triton tune`")
-    return held
+    return content
 
 
-def difference(held: dict, facts: dict[str, object]) -> str | None:
+def difference(content: dict, facts: dict[str, object]) -> str | None:
     """How a file's facts differ from these, as text; None if they are the same."""
-    found = [f"{n} {held['facts'].get(n)}, here {value}" for n, value in facts.items() if held["facts"].get(n) != value]
-    return "it was measured with " + "; ".join(found) if found else None
+    differences = [
+        f"{n} {content['facts'].get(n)}, here {value}" for n, value in facts.items() if content["facts"].get(n) != value
+    ]
+    return "it was measured with " + "; ".join(differences) if differences else None
 
 
 @functools.cache
@@ -187,21 +189,21 @@ def _read(kind: str, index: int | None) -> Measured:
     facts = facts_of(torch.device(kind) if index is None else torch.device(kind, index))
     path = path_of(facts)
     try:
-        held = parse(path.read_text(encoding="utf-8"))
-        if (why := difference(held, facts)) is not None:
+        content = parse(path.read_text(encoding="utf-8"))
+        if (why := difference(content, facts)) is not None:
             raise ValueError(why)
     except FileNotFoundError:
         return NOTHING
     except (OSError, ValueError) as error:
         warnings.warn(f"ignoring {path}: {error}; run `fastvit-triton tune` again or remove it", stacklevel=2)
         return NOTHING
-    return measured_in(held)
+    return measured_in(content)
 
 
-def measured_in(held: dict) -> Measured:
+def measured_in(content: dict) -> Measured:
     """The rows and ways of a file's content."""
-    rows = {name: entry["config"] for name, entry in held["rows"].items()}
-    return Measured(rows, {name: entry["way"] for name, entry in held["ways"].items()})
+    rows = {name: entry["config"] for name, entry in content["rows"].items()}
+    return Measured(rows, {name: entry["way"] for name, entry in content["ways"].items()})
 
 
 def names(name: str, sizes: tuple[int, ...]) -> tuple[str, ...]:

@@ -73,7 +73,7 @@ def forward(
         operand = x.to(dtype) if norm is None else normed.y
         h = pre = F.linear(operand, weight.to(dtype), None if bias is None else bias.to(dtype))
         h = h if activation is None else apply_activation(h, activation)
-    left = None
+    next_normed = None
     pre = pre.flatten(0, -2) if save and activation is not None else h.new_empty(0)
     next_norm = call.next_norm
     if next_norm is not None and not torch.is_autocast_enabled(x.device.type):
@@ -81,13 +81,13 @@ def forward(
     if residual is not None and not (next_norm is layer_scale is sample_scale is None):
         norm_and_bias = (None, None) if next_norm is None else next_norm
         ends = layer_scale, sample_scale, norm_and_bias[0], dtype, save, norm_and_bias[1]
-        h, left = add_and_normalize(h, residual, *ends)
+        h, next_normed = add_and_normalize(h, residual, *ends)
     else:
         h = scaled(h, layer_scale, sample_scale)
         h = h if residual is None else h + residual
     mean, rstd = (None, None) if norm is None else normed[1:3]
     none = h.new_empty(0, dtype=torch.float32)
-    return h, pre, none if mean is None else mean, none if rstd is None else rstd, *(left or (None,) * 4)
+    return h, pre, none if mean is None else mean, none if rstd is None else rstd, *(next_normed or (None,) * 4)
 
 
 def _added_in_place(x: Tensor, weight: Tensor, residual: Any) -> tuple[Tensor | None, ...]:

@@ -149,8 +149,8 @@ def run(
     kind = None if norm is None else kind_of(norm)
     settings = linear.Settings(activation, kind, eps, is_input, grad, bool(return_stats), recompute, call)
     tensors = stats, layer_scale, sample_scale, None if is_input else residual
-    y, *left = _Fn.apply(operand, *fc2, *linear.operands(*fc1, norm), *tensors, settings)
-    return (y, linear.handed_on(left, call)) if return_stats else y
+    y, *next_stats = _Fn.apply(operand, *fc2, *linear.operands(*fc1, norm), *tensors, settings)
+    return (y, linear.handed_on(next_stats, call)) if return_stats else y
 
 
 def _kernel_is_chosen(x, weight, fc2_weight, norm, residual):
@@ -314,20 +314,20 @@ class _Fn(torch.autograd.Function):
         learns = settings.grad_enabled and any(ctx.needs_input_grad)
         save = learns and not settings.recompute
         ends = layer_scale, sample_scale, x if settings.residual_is_input else residual
-        given = linear.Operands(w1, b1, norm_weight, norm_bias, folded_weight, colsum, folded_bias)
+        layer = linear.Operands(w1, b1, norm_weight, norm_bias, folded_weight, colsum, folded_bias)
         pre = mean = rstd = None
         if settings.call is not None:
-            h, pre, mean, rstd = _hidden(x, given, stats, settings, save)
+            h, pre, mean, rstd = _hidden(x, layer, stats, settings, save)
             second = settings.call  # its norm is that of fc1, its late bias that of fc2
-            y, _, _, _, *left = mixed.forward(h, w2, b2, None, None, *ends, second, learns)
+            y, _, _, _, *next_stats = mixed.forward(h, w2, b2, None, None, *ends, second, learns)
         elif not save and one_launch_blocks(x, w2, settings.activation):
             ends += settings.norm, settings.eps, settings.activation, settings.return_stats
-            folded = linear.fold_operands(x, given, settings.norm is not None)
-            y, *left = _fwd_op(x, *folded, w2.to(x.dtype), b2, *ends)
+            folded = linear.fold_operands(x, layer, settings.norm is not None)
+            y, *next_stats = _fwd_op(x, *folded, w2.to(x.dtype), b2, *ends)
         else:
-            h, pre, mean, rstd = _hidden(x, given, stats, settings, save)
+            h, pre, mean, rstd = _hidden(x, layer, stats, settings, save)
             ends += False, settings.return_stats
-            y, _, _, _, *left = linear.fwd_op(h, w2.to(x.dtype), b2, None, None, None, 0.0, None, *ends)
+            y, _, _, _, *next_stats = linear.fwd_op(h, w2.to(x.dtype), b2, None, None, None, 0.0, None, *ends)
         colsum = colsum if folded_weight is None else None  # with a source, `recompute` folds again
         ctx.save_for_backward(
             x, w2, b2, w1, b1, norm_weight, norm_bias, colsum, layer_scale, sample_scale, pre, mean, rstd
@@ -335,8 +335,8 @@ class _Fn(torch.autograd.Function):
         ctx.settings = settings.without_normed()
         ctx.residual_dtype = None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(t for t in left if t is not None))
-        return y, *left
+        ctx.mark_non_differentiable(*(t for t in next_stats if t is not None))
+        return y, *next_stats
 
     @staticmethod
     @once_differentiable
@@ -351,8 +351,8 @@ class _Fn(torch.autograd.Function):
         if not any(needs):  # only the residual gets a gradient
             return *[None] * 13, dresidual, None
         if settings.recompute:
-            given = linear.Operands(w1, b1, norm_weight, norm_bias, None, colsum, None)
-            h, pre, mean, rstd = _hidden(x, given, None, settings, True)
+            layer = linear.Operands(w1, b1, norm_weight, norm_bias, None, colsum, None)
+            h, pre, mean, rstd = _hidden(x, layer, None, settings, True)
         dx, dw1, db1, dnorm, dw2, db2, dlayer_scale = bwd_op(
             dy, x, w1, b1, w2, b2, pre, h, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias,
             settings.activation, settings.norm, settings.residual_is_input, settings.dtype(x), needs,
@@ -360,19 +360,19 @@ class _Fn(torch.autograd.Function):
         none = [None] * 4  # W', colsum and bias of a fold, and stats
         grads = dx, dw2, db2, dw1, db1, dnorm[:1], dnorm[1:], *none, dlayer_scale
         parameters = x, w2, b2, w1, b1, norm_weight, norm_bias, *none, layer_scale
-        wanted = zip(grads, parameters, need, strict=False)
-        return *(g.view(p.shape).to(p.dtype) if n else None for g, p, n in wanted), None, dresidual, None
+        triples = zip(grads, parameters, need, strict=False)
+        return *(g.view(p.shape).to(p.dtype) if n else None for g, p, n in triples), None, dresidual, None
 
 
-def _hidden(x, given, stats, settings, save):
+def _hidden(x, layer, stats, settings, save):
     """Equation (1): (h, pre, mean, rstd)."""
     if settings.call is not None:
-        norm = settings.norm and Norm(given.norm_weight, given.norm_bias, settings.eps, settings.norm)
+        norm = settings.norm and Norm(layer.norm_weight, layer.norm_bias, settings.eps, settings.norm)
         call = settings.call._replace(next_norm=None)
-        first = (given.weight, given.bias, norm, settings.activation)
+        first = (layer.weight, layer.bias, norm, settings.activation)
         ends = (None, None, None, call, save)
         return mixed.forward(x, *first, *ends)[:4]
-    first = linear.fold_operands(x, given, settings.norm is not None)
+    first = linear.fold_operands(x, layer, settings.norm is not None)
     ends = (None, None, None, save, False)
     return linear.fwd_op(x, *first, stats, settings.norm, settings.eps, settings.activation, *ends)[:4]
 

@@ -119,22 +119,22 @@ def refusal(dtype: torch.dtype, operation: str | None = None) -> str | None:
             x, weight, other = (torch.randn(16, 16, generator=generator).to(dtype) for _ in range(3))
             bias = torch.randn(16, generator=generator).to(dtype)
             if operation == "packed":
-                got = _call(x, _pack(weight, 16), bias)
+                result = _call(x, _pack(weight, 16), bias)
             elif operation == "int8":
-                got = _int8_product(x, pack(weight, bias, None, 16, "int8"))
+                result = _int8_product(x, pack(weight, bias, None, 16, "int8"))
             elif operation in BINARY:
-                got = _call(x, weight, bias, other=other, operation=operation)
+                result = _call(x, weight, bias, other=other, operation=operation)
             else:
-                got = _call(x, weight, bias, activation=operation)
-            want = F.linear(x.double(), weight.double(), bias.double())
+                result = _call(x, weight, bias, activation=operation)
+            expected = F.linear(x.double(), weight.double(), bias.double())
             if operation in BINARY:
-                want = want + other.double() if operation == "add" else want * other.double()
+                expected = expected + other.double() if operation == "add" else expected * other.double()
             elif operation in ACTIVATIONS:
-                want = ACTIVATIONS[operation](want)
+                expected = ACTIVATIONS[operation](expected)
     except (AttributeError, RuntimeError) as error:
         return f"oneDNN's product in {dtype} fails: {str(error).splitlines()[0]}"
-    wrong = float((got.double() - want).norm() / want.norm())
-    if got.dtype != dtype or not wrong <= (1 / 32 if operation == "int8" else 8 * torch.finfo(dtype).eps):
+    wrong = float((result.double() - expected).norm() / expected.norm())
+    if result.dtype != dtype or not wrong <= (1 / 32 if operation == "int8" else 8 * torch.finfo(dtype).eps):
         return f"oneDNN's product in {dtype} with {operation or 'bias'} is wrong by {wrong:.1e}"
     return None
 
@@ -155,14 +155,15 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def is_observed() -> bool:
-    """True while a trace, mode or transform must see PyTorch's own operators."""
+    """True while a trace, mode or transform must see PyTorch's own operators; `replay` records any operator."""
     if torch._C._len_torch_function_stack():
         stack = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
         if not all(isinstance(mode, DeviceContext) for mode in stack):
             return True
+    modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
     return bool(
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
+        or not all(isinstance(mode, launch.Recorder) for mode in modes)
         or torch._C._get_tracing_state() is not None
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
@@ -237,7 +238,7 @@ def _int8_product(x: Tensor, packed: Packed) -> Tensor:
     """Equations (3) and (4) in float32; x is shifted by 128, as oneDNN multiplies unsigned by signed bytes."""
     assert packed.scales is not None
     largest = x.abs().amax(-1, keepdim=True).clamp_(min=LEAST)
-    shifted = torch.addcmul(x.new_tensor(128.5), x, 127 / largest).to(torch.uint8)  # rounds, as it cuts the fraction
+    shifted = torch.addcmul(x.new_full((), 128.5), x, 127 / largest).to(torch.uint8)  # rounds, as it cuts the fraction
     zeros = torch.zeros_like(packed.scales, dtype=torch.int32)
     y = torch.ops.onednn.qlinear_pointwise(
         shifted, 1.0, 128, packed.weight, packed.scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""

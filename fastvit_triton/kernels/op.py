@@ -147,19 +147,19 @@ def expect(argument: str, tensor: torch.Tensor, beside: torch.Tensor | None = No
         ValueError: its device, rank or a size differs.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-        given = f"one of layout {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise TypeError(f"{argument} must be a dense tensor, got {given}")
+        actual = f"one of layout {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise TypeError(f"{argument} must be a dense tensor, got {actual}")
     if beside is not None and tensor.device != beside.device:
         raise ValueError(f"{argument} is on {tensor.device}, the arguments before it on {beside.device}; move it there")
     shape = tensor.shape
     if len(shape) == len(axes):
-        for got, size in zip(shape, axes.values(), strict=True):
-            if size is not None and size != got:
+        for length, size in zip(shape, axes.values(), strict=True):
+            if size is not None and size != length:
                 break
         else:
             return
     if len(shape) != len(axes):
         raise ValueError(f"{argument} must have axes [{', '.join(axes)}], got shape {list(shape)}")
-    for (axis, size), got in zip(axes.items(), shape, strict=True):
-        if size is not None and got != size:
-            raise ValueError(f"axis {axis} of {argument} must be {size}, got {got} in shape {list(shape)}")
+    for (axis, size), length in zip(axes.items(), shape, strict=True):
+        if size is not None and length != size:
+            raise ValueError(f"axis {axis} of {argument} must be {size}, got {length} in shape {list(shape)}")

@@ -38,8 +38,8 @@ def _attention_pair(
     pair = [Launch(kind, flops, attention_launch(b, False).nbytes) for kind in ("fused attention", "attention")]
     ours, theirs = [[launch] for launch in pair]
     if training:
-        for found, launch in ((ours, pair[0]), (theirs, pair[1])):
-            found.append(launch._replace(flops=2.5 * flops, nbytes=2 * launch.nbytes, backward=True))
+        for launches, launch in ((ours, pair[0]), (theirs, pair[1])):
+            launches.append(launch._replace(flops=2.5 * flops, nbytes=2 * launch.nbytes, backward=True))
         small = one_pass(b, 0)
         theirs += [small, small] + [one_pass(b, 2 * images * keys * b.width)] * packed
     return ours, theirs
@@ -114,11 +114,32 @@ def _window_attention(size: int, training: bool, M: int, C: int, N: int, shifted
     if not training:
         return [ours], theirs
     more = 2.5 if N <= 64 else 4.5  # products of the backward pass, over those of the forward pass
-    found = [ours, ours._replace(flops=more * ours.flops, nbytes=2 * ours.nbytes, backward=True), one_pass(b, 0)]
-    return found, theirs * 2 + [core._replace(flops=2.5 * core.flops, nbytes=2 * core.nbytes, backward=True)]
+    backward = ours._replace(flops=more * ours.flops, nbytes=2 * ours.nbytes, backward=True)
+    return [ours, backward, one_pass(b, 0)], theirs * 2 + [
+        core._replace(flops=2.5 * core.flops, nbytes=2 * core.nbytes, backward=True)
+    ]
+
+
+def _deformable_attention(size: int, training: bool, M: int, C: int, heads: int, L: int, P: int, N: int) -> Pair:
+    """`deformable_attention` of M queries, L·P points of a head, from N cells of C channels.
+
+    Of each level PyTorch copies the map and the grid, samples, multiplies and sums; our backward pass sorts the points.
+    """
+    b = Branch("deformable", 1, M, C, C, C, itemsize=size)
+    points = 3 * M * heads * L * P * 4 / size  # fp32
+    samples = M * C * P
+    ours = [one_pass(b, N * C + points + M * C)]
+    theirs = [one_pass(b, 2 * points)] * 2
+    theirs += [one_pass(b, 2 * N * C / L), one_pass(b, N * C / L + samples), one_pass(b, 2 * samples)] * L
+    theirs += [one_pass(b, samples + M * C)] * L
+    if not training:
+        return ours, theirs
+    sort = [one_pass(b, points)] * 8
+    ours += [one_pass(b, N * C + 3 * points + M * C), *sort, one_pass(b, N * C + 4 * (points + M * C))]
+    return ours, theirs * 3
 
 
 OPS: dict[str, Callable[..., Pair]] = dict(
     linear=_linear, attention=_attention_pair, patch_embed=_patch_embed, layer_norm=_layer_norm, mlp=_mlp,
-    depthwise=_depthwise, window_attention=_window_attention,
+    depthwise=_depthwise, window_attention=_window_attention, deformable_attention=_deformable_attention,
 )  # fmt: skip

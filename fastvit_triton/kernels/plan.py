@@ -28,7 +28,7 @@ from .op_cost import OPS
 
 TRACED = (256, 197)  # (images, tokens) assumed while tracing
 MAX_CHOICES = 4096  # cached choices
-KEEP_DTYPE = ("layer_norm", "depthwise")  # ops whose operands autocast does not cast
+KEEP_DTYPE = ("layer_norm", "depthwise", "deformable_attention")  # ops whose operands autocast does not cast
 
 
 def has_ways(x: Tensor) -> bool:
@@ -95,20 +95,20 @@ def _way(
     key = (device, dtypes, sizes, training, traced, replayed, frozen, *settings.choices(device.type))
     way = _choices.get(key)
     if way is None or settings.observer is not None:
-        branches = tuple(Branch(*one) for one in sizes)
+        branches = tuple(Branch(*fields) for fields in sizes)
         if dtypes[0] == torch.float32 != dtypes[1]:
             branches = tuple(b._replace(wide=1) for b in branches)
         if traced:
             branches = tuple(b._replace(images=TRACED[0], tokens=TRACED[1]) for b in branches)
-        asked = settings.forced
+        forced = settings.forced
         switch = backend.backend()
         exact = launch.is_ieee(dtypes[1])
         if device.type == "cpu" and launch.target is None and switch != "triton":
             phase = "training" if training else "frozen" if frozen else "inference"
-            reduced = frozen not in (None, "float32") and phase == "frozen" and asked is None
-            choice = _choose_on_cpu(dtypes[1], branches, phase, traced, "onednn" if reduced else asked, switch)
+            reduced = frozen not in (None, "float32") and phase == "frozen" and forced is None
+            choice = _choose_on_cpu(dtypes[1], branches, phase, traced, "onednn" if reduced else forced, switch)
         else:
-            choice = choose(device, branches, training, traced, replayed, asked, switch, exact)
+            choice = choose(device, branches, training, traced, replayed, forced, switch, exact)
         way = "plain" if traced and choice.way != "fused" else choice.way
         _remember(key, choice._replace(way=way))
     return way
@@ -128,7 +128,7 @@ def choose(
     training: bool,
     traced: bool,
     replayed: bool,
-    asked: str | None,
+    forced: str | None,
     switch: str,
     exact: bool,
 ) -> Choice:
@@ -140,14 +140,14 @@ def choose(
         training: True if gradients are enabled.
         traced: True while a graph is traced; host time is then ignored.
         replayed: True if calls of the block are replayed.
-        asked: the way set by `forcing`, or None.
+        forced: the way set by `forcing`, or None.
         switch: `backend.backend()`.
         exact: True if matmuls are in IEEE float32.
     """
     name = " + ".join(branch.kind for branch in branches)
     shapes = block_names(branches, "training" if training else "inference")
-    if asked is not None or switch == "triton":
-        return Choice(name, "plain" if asked == "onednn" else asked or "fused", "asked for", shapes, branches, {}, {})
+    if forced is not None or switch == "triton":
+        return Choice(name, "plain" if forced == "onednn" else forced or "fused", "asked for", shapes, branches, {}, {})
     if not all(branch.images * branch.tokens for branch in branches):
         return Choice(name, "plain", "empty", shapes, branches, {}, {})
     way = None if exact else measured_way(device, shapes)
@@ -157,17 +157,17 @@ def choose(
     every = {way: launches(gpu, branches, way, training, False) for way in WAYS}
     us = {
         way: (
-            sum(launch_us(gpu, one) for one in found),
+            sum(launch_us(gpu, one) for one in way_launches),
             0.0 if traced else host_us(way, len(branches), training, replayed),
         )
-        for way, found in every.items()
+        for way, way_launches in every.items()
     }
-    refusals = {way: refusal(found, every["plain"], training, exact) for way, found in every.items()}
+    refusals = {way: refusal(way_launches, every["plain"], training, exact) for way, way_launches in every.items()}
     return _least(name, shapes, us, refusals)._replace(branches=branches, replayed=replayed)
 
 
 def _choose_on_cpu(
-    dtype: torch.dtype, branches: tuple[Branch, ...], phase: str, traced: bool, asked: str | None, switch: str
+    dtype: torch.dtype, branches: tuple[Branch, ...], phase: str, traced: bool, forced: str | None, switch: str
 ) -> Choice:
     """`choose` on a CPU, where only oneDNN can replace PyTorch's products: by the block's mean product.
 
@@ -176,20 +176,20 @@ def _choose_on_cpu(
         branches: of the block.
         phase: one of `onednn.PHASES`.
         traced: True while a graph is traced, which oneDNN's operator does not enter.
-        asked: the way set by `forcing`, or None.
+        forced: the way set by `forcing`, or None.
         switch: `backend.backend()`.
     """
     name = " + ".join(branch.kind for branch in branches)
     shapes = block_names(branches, phase)
     if traced or not all(branch.images * branch.tokens for branch in branches):
         return Choice(name, "plain", "asked for" if traced else "empty", shapes, branches, {}, {})
-    if asked is not None or switch == "onednn":
-        way = "onednn" if asked in (None, "onednn") else "plain"
+    if forced is not None or switch == "onednn":
+        way = "onednn" if forced in (None, "onednn") else "plain"
         return Choice(name, way, "asked for", shapes, branches, {}, {})
-    known = shapes if phase != "frozen" else (*shapes, *block_names(branches, "inference"))
-    found = measured_way(torch.device("cpu"), known)
-    if found is not None:
-        return Choice(name, found, "measured", shapes, branches, {}, {})
+    lookups = shapes if phase != "frozen" else (*shapes, *block_names(branches, "inference"))
+    measured_choice = measured_way(torch.device("cpu"), lookups)
+    if measured_choice is not None:
+        return Choice(name, measured_choice, "measured", shapes, branches, {}, {})
     macs = [b.images * b.tokens * b.channels * size for b in branches for size in (b.width, b.inner)]
     way = "onednn" if onednn.pays(dtype, sum(macs) / len(macs), phase) else "plain"
     return Choice(name, way, "measured", shapes, branches, {}, {})
@@ -231,8 +231,8 @@ def block_names(branches: tuple[Branch, ...], phase: str) -> tuple[str, str]:
         branches: of the block.
         phase: "inference" or "training"; on a CPU one of `onednn.PHASES`.
     """
-    found = branches, [branch.rounded for branch in branches]
-    exact, near = (f"{' + '.join(branch.name for branch in some)} {phase}" for some in found)
+    pair = branches, [branch.rounded for branch in branches]
+    exact, near = (f"{' + '.join(branch.name for branch in sizes)} {phase}" for sizes in pair)
     return exact, f"~{near}"
 
 
@@ -317,19 +317,19 @@ def _choose_op(device: torch.device, size: int, training: bool, exact: bool, op:
         return Choice(op, way, "measured", shapes, (), {}, {})
     gpu, (ours, theirs) = gpu_on(device), OPS[op](size, training, *sizes)
     pair = dict(plain=theirs, fused=ours).items()
-    us = {way: (sum(launch_us(gpu, one) for one in found), 0.0) for way, found in pair}
+    us = {way: (sum(launch_us(gpu, one) for one in op_launches), 0.0) for way, op_launches in pair}
     return _least(op, shapes, us, dict(fused=refusal(ours, theirs, training, exact)))
 
 
 def gpu_on(device: torch.device) -> Gpu:
     """The rates of this device's GPU, or of the one set by `assuming` or `launch.targeting`."""
-    here = launch.target is None and device.type == "cuda"
-    return settings.assumed or _gpu_on(launch.architecture(device), here, device.index)
+    real = launch.target is None and device.type == "cuda"
+    return settings.assumed or _gpu_on(launch.architecture(device), real, device.index)
 
 
 @functools.cache
-def _gpu_on(architecture: str, here: bool, index: int | None) -> Gpu:
-    return gpu_of(architecture, torch.cuda.get_device_name(index) if here else "")
+def _gpu_on(architecture: str, real: bool, index: int | None) -> Gpu:
+    return gpu_of(architecture, torch.cuda.get_device_name(index) if real else "")
 
 
 @contextlib.contextmanager

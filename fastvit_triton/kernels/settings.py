@@ -51,6 +51,7 @@ def operators() -> tuple:
         torch._C._get_math_sdp_allow_fp16_bf16_reduction(),
         *torch._C._get_sdp_priority_order(),
         torch._C._get_cudnn_enabled(),  # BatchNorm
+        torch._C._get_mkldnn_enabled(),
         torch.get_default_dtype(),
     )
 

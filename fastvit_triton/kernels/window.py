@@ -269,8 +269,8 @@ def _fwd(qkv, bias, scales, pad, heads, window_size, shift_size, scale, pad_firs
     if o.numel():
         tensors = dict(qkv=qkv, bias=bias, scales=scales, pad=pad, o=o, l=lse)
         settings = int(heads), tuple(window_size), tuple(shift_size), scale, pad_first
-        for one in prepared(_prepare, tensors, *settings):
-            start(one, tensors)
+        for prepared_launch in prepared(_prepare, tensors, *settings):
+            start(prepared_launch, tensors)
     return o, lse
 
 

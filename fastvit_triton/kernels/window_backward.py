@@ -295,9 +295,9 @@ def _bwd(do, qkv, bias, scales, pad, heads, window_size, shift_size, scale, pad_
     do, (qkv, bias) = do.contiguous(), readable(qkv, bias, window_size)
     tensors = dict(qkv=qkv, bias=bias, scales=scales, pad=pad, do=do, o=o, l=lse, dqkv=outputs[0])
     partial = dict.fromkeys(("sums", "delta", "dbias", "dscales", "dpad"))
-    for one, made in prepared(_prepare, tensors, *settings, learn_bias, learn_pad):
-        partial |= {name: torch.empty(shape, dtype=torch.float32, device=qkv.device) for name, shape in made.items()}
-        start(one, tensors | partial)
+    for prepared_launch, shapes in prepared(_prepare, tensors, *settings, learn_bias, learn_pad):
+        partial |= {name: torch.empty(shape, dtype=torch.float32, device=qkv.device) for name, shape in shapes.items()}
+        start(prepared_launch, tensors | partial)
     outputs[3].zero_()  # dpad of queries
     for name, total in zip(("dbias", "dscales", "dpad"), outputs[1:], strict=True):
         if partial[name] is not None:
@@ -314,21 +314,21 @@ def _prepare(tensors, *settings):
     windows, heads, N, D = (arguments[name] for name in ("windows", "heads", "N", "D"))
     blocks = blocks_of("bwd", qkv, arguments)
     launches = []
-    one = N <= min(blocks["BLOCK_M"], blocks["BLOCK_N"])
+    one_tile = N <= min(blocks["BLOCK_M"], blocks["BLOCK_N"])
     tiles = cdiv(N, blocks["BLOCK_N"])
-    runs = runs_of(windows, heads * tiles, WINDOWS if one else 1)
-    made = dict(dpad=(runs * tiles, 2, heads * D)) if learn_pad else {}
-    if one:
-        made |= dict(dbias=(runs, heads, N, N)) if learn_bias else {}
-        made |= dict(dscales=(runs, heads)) if arguments["COSINE"] else {}
+    runs = runs_of(windows, heads * tiles, WINDOWS if one_tile else 1)
+    shapes = dict(dpad=(runs * tiles, 2, heads * D)) if learn_pad else {}
+    if one_tile:
+        shapes |= dict(dbias=(runs, heads, N, N)) if learn_bias else {}
+        shapes |= dict(dscales=(runs, heads)) if arguments["COSINE"] else {}
     else:
-        few = blocks_of("bwd_dq", qkv, arguments)
-        rows = windows * cdiv(N, few["BLOCK_M"])
-        first = dict(delta=L.shape) | (dict(sums=L.shape) if arguments["PRECISION"] == "ieee" else {})
-        first |= dict(dscales=(rows, heads)) if arguments["COSINE"] else {}
-        launches += [(prepare(_bwd_dq_kernel, heads * rows, few, **arguments, tiles=rows // windows), first)]
-    launches += [(prepare(_bwd_kernel, heads * tiles * runs, blocks, **arguments, tiles=tiles, runs=runs), made)]
-    if learn_bias and not one:
+        dq_blocks = blocks_of("bwd_dq", qkv, arguments)
+        rows = windows * cdiv(N, dq_blocks["BLOCK_M"])
+        dq_shapes = dict(delta=L.shape) | (dict(sums=L.shape) if arguments["PRECISION"] == "ieee" else {})
+        dq_shapes |= dict(dscales=(rows, heads)) if arguments["COSINE"] else {}
+        launches += [(prepare(_bwd_dq_kernel, heads * rows, dq_blocks, **arguments, tiles=rows // windows), dq_shapes)]
+    launches += [(prepare(_bwd_kernel, heads * tiles * runs, blocks, **arguments, tiles=tiles, runs=runs), shapes)]
+    if learn_bias and not one_tile:
         blocks = blocks_of("bwd_dbias", qkv, arguments)
         sizes = dict(tiles_m=cdiv(N, blocks["BLOCK_M"]), tiles_n=cdiv(N, blocks["BLOCK_N"]))
         programs = heads * sizes["tiles_m"] * sizes["tiles_n"]

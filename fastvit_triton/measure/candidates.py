@@ -132,6 +132,9 @@ CANDIDATES: dict[str, dict[str, tuple[Config, ...]]] = {
     },
     "depthwise.fwd.half": {ANY: _convolution((2, 16, 64, 4), (4, 32, 64, 8), (4, 16, 32, 2), (2, 32, 64, 8))},
     "depthwise.bwd.half": {ANY: _convolution((2, 32, 32, 4), (4, 16, 32, 4))},
+    "deformable.fwd": {ANY: tuple(dict(BLOCK_Q=q, num_warps=w, num_stages=1) for q, w in ((16, 2), (32, 8), (64, 8)))},
+    "deformable.bwd": {ANY: (dict(BLOCK_Q=32, num_warps=2, num_stages=1),)},
+    "deformable.bwd_value": {ANY: (dict(BLOCK=16, num_warps=1, num_stages=1),)},
 }  # fmt: skip
 
 
@@ -186,5 +189,9 @@ def targets(dry: bool = False) -> list[Target]:
     grid = dict(B=B, H=28 if not dry else 5, W=28 if not dry else 5, C=shrink(512), K=3)
     ordered.append(Target("depthwise", grid | dict(gelu=1), "depthwise.fwd.half"))
     ordered.append(Target("depthwise", grid | dict(gelu=1), "depthwise.bwd.half", True))
+    maps = dict(B=B, Nq=300, H=8, D=32, P=4, h0=80, w0=80, h1=40, w1=40, h2=20, w2=20)
+    maps = maps if not dry else dict(B=B, Nq=3, H=1, D=16, P=2, h0=2, w0=2)
+    for kernel in ("fwd", "bwd", "bwd_value"):
+        ordered.append(Target("deformable_attention", maps, f"deformable.{kernel}", kernel != "fwd"))
     classifier = dict(B=B, N=1, K=C, F=1000 if not dry else 20)
     return [*ordered, Target("linear", classifier, "linear.fwd.odd")]

@@ -147,18 +147,23 @@ def compare(subject: Subject, mode: str | None, deadline: Deadline, seconds: flo
     case = _case(subject, mode)
     ours = case.variants[1]
     share = max(1 - seconds / max(deadline.left, 1e-9), 0.0)
-    found = measure(case, case.phases[0], subject.device, deadline, seconds, 2, latency=True, share=share)
-    rows = list(found.rows.values())
-    asked = [row for row in rows if "us" not in row or row["arm"] == ours.name]
-    missing = {row["arm"]: why for row in asked if (why := _why_missing(row, budget)) is not None}
-    ways = _ways(ours.call, subject) if ours.name in found.samples else []
-    samples = {name: taken for name, taken in found.samples.items() if name not in (FROZEN, MEDIUM)}
-    answer = dict(rows=rows, ratios=_ratios(samples, ours.name), missing=missing, ways=ways)
-    beside = {name: found.samples[name] for name in (FROZEN, MEDIUM) if name in found.samples}
+    measured = measure(case, case.phases[0], subject.device, deadline, seconds, 2, latency=True, share=share)
+    rows = list(measured.rows.values())
+    missing = {
+        row["arm"]: why
+        for row in rows
+        if ("us" not in row or row["arm"] == ours.name) and (why := _why_missing(row, budget)) is not None
+    }
+    ways = _ways(ours.call, subject) if ours.name in measured.samples else []
+    samples = {name: times for name, times in measured.samples.items() if name not in (FROZEN, MEDIUM)}
+    result = dict(rows=rows, ratios=_ratios(samples, ours.name), missing=missing, ways=ways)
+    beside = {name: measured.samples[name] for name in (FROZEN, MEDIUM) if name in measured.samples}
     if beside:
-        eager = found.samples.get(case.variants[0].name, ())
-        answer["beside"] = {name: one for name, taken in beside.items() if (one := _ratio(eager, taken)) is not None}
-    return answer | dict(said=_compared(answer))
+        eager = measured.samples.get(case.variants[0].name, ())
+        result["beside"] = {
+            name: ratio for name, times in beside.items() if (ratio := _ratio(eager, times)) is not None
+        }
+    return result | dict(said=_compared(result))
 
 
 def _case(subject: Subject, mode: str | None) -> Case:
@@ -241,8 +246,8 @@ def _ratios(samples: Mapping[str, Sequence[float]], ours: str) -> dict[str, list
 
     Empty with fewer than `FEWEST` rounds.
     """
-    found = {name: _ratio(taken, samples.get(ours, ())) for name, taken in samples.items() if name != ours}
-    return {name: ratio for name, ratio in found.items() if ratio is not None}
+    ratios = {name: _ratio(times, samples.get(ours, ())) for name, times in samples.items() if name != ours}
+    return {name: ratio for name, ratio in ratios.items() if ratio is not None}
 
 
 def _ratio(slow: Sequence[float], fast: Sequence[float]) -> list[float] | None:
@@ -261,16 +266,16 @@ def _ways(call: ModelCall, subject: Subject) -> list[str]:
     return [way for way, _ in Counter(choice.way for choice in choices if choice.branches).most_common()]
 
 
-def _compared(found: dict) -> str:
+def _compared(result: dict) -> str:
     """What a comparison found, in one line."""
-    said = [_speed(ratio, f" {_rival(name)}") for name, ratio in found["ratios"].items()]
-    text = [f"ours is {', '.join(said)}"] if said else []
-    within = {row["arm"]: row.get("within") for row in found["rows"] if row.get("match") is False}
-    for name, ratio in found.get("beside", {}).items():
+    speeds = [_speed(ratio, f" {_rival(name)}") for name, ratio in result["ratios"].items()]
+    text = [f"ours is {', '.join(speeds)}"] if speeds else []
+    within = {row["arm"]: row.get("within") for row in result["rows"] if row.get("match") is False}
+    for name, ratio in result.get("beside", {}).items():
         error = f", with {within[name]:g} times the error allowed" if within.get(name) is not None else ""
         text.append(f"{'frozen' if name == FROZEN else name} is {_speed(ratio, ' eager PyTorch')}{error}")
-    text += [f"{_who(name)} {why}" for name, why in found["missing"].items()]
-    ways = ["by oneDNN" if way == "onednn" else way for way in found["ways"]]
+    text += [f"{_who(name)} {why}" for name, why in result["missing"].items()]
+    ways = ["by oneDNN" if way == "onednn" else way for way in result["ways"]]
     return "; ".join(text + [f"blocks run {' and '.join(ways)}"] * bool(ways))
 
 
@@ -317,18 +322,18 @@ def verdict(stages: Mapping[str, dict]) -> str:
     rival, ratio = min(rivals.items(), key=lambda item: item[1][0])
     ours = "ours" if ways == ["plain"] or by_onednn else " and ".join(ways) or "ours"
     if ratio[1] > 1:
-        said = f"use {ours}: {_speed(ratio, f' {_rival(rival)}')}"
+        advice = f"use {ours}: {_speed(ratio, f' {_rival(rival)}')}"
     else:
         tie = ", no measurable difference" if ratio[2] >= 1 else ""
-        said = f"keep {_rival(rival)}: ours is {_speed(ratio)}{tie}"
-    return "; ".join([said, *(f"{name} {why}" for name, why in missing.items()), *notes])
+        advice = f"keep {_rival(rival)}: ours is {_speed(ratio)}{tie}"
+    return "; ".join([advice, *(f"{name} {why}" for name, why in missing.items()), *notes])
 
 
 def contribution(
     stages: Mapping[str, dict],
     source: dict,
     settings: dict,
-    said: str,
+    sentence: str,
     tuned: dict | None = None,
     dry: bool = False,
 ) -> dict:
@@ -338,7 +343,7 @@ def contribution(
         stages: rows of `run_stages`; those missing so far are left out.
         source: machine, software and command, see `machine.provenance`. Without a GPU, absolute times are left out.
         settings: model, batch and other options.
-        said: the verdict.
+        sentence: the verdict.
         tuned: what `tune --export` would write.
         dry: it was a dry run, whose file `python -m benchmarks.community check` rejects.
     """
@@ -347,15 +352,15 @@ def contribution(
         rows = stages.get(stage, {}).get("rows", [])
         return rows if source["gpu"] else without_times(rows)
 
-    found: dict[str, Any] = dict(format=FORMAT, benchmark=source | dict(rows=rows_of("compare")))
-    found["benchmark"] |= dict(dry_run=True) if dry else {}
+    content: dict[str, Any] = dict(format=FORMAT, benchmark=source | dict(rows=rows_of("compare")))
+    content["benchmark"] |= dict(dry_run=True) if dry else {}
     tests = stages.get("selftest", {})
     if "passed" in tests:
-        found["selftest"] = source | {name: tests[name] for name in ("passed", "failed", "not_reached")}
+        content["selftest"] = source | {name: tests[name] for name in ("passed", "failed", "not_reached")}
     if tuned is not None:
-        found["tune"] = tuned
-    kept = {name: {n: v for n, v in row.items() if n != "rows"} for name, row in stages.items()}
-    if "max-autotune" in kept:
-        kept["max-autotune"]["rows"] = rows_of("max-autotune")
-    found["check"] = settings | dict(verdict=said, stages=kept)
-    return found
+        content["tune"] = tuned
+    without_rows = {name: {n: v for n, v in row.items() if n != "rows"} for name, row in stages.items()}
+    if "max-autotune" in without_rows:
+        without_rows["max-autotune"]["rows"] = rows_of("max-autotune")
+    content["check"] = settings | dict(verdict=sentence, stages=without_rows)
+    return content

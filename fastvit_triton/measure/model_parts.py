@@ -101,32 +101,34 @@ class Part:
 
     def variants(self) -> dict[str, dict[str, str]]:
         """Variant → {shape: way}; "plain" comes first."""
-        found = {"plain": dict.fromkeys(self.shapes, "plain")}
+        variants = {"plain": dict.fromkeys(self.shapes, "plain")}
         if not isinstance(self.call, nn.Module):
-            return found | {"fused": dict.fromkeys(self.shapes, "fused")}
+            return variants | {"fused": dict.fromkeys(self.shapes, "fused")}
         for way in self.ways:
             ways = dict.fromkeys(self.shapes, way)
             if not self.attention:
-                found[way] = ways
+                variants[way] = ways
                 continue
             for end, kernel in (("our attention", "fused"), ("SDPA", "plain")):
-                found[f"{way}, {end}"] = ways | dict.fromkeys(self.attention, kernel)
-        return found
+                variants[f"{way}, {end}"] = ways | dict.fromkeys(self.attention, kernel)
+        return variants
 
     def rule(self, table: Measured, train: bool) -> str:
         """Name of the variant that the plan chooses, given these measurements."""
         choices = _choices(self, table, train)
         ways = {shape: choice.way for choice in choices for shape in choice.shapes}
-        said = self.variants().items()
-        return next((name for name, wanted in said if all(ways.get(s, w) == w for s, w in wanted.items())), "plain")
+        for name, variant in self.variants().items():
+            if all(ways.get(shape, way) == way for shape, way in variant.items()):
+                return name
+        return "plain"
 
     def step(self, train: bool) -> None:
         """Runs one call, if `train` with its backward pass."""
         with torch.set_grad_enabled(train):
-            made = [t for t in self._outputs() if t.requires_grad]
+            outputs = [t for t in self._outputs() if t.requires_grad]
             learn = list(self._learning().values())
-            if train and made and learn:
-                torch.autograd.grad(made, learn, list(map(torch.ones_like, made)), allow_unused=True)
+            if train and outputs and learn:
+                torch.autograd.grad(outputs, learn, list(map(torch.ones_like, outputs)), allow_unused=True)
 
     def compare(self, tables: dict[str, Measured], train: bool) -> tuple[dict[str, Verdict], dict[str, str]]:
         """Compares the results with each table to a wider dtype; the baseline is "plain", the part's original code.
@@ -137,17 +139,17 @@ class Part:
             (verdicts, errors of tables that failed); no verdicts if the wider computation fails.
         """
         dtype = self.autocast or _stream(self).dtype
-        found: dict[str, Verdict] = {}
+        verdicts: dict[str, Verdict] = {}
         errors: dict[str, str] = {}
         with capturing(errors, "plain"), _evaluating(self.call):
             with using_backend("torch"):
-                truth = self._widened(torch.float64 if dtype == torch.float32 else torch.float32)._found(train)
+                truth = self._widened(torch.float64 if dtype == torch.float32 else torch.float32)._outcome(train)
             with measured.using(tables["plain"]):
-                baseline = self._found(train)
+                baseline = self._outcome(train)
             for name, table in tables.items():
                 with capturing(errors, name), measured.using(table):
-                    found[name] = verdict(self._found(train), truth, baseline, dtype)
-        return found, errors
+                    verdicts[name] = verdict(self._outcome(train), truth, baseline, dtype)
+        return verdicts, errors
 
     def _outputs(self) -> list[Tensor]:
         with torch.autocast(_stream(self).device.type, self.autocast, enabled=self.autocast is not None):
@@ -158,7 +160,7 @@ class Part:
         inputs = {f"input {i}": t for i, t in enumerate(_floating(self.inputs, self.named))}
         return {name: t for name, t in (dict(parameters) | inputs).items() if t.requires_grad}
 
-    def _found(self, train: bool) -> Named:
+    def _outcome(self, train: bool) -> Named:
         return outcome(self._outputs, {}, self._learning() if train else None)
 
     def _widened(self, dtype: torch.dtype) -> "Part":
@@ -181,17 +183,17 @@ def parts_of(
         table: measurements in use.
         ways: of its blocks, besides plain.
     """
-    found: dict[tuple, Part] = {}
+    by_key: dict[tuple, Part] = {}
     on_cpu = "onednn" in ways
     modules = [module for module in model.modules() if SIZES in module.__dict__]
-    handles = [m.register_forward_pre_hook(partial(_keep, found, train), with_kwargs=True) for m in modules]
+    handles = [m.register_forward_pre_hook(partial(_keep, by_key, train), with_kwargs=True) for m in modules]
     try:
         with measured.using(table), torch.no_grad():
             model(*inputs, **named)
     finally:
         for handle in handles:
             handle.remove()
-    for part in found.values():
+    for part in by_key.values():
         with plan.forcing("onednn") if on_cpu else nullcontext():  # else a CPU without measurements chooses nothing
             block = next((choice for choice in _choices(part, table, train) if choice.branches), None)
         if block is None:
@@ -203,7 +205,7 @@ def parts_of(
             with capturing({}, part.name):  # if memory is insufficient, it is not fused
                 choices = _choices(part, fused, train)
             part.attention = next((choice.shapes for choice in choices if choice.name == "attention"), ())
-    parts = [part for part in found.values() if part.shapes]
+    parts = [part for part in by_key.values() if part.shapes]
     return [*sorted(parts, key=lambda part: -part.count), *_stems(model, inputs, named, train, table)]
 
 
@@ -220,9 +222,9 @@ def _stems(model: nn.Module, inputs: tuple, named: dict, train: bool, table: Mea
         calls = calls_of(lambda: model(*inputs, **named))
     for call in calls:
         if call.op == "patch_embed_fwd":
-            image, weight, *rest = call.arguments
-            given = (image, *(_leaf(t, train) for t in (weight, *rest)))
-            yield Part("stem", call.count, shapes, _stem, given, {})
+            image, weight, *optional = call.arguments
+            operands = (image, *(_leaf(t, train) for t in (weight, *optional)))
+            yield Part("stem", call.count, shapes, _stem, operands, {})
 
 
 def _stem(
@@ -232,25 +234,25 @@ def _stem(
 
 
 def _choices(part: Part, table: Measured, train: bool) -> list[Choice]:
-    found: list[Choice] = []
-    with measured.using(table), observing(found.append):
+    choices: list[Choice] = []
+    with measured.using(table), observing(choices.append):
         part.step(train)
-    return found
+    return choices
 
 
-def _keep(found: dict[tuple, Part], train: bool, module: nn.Module, inputs: tuple, named: dict) -> None:
+def _keep(by_key: dict[tuple, Part], train: bool, module: nn.Module, inputs: tuple, named: dict) -> None:
     streams = _floating(inputs, named)
     if not streams:
         return
     kind = streams[0].device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     key = module.__dict__[SIZES], autocast, *map(_layout, tree_leaves((inputs, named)))
-    if key in found:
-        found[key].count += 1
+    if key in by_key:
+        by_key[key].count += 1
         return
     leaf = _leaf(streams[0], train)
     inputs, named = tree_map(lambda value: leaf if value is streams[0] else _detached(value), (inputs, named))
-    found[key] = Part("", 1, (), module, inputs, named, autocast)
+    by_key[key] = Part("", 1, (), module, inputs, named, autocast)
 
 
 def _stream(part: Part) -> Tensor:

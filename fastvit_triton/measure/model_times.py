@@ -38,12 +38,15 @@ def time_attention(calls: list[Call], after: Measured, device: torch.device, dea
     rows = []
     for call in (call for call in calls if call.op == "attention_fwd"):
         q, k, v, bias, kv_lens, cu_seqlens, _, scale, *rest = call.arguments
-        columns, causal = *rest, *(0, False)[len(rest) :]
+        columns = rest[0] if rest else 0
+        causal = len(rest) > 1 and rest[1]
         own = causal and (bias is not None or q.shape[2] != k.shape[2])  # a mask that PyTorch's kernels do not have
         if kv_lens is not None or cu_seqlens is not None or columns or own:
             continue
 
-        def backend(which: SDPBackend, index: int, q=q, k=k, v=v, bias=bias, scale=scale, causal=causal):
+        def backend(
+            which: SDPBackend, index: int, q=q, k=k, v=v, bias=bias, scale=scale, causal=causal
+        ) -> Callable[[], object]:
             def timed() -> Tensor:
                 with sdpa_kernel(which), torch.no_grad():
                     return F.scaled_dot_product_attention(q, k, v, bias, is_causal=causal, scale=scale)

@@ -22,6 +22,11 @@ REAL = {
         "SwinV2-B 384": dict(B=1, H=48, W=48, heads=8, D=32, h=24, w=24, sy=12, sx=12, bias=1, cosine=1),
         "Twins-S": dict(B=4, H=56, W=56, heads=2, D=32, h=7, w=7),
     },
+    "deformable_attention": {
+        "Deformable DETR encoder": dict(B=1, Nq=4540, H=8, D=32, P=4, h0=50, w0=68, h1=25, w1=34, h2=13, w2=17),
+        "RT-DETR decoder": dict(B=4, Nq=300, H=8, D=32, P=4, h0=80, w0=80, h1=40, w1=40, h2=20, w2=20),
+        "Deformable DETR, boxes": dict(B=1, Nq=300, H=8, D=32, P=4, h0=50, w0=68, h1=25, w1=34, sides=4),
+    },
     "layer_norm": {"ViT-B": dict(B=8, N=197, D=768), "ViT-H": dict(B=4, N=257, D=1280)},
     "add_layer_norm": {"ViT-B": dict(B=8, N=197, D=768), "ViT-H": dict(B=4, N=257, D=1280)},
     "rms_norm": {"Qwen2.5-VL": dict(B=1, N=4096, D=1280), "InternVL-6B": dict(B=4, N=257, D=3200)},

@@ -70,13 +70,17 @@ class Tuned:
 
     def ways(self) -> dict[str, dict]:
         """File entries for the ways of blocks, by shape."""
-        return {shape: entry for one in reversed(self.parts) for shape, entry in one["entries"].items()}
+        return {shape: entry for part in reversed(self.parts) for shape, entry in part["entries"].items()}
 
     def is_kept(self) -> bool:
         """True if this machine's file contains all entries."""
-        held = held_in(measured.path_of(self.facts)) or dict(rows={}, ways={})
-        pairs = ((self.rows(), held["rows"]), (self.ways(), held["ways"]))
-        return all(there.get(name) == entry for found, there in pairs for name, entry in found.items())
+        stored = held_in(measured.path_of(self.facts)) or dict(rows={}, ways={})
+        pairs = ((self.rows(), stored["rows"]), (self.ways(), stored["ways"]))
+        return all(
+            stored_entries.get(name) == entry
+            for measured_entries, stored_entries in pairs
+            for name, entry in measured_entries.items()
+        )
 
     def keep(self) -> None:
         """Adds all entries to the file of this processor and software."""
@@ -130,13 +134,13 @@ def _on_rank_0(measure: Callable[[], Tuned]) -> Tuned:
             shared[0] = measure()
     finally:
         torch.distributed.broadcast_object_list(shared)  # None after an error
-    found = shared[0]
-    if found is None:
+    tuned = shared[0]
+    if tuned is None:
         raise RuntimeError("tuning failed on rank 0; see its error")
-    if torch.distributed.get_node_local_rank(fallback_rank=0) == 0 and not found.is_kept():  # on another machine
-        found.keep()
+    if torch.distributed.get_node_local_rank(fallback_rank=0) == 0 and not tuned.is_kept():  # on another machine
+        tuned.keep()
     plan.forget()
-    return found
+    return tuned
 
 
 def _tune(
@@ -151,7 +155,7 @@ def _tune(
     measured.folder().mkdir(parents=True, exist_ok=True)  # fail early if it cannot be created
     before = measured.of(device, pretended)
     total = deadline.left
-    found = Tuned(type(model).__name__, train, measured.facts_of(device, pretended))
+    tuned = Tuned(type(model).__name__, train, measured.facts_of(device, pretended))
     on_progress("compiling", 0.0)
     with unchanged(model), measured.using(before):
         ours, ways = _with_ways(model, inputs, named, train, tensors[0])
@@ -167,19 +171,19 @@ def _tune(
         after = before
         if calls:
             progress = partial(_progress_of_launches, on_progress)
-            found.launches, after = tune_launches(calls, parts, before, train, device, first, progress)
+            tuned.launches, after = tune_launches(calls, parts, before, train, device, first, progress)
         for i, part in enumerate(parts):
             on_progress(f"ways of {part.name}", SHARES[0] + (SHARES[1] - SHARES[0]) * i / len(parts))
             row = _time_part(part, before, after, device, train, second.sooner(second.left / (len(parts) - i)))
-            found.parts.append(row)
+            tuned.parts.append(row)
             after = Measured(after.rows, after.ways | {shape: entry["way"] for shape, entry in row["entries"].items()})
         on_progress("the whole model", SHARES[1])
-        found.attention = time_attention(calls, after, device, deadline.sooner(0.2 * deadline.left))
+        tuned.attention = time_attention(calls, after, device, deadline.sooner(0.2 * deadline.left))
         try:
-            found.model = time_model((ours, model), inputs, named, train, (before, after), device, deadline)
+            tuned.model = time_model((ours, model), inputs, named, train, (before, after), device, deadline)
         finally:
-            found.keep()
-    return found
+            tuned.keep()
+    return tuned
 
 
 def _progress_of_launches(on_progress: Callable[[str, float], None], stage: str, done: float) -> None:
@@ -227,17 +231,19 @@ def _time_part(
     tables = {name: Measured(after.rows, after.ways | ways) for name, ways in part.variants().items()}
     row: dict[str, Any] = dict(name=part.name, count=part.count, shapes=part.shapes, rule=part.rule(before, train))
     verdicts, errors = part.compare(tables, train)
-    steps = {name: partial(_step, part, tables[name], train, repeats) for name, said in verdicts.items() if said.match}
+    steps = {
+        name: partial(_step, part, tables[name], train, repeats) for name, verdict in verdicts.items() if verdict.match
+    }
     samples, late = samples_of(steps, device, deadline, seconds, rounds=(3, 30), latency=True)
-    row["variants"] = {name: said.columns() for name, said in verdicts.items()}
-    for name, taken in samples.items():
-        row["variants"][name] |= timing_columns(taken, samples.get("plain"), repeats)
+    row["variants"] = {name: verdict.columns() for name, verdict in verdicts.items()}
+    for name, times in samples.items():
+        row["variants"][name] |= timing_columns(times, samples.get("plain"), repeats)
     for name, text in (errors | late).items():
         row["variants"].setdefault(name, {})["error"] = text
-    timings = {name: Timing.of([us / repeats for us in taken]) for name, taken in samples.items()}
+    timings = {name: Timing.of([us / repeats for us in times]) for name, times in samples.items()}
     compared = timings
-    if kind == "CPU" and (used := samples.get(row["rule"])) is not None:
-        pairs = {name: zip(taken, used, strict=True) for name, taken in samples.items()}
+    if kind == "CPU" and (reference := samples.get(row["rule"])) is not None:
+        pairs = {name: zip(times, reference, strict=True) for name, times in samples.items()}
         compared = {name: Timing.of([us / before for us, before in pair]) for name, pair in pairs.items()}
     row["way"] = best = fastest(compared, row["rule"], steps)
     us = {name: timing.us for name, timing in timings.items()}

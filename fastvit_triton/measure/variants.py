@@ -129,15 +129,15 @@ def absent(module: str, package: str | None = None) -> str | None:
 
 def step_of(case: Case, call: Callable, sets: list[dict], phase: str) -> Setup:
     """Set-up of a variant for one phase, which does the untimed work and returns the call to time."""
-    given: list[torch.Tensor] = []
+    grads: list[torch.Tensor] = []
 
     def outputs(copy: int) -> list[torch.Tensor]:
-        found = [t for t in leaves(call(**sets[copy])) if t.requires_grad]
-        given[:] = given or cotangents(found)
-        return found
+        differentiable = [t for t in leaves(call(**sets[copy])) if t.requires_grad]
+        grads[:] = grads or cotangents(differentiable)
+        return differentiable
 
     def gradients(copy: int, of: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(of, list(case.learning(call, sets[copy]).values()), given, allow_unused=True)
+        return torch.autograd.grad(of, list(case.learning(call, sets[copy]).values()), grads, allow_unused=True)
 
     def forward(copy: int) -> Callable[[], object]:
         def timed() -> object:
@@ -147,8 +147,8 @@ def step_of(case: Case, call: Callable, sets: list[dict], phase: str) -> Setup:
         return timed
 
     def backward(copy: int) -> Callable[[], object]:
-        found = outputs(copy)
-        return lambda: gradients(copy, found)
+        results = outputs(copy)
+        return lambda: gradients(copy, results)
 
     def training(copy: int) -> Callable[[], object]:
         return lambda: gradients(copy, outputs(copy))
@@ -172,19 +172,21 @@ def compare_variants(
         Verdicts by variant, and the errors of variants that failed. Errors of the truth or the baseline are raised.
     """
 
-    def found(call: Callable, given: dict) -> Named:
-        return outcome(call, given, None if phase == "forward" else case.learning(call, given))
+    def outcome_of(call: Callable, inputs: dict) -> Named:
+        return outcome(call, inputs, None if phase == "forward" else case.learning(call, inputs))
 
     on_progress("float64")
-    truth = found(case.truth, converted(arguments, torch.float64))
+    truth = outcome_of(case.truth, converted(arguments, torch.float64))
     on_progress(case.variants[0].name)
-    baseline = found(case.variants[0].call, arguments)
+    baseline = outcome_of(case.variants[0].call, arguments)
     verdicts = {case.variants[0].name: verdict(baseline, truth, baseline, case.dtype, case.deep)}
     errors: dict[str, str] = {}
     for variant in (a for a in case.variants[1:] if a.reason is None):
         on_progress(variant.name)
         with capturing(errors, variant.name), deadline:
-            verdicts[variant.name] = verdict(found(variant.call, arguments), truth, baseline, case.dtype, case.deep)
+            verdicts[variant.name] = verdict(
+                outcome_of(variant.call, arguments), truth, baseline, case.dtype, case.deep
+            )
     return verdicts, errors
 
 
@@ -225,17 +227,17 @@ def measure(
         compile_kernels(case, sets[0], phase)
     torch.compiler.reset()  # Dynamo limits recompilations of one function, and cases share functions
     verdicts, errors = compare_variants(case, sets[0], phase, deadline.sooner(share * deadline.left), on_progress)
-    for name, found in verdicts.items():
-        rows[name] |= found.columns() | _memory(case, calls[name], sets[0], device, phase)
+    for name, compared in verdicts.items():
+        rows[name] |= compared.columns() | _memory(case, calls[name], sets[0], device, phase)
     reduced = {a.name for a in case.variants if a.reduced}
-    timed = [name for name, found in verdicts.items() if found.match or name in reduced]
+    timed = [name for name, compared in verdicts.items() if compared.match or name in reduced]
     right = {name: step_of(case, calls[name], sets, phase) for name in timed}
     on_progress("timing")
     samples, failed = samples_of(right, device, deadline, seconds, copies=copies, latency=latency)
     for name, text in (errors | failed).items():
         rows[name]["error"] = text
-    for name, taken in samples.items():
-        rows[name] |= _timing_columns(case, taken, samples.get(case.variants[0].name), phase)
+    for name, times in samples.items():
+        rows[name] |= _timing_columns(case, times, samples.get(case.variants[0].name), phase)
     return Measured(rows, samples)
 
 
@@ -249,9 +251,9 @@ def compile_kernels(case: Case, arguments: dict, phase: str) -> int:
     launches: dict[tuple, Launch] = {}
     for variant in case.variants:
         if variant.reason is None and "compile" not in variant.name and "graph" not in variant.name:
-            with Collector() as found:
+            with Collector() as collector:
                 step_of(case, variant.call, [arguments], phase)(0)()
-            launches |= {one.key: one for one in found.launches}
+            launches |= {launch.key: launch for launch in collector.launches}
     with compiling_ahead(list(launches.values())) as futures:
         for future in futures:
             future.exception()  # a failure is raised again at the launch
@@ -266,17 +268,17 @@ def _row(case: Case, phase: str, variant: Variant) -> dict:
 def _memory(case: Case, call: Callable, arguments: dict, device: torch.device, phase: str) -> dict:
     """Peak memory of the phase (for "backward" including the forward pass), and memory saved for the backward pass."""
     backward = phase != "forward"
-    whole = step_of(case, call, [arguments], "training" if backward else "forward")(0)
-    columns = dict(peak_bytes=peak_bytes(whole, device))
+    run = step_of(case, call, [arguments], "training" if backward else "forward")(0)
+    columns = dict(peak_bytes=peak_bytes(run, device))
     if backward:
-        held = [*named_leaves(arguments).values(), *case.learning(call, arguments).values()]
-        columns["saved_bytes"] = saved_bytes(lambda: call(**arguments), held)
+        inputs = [*named_leaves(arguments).values(), *case.learning(call, arguments).values()]
+        columns["saved_bytes"] = saved_bytes(lambda: call(**arguments), inputs)
     return columns
 
 
-def _timing_columns(case: Case, taken: list[float], baseline: list[float] | None, phase: str) -> dict:
+def _timing_columns(case: Case, times: list[float], baseline: list[float] | None, phase: str) -> dict:
     """Timing columns of a row, with rates if flops and bytes are known."""
-    columns = timing_columns(taken, baseline)
+    columns = timing_columns(times, baseline)
     if case.work and phase == "forward":
         flops, nbytes = case.work
         columns |= dict(flops=flops, tflops=round(rate(flops, columns["us"]), 2))

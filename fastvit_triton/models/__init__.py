@@ -22,9 +22,14 @@ from . import (
     crossvit,
     cvt,
     deepvit,
+    deformable_detr,
     deit,
+    detr,
     dinov2,
     hybrid,
+    igpt,
+    image_transformer,
+    ipt,
     levit,
     lvvit,
     naflex,
@@ -72,6 +77,11 @@ FAMILIES: tuple[Any, ...] = (
     botnet,
     vt,
     attention_conv,
+    igpt,
+    image_transformer,
+    ipt,
+    detr,
+    deformable_detr,
 )
 CATALOGUE = {name: family for family in FAMILIES for name in family.VARIANTS}
 

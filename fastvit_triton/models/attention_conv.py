@@ -156,7 +156,7 @@ class AttentionConvConfig(TokenConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_patches(self)
+        check_patches(self.img_size, self.patch_size)
         check_only(self, final_norm=False, attn_drop_rate=0.0)
 
 

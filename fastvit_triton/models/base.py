@@ -13,13 +13,15 @@ from .hub import HubMethods
 
 
 class ImageModel(HubMethods, Fusable):
-    """An image classifier, with timm's methods.
+    """A model of images, by default a classifier, with timm's methods.
 
     A family implements `forward_features`, `forward_head`, `group_matcher` and, for the methods that return
     intermediate features, `feature_info`, `stages`, `to_map`, `prune` and, unless every stage has the width of `norm`,
     `normalize_stage`. A stage is what ends in one intermediate feature: a block of a ViT, or a level of a pyramid.
 
     Attributes:
+        task: "classify", or "detect" for models whose output is objects; see `detector.Detector`; "generate" for models
+            of pixels, see `pixel.PixelModel`; "restore" for models whose output is an image.
         config: every option.
         variant: the name passed to `create_model`.
         num_classes, num_features: outputs of the head, and its inputs.
@@ -30,6 +32,7 @@ class ImageModel(HubMethods, Fusable):
         pruned: keys of the state dict that pruning has removed; `load_weights` ignores them.
     """
 
+    task = "classify"
     layout = "vit"
     head_names: tuple[str, ...] = ("head",)
     feature_formats: tuple[str, ...] = ("NCHW",)

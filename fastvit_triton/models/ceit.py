@@ -149,7 +149,7 @@ class CeitConfig(TokenConfig):
         super().__post_init__()
         if len(set(sides(self.patch_size))) > 1 or sides(self.patch_size)[0] % 4:
             raise ValueError(f"patch_size is {self.patch_size}; use one side, a multiple of 4")
-        check_patches(self)
+        check_patches(self.img_size, self.patch_size)
         check_multiple(self, "embed_dim", "num_heads")
 
 

@@ -10,6 +10,7 @@ Adds nothing.
 
 from dataclasses import replace
 
+from ..checkpoints.layout import Layout
 from ..checkpoints.tensors import State
 from .config import Options, ViTConfig
 from .siglip import SIGLIP, write_tower
@@ -57,7 +58,7 @@ PARAMS = {
     "vit_large_patch14_clip_224": 304_204_776,
 }
 
-# Names in checkpoints, from transformers 4.56 and 5.23.
+# Names in checkpoints, from transformers 4.56 and 5.23, openai/CLIP (clip/model.py) and open_clip 3.3 (transformer.py).
 
 
 def write_clip(tensors: State) -> State:
@@ -78,3 +79,53 @@ CLIP = replace(
     write=write_clip,
     needs=dict(PLAIN | TOKEN, pre_norm=True, qkv_bias=True, head_bias=False),
 )
+
+
+def read_open_clip(tensors: State) -> State:
+    """The projection [D, E] of the class token as the weight of a linear layer [E, D]."""
+    return {("proj.weight" if k == "proj" else k): t.mT if k == "proj" else t for k, t in tensors.items()}
+
+
+def write_open_clip(tensors: State) -> State:
+    """The inverse of `read_open_clip`, with positions [N, D] and class token [D]."""
+    axes = {"positional_embedding": (0, 1), "class_embedding": (0, 2)}
+    out = {key: tensor.flatten(*axes[key]) if key in axes else tensor for key, tensor in tensors.items()}
+    out.pop("proj.bias", None)  # zero, see `needs`
+    if (weight := out.pop("proj.weight", None)) is not None:
+        out["proj"] = weight.mT
+    return out
+
+
+def write_whole(tensors: State) -> State:
+    """`write_open_clip` under the names that the tower has in CLIP."""
+    return {f"visual.{key}": tensor for key, tensor in write_open_clip(tensors).items()}
+
+
+OPEN_CLIP = Layout(
+    name="CLIP",
+    mark="ln_pre.weight",
+    beside="class_embedding",
+    resize="bicubic_antialias",
+    stem={
+        "cls_token": "class_embedding",
+        "pos_embed": "positional_embedding",
+        "patch_embed.proj": "conv1",
+        "norm_pre": "ln_pre",
+        "norm": "ln_post",
+        "head": "proj",
+    },
+    blocks="transformer.resblocks.{}",
+    block={
+        "norm{1,2}": "ln_{1,2}",
+        "attn.qkv.{weight,bias}": "attn.in_proj_{weight,bias}",
+        "attn.proj": "attn.out_proj",
+        "mlp.fc1": "mlp.c_fc",
+        "mlp.fc2": "mlp.c_proj",
+    },
+    read=read_open_clip,
+    write=write_whole,
+    packed=True,
+    alone=True,
+    needs=CLIP.needs,
+)
+OPEN_CLIP_TOWER = replace(OPEN_CLIP, write=write_open_clip)

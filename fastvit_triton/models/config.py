@@ -168,7 +168,7 @@ class ViTConfig(BaseConfig):
         for field, allowed in CHOICES.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field} is {getattr(self, field)!r}; use one of {', '.join(allowed)}")
-        check_patches(self)
+        check_patches(self.img_size, self.patch_size)
         for field, least in dict(embed_dim=1, depth=1, num_heads=1, head_dim=1, reg_tokens=0, eps=0).items():
             if getattr(self, field) is not None and getattr(self, field) < least:
                 raise ValueError(f"{field} is {getattr(self, field)}; it must be at least {least}")
@@ -213,11 +213,11 @@ def check_positive(config: BaseConfig, zeros: tuple[str, ...] = ("num_classes",)
             raise ValueError(f"{field.name} is {value}; use numbers {'of at least' if may else 'above'} 0")
 
 
-def check_patches(config: Any) -> None:
+def check_patches(img_size: int | tuple[int, int], patch_size: int | tuple[int, int]) -> None:
     """Raises ValueError unless the sides of a patch divide those of the image."""
-    for axis, image, patch in zip(("height", "width"), sides(config.img_size), sides(config.patch_size), strict=True):
+    for axis, image, patch in zip(("height", "width"), sides(img_size), sides(patch_size), strict=True):
         if patch < 1:
-            raise ValueError(f"patch_size is {config.patch_size}; it must be at least 1")
+            raise ValueError(f"patch_size is {patch_size}; it must be at least 1")
         if image < patch or image % patch:
             raise ValueError(
                 f"img_size {axis} {image} is not a multiple of patch_size {patch}; {fitting(image, patch)}"

@@ -7,6 +7,7 @@ Differs from ViT:
 Adds re-attention and the stem. vit-pytorch's DeepViT has a LayerNorm over the heads instead of the BatchNorm.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,19 +95,19 @@ class DeepvitConfig(ViTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_parts(self)
+        check_parts(self, self.stem_widths)
         if self.plain_depth < 0:
             raise ValueError(f"plain_depth is {self.plain_depth}; it must be at least 0")
         if self.adjust <= 0:
             raise ValueError(f"adjust is {self.adjust}; use a number above 0")
 
 
-def check_parts(config: Any) -> None:
-    """Makes `stem_widths` a tuple; raises ValueError for options that the stem or the blocks do not have."""
+def check_parts(config: ViTConfig, widths: Sequence[int]) -> None:
+    """Sets `stem_widths` to these as a tuple; raises ValueError for options that the stem or the blocks do not have."""
     check_only(config, norm="pre", mlp="mlp", proj_bias=True, qk_norm=False, head_dim=None, init_values=None)
     if config.pos_embed == "relative":
         raise ValueError("pos_embed is 'relative'; this model adds positions to its tokens: use 'learned'")
-    widths = tuple(config.stem_widths)
+    widths = tuple(widths)
     object.__setattr__(config, "stem_widths", widths)
     if any(width < 1 for width in widths):
         raise ValueError(f"stem_widths is {widths}; use numbers above 0")

@@ -254,7 +254,7 @@ class LevitConfig(PyramidConfig):
         super().__post_init__()
         if self.patch_size not in ((8, 8), (16, 16)):
             raise ValueError(f"patch_size is {self.patch_size}; use 8 or 16, the strides of LeViT's stems")
-        check_patches(self)
+        check_patches(self.img_size, self.patch_size)
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -45,7 +45,7 @@ class LvvitConfig(ViTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_parts(self)
+        check_parts(self, self.stem_widths)
         if self.skip_lam <= 0:
             raise ValueError(f"skip_lam is {self.skip_lam}; use a number above 0")
         check_only(self, reg_tokens=0, class_token=True, pre_logits=False)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ..checkpoints.layout import Layout, Spelling
 from ..checkpoints.tensors import State, join, split, variant
 from ..layers.embed import sides
-from .clip import CLIP
+from .clip import CLIP, OPEN_CLIP, OPEN_CLIP_TOWER
 from .deit import DEIT
 from .dinov2 import DINO, DINO_REGISTERS, DINOV2, DINOV2_REGISTERS
 from .fit import fit, move_prefix, supporting
@@ -17,8 +17,9 @@ from .transformer import VisionTransformer
 from .vit import JAX, MAE, TIMM, TORCHVISION, VIT
 
 TRANSFORMERS = (CLIP, SIGLIP, DINOV2_REGISTERS, DINOV2, DEIT, VIT)
-LAYOUTS = (JAX, TORCHVISION, *TRANSFORMERS, MAE, DINO_REGISTERS, DINO, TIMM_NAFLEX, TIMM)
+LAYOUTS = (JAX, TORCHVISION, OPEN_CLIP, *TRANSFORMERS, MAE, DINO_REGISTERS, DINO, TIMM_NAFLEX, TIMM)
 SAVED = {"timm": (TIMM,), "transformers": TRANSFORMERS}
+SAVED |= {"open_clip": (OPEN_CLIP,), "open_clip_visual": (OPEN_CLIP_TOWER,)}
 
 
 def choose(model: VisionTransformer, layouts: tuple[Layout, ...]) -> Layout:
@@ -58,7 +59,8 @@ def write(model: VisionTransformer, state: State, layout: Layout) -> State:
     if layout is TIMM:
         return state
     swiglu = ("mlp.fc1", "mlp.fc2") if config.mlp == "swiglu" else ()
-    state = join(split(state, "attn.qkv", "attn_pool.kv", *swiglu), "attn_pool.qkv")
+    whole = () if layout.packed else ("attn.qkv",)
+    state = join(split(state, *whole, "attn_pool.kv", *swiglu), "attn_pool.qkv")
     return layout.convert(state, model.head_names, config.num_classes)
 
 

@@ -176,7 +176,7 @@ class TntConfig(TokenConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_patches(self)
+        check_patches(self.img_size, self.patch_size)
         check_multiple(self, "inner_dim", "num_heads_inner")
         check_multiple(self, "embed_dim", "num_heads_outer")
         if self.legacy and any(side % self.first_stride for side in sides(self.patch_size)):

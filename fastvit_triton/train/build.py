@@ -16,19 +16,21 @@ from .augment.mix import mixtoken, mixup_or_cutmix
 from .data.transform import Transform
 from .drop_path import set_drop_path
 from .ema import ema_model
+from .generative import Likelihood, Restoration
 from .loop import Score, evaluate, evaluate_objective
 from .loss import binary_cross_entropy, hard_distillation, smooth_labels, soft_distillation
 from .masked import Encoder, MaskedAutoencoder, MaskedPatchPrediction
 from .muon import muon_adamw
 from .object_reference import resolve
-from .objective import Objective, distilled, masked_colours, masked_pixels, supervised
+from .objective import Objective, distilled, masked_colours, masked_pixels, mean_of_images, supervised
 from .optim import Lamb, adamw, parameter_groups, reinit_pos_embed, warmup_cosine
 from .ranges import PositiveInt, checked
 from .recipes import Recipe
 from .schedule import deit_schedule, mae_schedule, vit_schedule
 from .step import Step
 
-SELF_SUPERVISED = ("pixels", "colours")  # losses of masked models, which return no logits
+PER_IMAGE = ("likelihood", "restoration")  # losses that a module of generative.py computes of each image
+SELF_SUPERVISED = ("pixels", "colours", *PER_IMAGE)  # losses of models around an encoder, which return no logits
 DISTILLATION = {"hard": hard_distillation, "soft": soft_distillation}
 
 
@@ -117,7 +119,7 @@ def build_loss(recipe: Recipe) -> Callable[[Tensor, Tensor], Tensor]:
         ValueError: the recipe is self-supervised; its loss is part of the objective.
     """
     if recipe.loss in SELF_SUPERVISED:
-        raise ValueError(f"this recipe predicts {recipe.loss}; its loss is part of the masked objective")
+        raise ValueError(f"this recipe predicts {recipe.loss}; its loss is part of the model's objective")
     if recipe.loss == "softmax":
         return partial(F.cross_entropy, label_smoothing=recipe.label_smoothing)
     bce = dict(threshold=0.0, reduction="mean") if recipe.loss == "bce" else dict(reduction="sum")
@@ -184,6 +186,8 @@ def build_objective(
         return masked_pixels(_encoder(model).patch_embed.patch_size, recipe.norm_pixels)
     if recipe.loss == "colours":
         return masked_colours(_encoder(model).patch_embed.patch_size, transform.restore)
+    if recipe.loss in PER_IMAGE:
+        return mean_of_images
     if teacher is None:
         return supervised(build_loss(recipe))
     if recipe.loss != "softmax":
@@ -280,6 +284,21 @@ def build_masked_model(recipe: Recipe, encoder: Encoder, decoder: nn.Module | No
         assert decoder is not None, "a masked autoencoder needs decoder blocks"
         return MaskedAutoencoder(encoder, decoder, recipe.decoder["embed_dim"], recipe.mask_ratio)
     return MaskedPatchPrediction(encoder, 8**encoder.patch_embed.in_chans, recipe.mask_ratio)
+
+
+def build_generative_model(recipe: Recipe, encoder: nn.Module, transform: Transform) -> nn.Module:
+    """The module that computes the loss of each image, which the recipe trains.
+
+    Args:
+        recipe: its `loss` is "likelihood" or "restoration".
+        encoder: the model, see generative.py; ValueError if it has another task.
+        transform: preprocessing of the images.
+    """
+    task = {"likelihood": "generate", "restoration": "restore"}[recipe.loss]
+    if getattr(encoder, "task", "classify") != task:
+        models = "igpt_* and image_transformer_*" if task == "generate" else "ipt_*"
+        raise ValueError(f"loss {recipe.loss!r} trains {models}, not {recipe.model}")
+    return (Likelihood if task == "generate" else Restoration)(encoder, transform.restore)
 
 
 def _encoder(model: Any) -> Encoder:

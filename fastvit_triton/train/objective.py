@@ -87,6 +87,11 @@ def masked_colours(
     return objective
 
 
+def mean_of_images(model: nn.Module, images: Tensor, targets: Tensor) -> tuple[Tensor, None]:
+    """Objective of a module that returns the loss of each image, [B]; see generative.py."""
+    return model(images, targets).mean(), None
+
+
 def at_least_float32(logits: Tensor) -> Tensor:
     """Converts float16 and bfloat16 to float32; other dtypes are returned unchanged."""
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits

@@ -16,6 +16,7 @@ from torch import nn
 from ..files import replacing, write_failure
 from .checkpoint import PREVIOUS, STATE, checksum, write_errors
 from .data import Data
+from .data.split import SPLIT
 from .data.transform import join_names, save_image
 from .loop import Progress, Score
 from .plots import draw_curves, draw_predictions
@@ -35,6 +36,7 @@ FILES = {
     CURVES: "plot of the log",
     PREDICTIONS: "test images with the model's predictions, errors first",
     EXAMPLE: "the first test image, for `predict`",
+    SPLIT: "names of the test images, chosen by --val-split",
     STATE: "weights, optimiser, EMA, random state and position in the data, for --resume",
     PREVIOUS: "the previous state, used if the newest is damaged",
 }
@@ -112,6 +114,7 @@ def weights_metadata(
         "transform": asdict(data.transform),
         "batch_size": recipe.batch_size,
         "skip_bad_images": skip_bad_images,
+        "split": data.split and data.split.fingerprint(str(data.identity["test"])),
         "test_accuracy": accuracy,
         "recipe": recipe_name or None,
         "crc32": checksum(model),
@@ -136,11 +139,19 @@ def draw_results(out: Path, data: Data, history: list[dict], score: Score, warn:
             warn(str(error))
 
 
-def summary(out: Path, data: Data) -> str:
-    """Text for the end of a run: the test score, the files in `out`, skipped images, and commands to try next."""
+def summary(out: Path, data: Data, loss: str = "") -> str:
+    """Text for the end of a run: the test score, the files in `out`, skipped images, and commands to try next.
+
+    Args:
+        out: the output folder.
+        data: of the run.
+        loss: that of the recipe.
+    """
     with (out / LOG).open(newline="") as file:
         *_, last = csv.DictReader(file)
     reached = f"loss {float(last['test_loss']):.4f}"
+    if loss == "likelihood":
+        reached += f", {float(last['test_loss']) / math.log(2):.4f} bits a dimension"
     if last["test_accuracy"]:
         reached = f"accuracy {100 * float(last['test_accuracy']):.2f} %"
     lines = [f"\ntest {reached} after {last['epoch']} {'epoch' if last['epoch'] == '1' else 'epochs'}\n"]
@@ -150,6 +161,12 @@ def summary(out: Path, data: Data) -> str:
         lines += [f"\nskipped {len(bad)} images that cannot be read: {join_names([str(path) for path in sorted(bad)])}"]
     example = quote(str(out / EXAMPLE))
     folder = quote(str(out))
+    if loss == "likelihood":
+        more = f"  fastvit-triton generate --checkpoint {folder} --out samples.png"
+        return "\n".join([*lines, "\nnext commands:", more, f"  fastvit-triton evaluate --checkpoint {folder}"])
+    if loss == "restoration":
+        more = f"  fastvit-triton restore --checkpoint {folder} photo.jpg --out restored.png"
+        return "\n".join([*lines, "\nnext commands:", more, f"  fastvit-triton evaluate --checkpoint {folder}"])
     if not last["test_accuracy"]:
         return "\n".join([*lines, "\nnext commands:", f"  fastvit-triton train --weights {folder} --data …"])
     lines += ["\nnext commands:", f"  fastvit-triton predict --checkpoint {folder} {example}"]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .data import Data, load
+from .data.split import SPLIT, Split, read_split
 from .data.transform import MAX_PIXELS
 from .distributed import World
 from .loop import Progress
@@ -130,6 +131,10 @@ class Run:
                 settings = settings | {"run_key": uuid.uuid4().hex}
         if state is None and settings["ways"] is None:
             settings = settings | {"ways": models.ways(world.device)}
+        split = None
+        if settings["val_split"] is not None:
+            split = Split(settings["val_split"], settings["seed"])
+            split = split if state is None else read_split(out / SPLIT, split)
         data = load(
             settings["data"],
             recipe,
@@ -138,6 +143,7 @@ class Run:
             max_pixels=max_pixels,
             custom=settings["transform"],
             world=world,
+            split=split,
         )
         if state is not None:
             check_unchanged(data, state, accept_changes)

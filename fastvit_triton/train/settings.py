@@ -2,16 +2,18 @@
 
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Annotated
 
 from .data import Data
 from .data.hf import absolute, is_hf
-from .ranges import PositiveInt, Seed, check
-from .recipes import DIGITS, FASHION_MNIST, FOLDER, Recipe, override_recipe
+from .ranges import OpenFraction, PositiveInt, Seed, check
+from .recipes import DIGITS, FASHION_MNIST, FOLDER, PIXELS, RESTORATION, Recipe, override_recipe
 from .recipes.published import PUBLISHED
 
 # Defaults of the settings that are not fields of a recipe.
 SETTINGS = {
     "data": "digits",
+    "val_split": None,  # fraction of each class that is for testing, if the data set has no test images of its own
     "seed": 0,
     "skip_bad_images": False,
     "weights": None,
@@ -26,7 +28,9 @@ SETTINGS = {
     "run_key": None,
     "ways": None,  # how the model's blocks run, from `Models.ways`; None for what this machine says now
 }
-RECIPES = {"digits": DIGITS, "folder": FOLDER, "fashion-mnist": FASHION_MNIST} | PUBLISHED
+RECIPES = {"digits": DIGITS, "folder": FOLDER, "fashion-mnist": FASHION_MNIST}
+RECIPES |= {"pixels": PIXELS, "restoration": RESTORATION} | PUBLISHED
+OWN_RECIPES = {PIXELS.model: "pixels", RESTORATION.model: "restoration"}  # of models that no other recipe trains
 ADDED = {"crop_mode": "box", "interpolation": "bilinear"}  # fields of a recipe that states of earlier versions lack
 RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))
 
@@ -52,9 +56,11 @@ def resolve_settings(given: dict, state: dict | None = None, accept_changes: boo
         given["data"] = absolute(given["data"])
     check("seed", given.get("seed", 0), Seed)
     check("grad_accum_steps", given.get("grad_accum_steps", 1), PositiveInt)
+    check("val_split", given.get("val_split"), Annotated[OpenFraction | None, "a data set with test images"])
     if state is not None:
         return _resume(given, state, accept_changes)
-    name = given.pop("recipe", None) or ("digits" if given.get("data", "digits") == "digits" else "folder")
+    usual = "digits" if given.get("data", "digits") == "digits" else "folder"
+    name = given.pop("recipe", None) or OWN_RECIPES.get(given.get("model", ""), usual)
     if name not in RECIPES:
         raise ValueError(f"recipe is {name!r}; use one of {', '.join(RECIPES)}")
     return _override(SETTINGS | asdict(RECIPES[name]) | {"recipe": name}, given)
@@ -114,8 +120,9 @@ def _resume(overrides: dict, state: dict, accept_changes: bool) -> dict:
     for name, value in changed.items():
         if (name == "epochs" and finished and value > done) or name == "log_to":
             continue
-        if name == "recipe" or not accept_changes:
-            remedy = "leave it out" if name == "recipe" else "leave it out, or pass --accept-changes"
+        fixed = name in ("recipe", "val_split")  # another split would test on training images
+        if fixed or not accept_changes:
+            remedy = "leave it out" if fixed else "leave it out, or pass --accept-changes"
             raise ValueError(f"{name} is {value}, but the run to resume has {saved.get(name)}; {remedy}")
     for name, value in imported(saved).items():  # a file does not name code to run
         if overrides.get(name) is None:

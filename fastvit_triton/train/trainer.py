@@ -16,6 +16,7 @@ from .build import build_lr, build_objective, build_optimizer, build_step, build
 from .checkpoint import PREVIOUS, STATE, make_state, restore, save_state, write_errors
 from .data import Data
 from .data.folder import worker_errors
+from .data.split import SPLIT, write_split
 from .distributed import World
 from .distributed.engine import Engine, has_finite_weights, parallelize
 from .loop import Diverged, Progress, Score, fit
@@ -162,6 +163,8 @@ def run(
             _save_weights(trainer, out, history, settings, save)
         if history and world.is_main:
             write_log(out / LOG, history)
+    if data.split is not None and world.is_main:
+        write_split(out / SPLIT, data.split, data.test)
     score, identity = None, data.identity if world.is_main else None  # reads the size of each file
     with _errors(out):
         for progress in trainer.fit(start):

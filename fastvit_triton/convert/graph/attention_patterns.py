@@ -65,15 +65,15 @@ attention_of_axes.__name__ = "attention"  # in reports
 
 def attend(anchor: fx.Node) -> Iterator[Match | str]:
     """Matches of attention: scaled_dot_product_attention, or matmul, softmax, matmul."""
-    found = _attention(anchor)
-    if isinstance(found, AttentionPattern) and len(shape(found.q)) == 4:
-        options = dict(bias=found.bias, scale=found.scale)
-        yield Match(anchor, attention, found[:3], options, found.inner, _head_dim(found))
-    elif isinstance(found, AttentionPattern):
-        axes = dict(scale=found.scale, axis_bias=found.axis_bias)
-        yield Match(anchor, attention_of_axes, found[:3], axes, found.inner, _head_dim(found))
-    elif found is not None:
-        yield found
+    pattern = _attention(anchor)
+    if isinstance(pattern, AttentionPattern) and len(shape(pattern.q)) == 4:
+        options = dict(bias=pattern.bias, scale=pattern.scale)
+        yield Match(anchor, attention, pattern[:3], options, pattern.inner, _head_dim(pattern))
+    elif isinstance(pattern, AttentionPattern):
+        axes = dict(scale=pattern.scale, axis_bias=pattern.axis_bias)
+        yield Match(anchor, attention_of_axes, pattern[:3], axes, pattern.inner, _head_dim(pattern))
+    elif pattern is not None:
+        yield pattern
 
 
 def attend_packed(anchor: fx.Node) -> Iterator[Match | str]:
@@ -85,41 +85,41 @@ def attend_packed(anchor: fx.Node) -> Iterator[Match | str]:
     if order(merged) != (0, 2, 1, 3):
         return
     core = up(read(merged)["input"], inner)
-    found = _attention(core) if isinstance(core, fx.Node) else None
-    if not isinstance(found, AttentionPattern) or len(shape(found.q)) != 4:
+    pattern = _attention(core) if isinstance(core, fx.Node) else None
+    if not isinstance(pattern, AttentionPattern) or len(shape(pattern.q)) != 4:
         return
-    B, H, N, D = shape(found.q)
-    split = _unpacked(found, inner)
+    B, H, N, D = shape(pattern.q)
+    split = _unpacked(pattern, inner)
     if split is not None and equal(shape(split), (B, N, 3 * H * D)) and equal(shape(anchor), (B, N, H * D)):
-        options = dict(bias=found.bias, scale=found.scale)
-        inner += [merged, core, *found.inner]
-        yield Match(anchor, attention_qkv, (split, H), options, inner, _head_dim(found))
+        options = dict(bias=pattern.bias, scale=pattern.scale)
+        inner += [merged, core, *pattern.inner]
+        yield Match(anchor, attention_qkv, (split, H), options, inner, _head_dim(pattern))
 
 
-def _head_dim(found: AttentionPattern) -> int:
-    widths = [shape(t)[-1] for t in (found.q, found.v)]
+def _head_dim(pattern: AttentionPattern) -> int:
+    widths = [shape(t)[-1] for t in (pattern.q, pattern.v)]
     return max(w if isinstance(w, int) else 257 for w in widths)  # a symbolic width has no tile
 
 
 def _attention(node: fx.Node) -> AttentionPattern | str | None:
     """The attention whose output is this node; a reason (str) if it is unsupported; None if it is not attention."""
     if kind(node) == "scaled_dot_product_attention":
-        given = read(node)
+        arguments = read(node)
         inner: list[fx.Node] = []
-        q, k, v = (given[name] for name in ("query", "key", "value"))
-        bias = given.get("attn_mask")
+        q, k, v = (arguments[name] for name in ("query", "key", "value"))
+        bias = arguments.get("attn_mask")
         windows: fx.Node | Call | None = None
         axes = None
-        scale = given.get("scale")
-        if given.get("dropout_p", 0.0) != 0.0:
+        scale = arguments.get("scale")
+        if arguments.get("dropout_p", 0.0) != 0.0:
             return "it drops attention probabilities"
-        if given.get("is_causal", False) is not False or given.get("enable_gqa", False) is not False:
+        if arguments.get("is_causal", False) is not False or arguments.get("enable_gqa", False) is not False:
             return "it is causal or uses grouped-query attention"
     elif kind(node) == "matmul":
-        found = _written_out(node)
-        if found is None:
+        parts = _written_out(node)
+        if parts is None:
             return None
-        scores, v, inner = found
+        scores, v, inner = parts
         q, k, scale, bias, windows, axes = scores
     else:
         return None
@@ -179,10 +179,10 @@ def _written_out(node: fx.Node) -> tuple[Scores, fx.Node, list[fx.Node]] | None:
             scores, bias = a, b
         else:
             scores, bias = b, a
-    found = _product(scores, inner)
-    if found is None or not equal(shape(scores), shape(weights)):
+    factored = _product(scores, inner)
+    if factored is None or not equal(shape(scores), shape(weights)):
         return None
-    product, scale = found
+    product, scale = factored
     inner.append(product)
     q = read(product)["input"]
     kt = read(product)["other"]
@@ -202,8 +202,8 @@ def _decomposed(scores: Argument, inner: list[fx.Node]) -> tuple[fx.Node, tuple[
 
     The scores are viewed as [B, qh, qw, kh, kw], to which [B, qh, qw, kh, 1] and [B, qh, qw, 1, kw] are added.
     """
-    passed: list[fx.Node] = []
-    added: Argument = up(read(scores)["input"], passed) if kind(scores) == "reshape" else None
+    skipped: list[fx.Node] = []
+    added: Argument = up(read(scores)["input"], skipped) if kind(scores) == "reshape" else None
     if len(shape(scores)) != 3 or len(shape(added)) != 5:
         return scores, None
     terms: list[Argument] = [added]
@@ -223,7 +223,7 @@ def _decomposed(scores: Argument, inner: list[fx.Node]) -> tuple[fx.Node, tuple[
     column = next((t for size, t in by_size if t is not split and equal(size, (B, qh, qw, 1, kw))), None)
     if split is None or row is None or column is None or not equal(shape(read(split)["input"]), shape(scores)):
         return scores, None
-    inner += [scores, *passed, *sums, split]
+    inner += [scores, *skipped, *sums, split]
     rows = Call(torch.flatten, (Call(torch.flatten, (row, 3, 4)), 1, 2))
     columns = Call(torch.flatten, (Call(torch.flatten, (column, 3, 4)), 1, 2))
     return up(read(split)["input"], inner), (rows, columns)
@@ -231,12 +231,12 @@ def _decomposed(scores: Argument, inner: list[fx.Node]) -> tuple[fx.Node, tuple[
 
 def _windows(scores: Argument, inner: list[fx.Node]) -> tuple[fx.Node, fx.Node | None]:
     """(scores [B, H, Nq, Nk] before masking, window masks [1, W, 1, Nq, Nk] or None), as in Swin's shifted windows."""
-    passed: list[fx.Node] = []
-    added: Argument = up(read(scores)["input"], passed) if kind(scores) == "reshape" else None
+    skipped: list[fx.Node] = []
+    added: Argument = up(read(scores)["input"], skipped) if kind(scores) == "reshape" else None
     if kind(added) != "add" or read(added).get("alpha", 1) != 1 or len(shape(added)) != 5:
         return scores, None
-    given, (_, W, H, Nq, Nk) = read(added), shape(added)
-    for split, masks in ((given["input"], given["other"]), (given["other"], given["input"])):
+    summands, (_, W, H, Nq, Nk) = read(added), shape(added)
+    for split, masks in ((summands["input"], summands["other"]), (summands["other"], summands["input"])):
         if (
             kind(split) != "reshape"
             or not equal(shape(split), shape(added))
@@ -245,7 +245,7 @@ def _windows(scores: Argument, inner: list[fx.Node]) -> tuple[fx.Node, fx.Node |
             continue
         before = read(split)["input"]
         if equal(shape(before), shape(scores)) and equal(shape(before)[1:], (H, Nq, Nk)):
-            inner += [scores, *passed, added, split]
+            inner += [scores, *skipped, added, split]
             return up(before, inner), masks
     return scores, None
 
@@ -267,35 +267,35 @@ def _scaled_by(node: Argument, inner: list[fx.Node]) -> tuple[fx.Node, float]:
 
 def _product(node: fx.Node, inner: list[fx.Node]) -> tuple[fx.Node, float] | None:
     """(the matmul node, its scalar factor); None if this node is not a matmul."""
-    passed: list[fx.Node] = []
-    node, factor = _scaled_by(up(node, passed), passed)
-    node = up(node, passed)
+    skipped: list[fx.Node] = []
+    node, factor = _scaled_by(up(node, skipped), skipped)
+    node = up(node, skipped)
     if kind(node) != "matmul":
         return None
-    inner += passed
+    inner += skipped
     return node, factor
 
 
 def _is_float(node: Argument, like: fx.Node) -> bool:
     """True for a floating-point tensor that is in float64 if and only if `like` is."""
-    found = value(node)
-    double = [t is not None and t.dtype == torch.float64 for t in (found, value(like))]
-    return found is not None and found.is_floating_point() and double[0] == double[1]
+    example = value(node)
+    double = [t is not None and t.dtype == torch.float64 for t in (example, value(like))]
+    return example is not None and example.is_floating_point() and double[0] == double[1]
 
 
 def _bias(mask: Argument, sizes: tuple) -> fx.Node | Call | None:
     """The mask with axes [G, H, Nq, Nk], as `attention` takes it; None if its shape does not fit."""
-    got = shape(mask)
-    if not 2 <= len(got) <= 4 or not all(known(a == 1) or known(a == b) for a, b in zip(got[::-1], sizes[::-1])):  # noqa: B905
+    axes = shape(mask)
+    if not 2 <= len(axes) <= 4 or not all(known(a == 1) or known(a == b) for a, b in zip(axes[::-1], sizes[::-1])):  # noqa: B905
         return None
-    for _ in range(4 - len(got)):
+    for _ in range(4 - len(axes)):
         mask = Call(torch.unsqueeze, (mask, 0))
     return mask
 
 
-def _unpacked(found: AttentionPattern, inner: list[fx.Node]) -> fx.Node | None:
+def _unpacked(pattern: AttentionPattern, inner: list[fx.Node]) -> fx.Node | None:
     """The packed projection [B, N, 3·H·D], ordered as [3, H, D], from which q, k and v are split; or None."""
-    parts = [up(t, inner) for t in found[:3]]
+    parts = [up(t, inner) for t in pattern[:3]]
     sources = []
     for i, part in enumerate(parts):
         path = [part]
@@ -311,31 +311,31 @@ def _unpacked(found: AttentionPattern, inner: list[fx.Node]) -> fx.Node | None:
             axis = 0
         if kind(part) != "getitem" or read(part)["index"] != i:
             return None
-        whole = read(part)["input"]
-        if kind(whole) in ("unbind", "chunk"):
-            given = read(whole)
-            of = given["input"]
-            path.append(whole)
-            dim = given.get("dim", 0) % len(shape(of))
-            if kind(whole) == "unbind" and (axis, dim) != (0, 0):
+        packed = read(part)["input"]
+        if kind(packed) in ("unbind", "chunk"):
+            arguments = read(packed)
+            of = arguments["input"]
+            path.append(packed)
+            dim = arguments.get("dim", 0) % len(shape(of))
+            if kind(packed) == "unbind" and (axis, dim) != (0, 0):
                 return None
-            if kind(whole) == "chunk" and (given["chunks"], axis, dim) != (3, -1, 2):
+            if kind(packed) == "chunk" and (arguments["chunks"], axis, dim) != (3, -1, 2):
                 return None
-            whole = of
+            packed = of
         elif axis == -1:
             return None
-        sources.append((whole, axis))
+        sources.append((packed, axis))
         inner += path
-    (whole, axis) = sources[0]
+    (packed, axis) = sources[0]
     if any(source != sources[0] for source in sources):
         return None
     if axis == -1:
-        return whole
-    inner.append(whole)
-    if order(whole) != (2, 0, 3, 1, 4):  # [B, N, 3, H, D] to [3, B, H, N, D]
+        return packed
+    inner.append(packed)
+    if order(packed) != (2, 0, 3, 1, 4):  # [B, N, 3, H, D] to [3, B, H, N, D]
         return None
-    split = read(whole)["input"]
-    B, H, N, D = shape(found.q)
+    split = read(packed)["input"]
+    B, H, N, D = shape(pattern.q)
     if kind(split) != "reshape" or not equal(shape(split), (B, N, 3, H, D)):
         return None
     inner.append(split)
@@ -344,20 +344,20 @@ def _unpacked(found: AttentionPattern, inner: list[fx.Node]) -> fx.Node | None:
 
 def why_not_expanded(node: fx.Node) -> str | None:
     """Why a call of `F.multi_head_attention_forward` is not rewritten; None if it may be."""
-    given = read(node)
-    query = given["query"]
-    E = given["embed_dim_to_check"]
-    weight = given["in_proj_weight"]
-    mask = given.get("attn_mask")
-    if given["value"] is not given["key"] or len(shape(query)) != 3 or weight is None:
+    arguments = read(node)
+    query = arguments["query"]
+    E = arguments["embed_dim_to_check"]
+    weight = arguments["in_proj_weight"]
+    mask = arguments.get("attn_mask")
+    if arguments["value"] is not arguments["key"] or len(shape(query)) != 3 or weight is None:
         return "its keys and values are not one tensor [N, B, D]"
-    if any(given.get(name) is not None for name in ("key_padding_mask", "bias_k", "static_k", "static_v")):
+    if any(arguments.get(name) is not None for name in ("key_padding_mask", "bias_k", "static_k", "static_v")):
         return "it has a mask of keys, or separate keys and values"
     if mask is not None and (len(shape(mask)) != 2 or value(mask).dtype not in (torch.bool, value(query).dtype)):
         return "its mask has not the axes [Nq, Nk], or another dtype"
-    if given.get("add_zero_attn") or given.get("use_separate_proj_weight") or given.get("is_causal"):
+    if arguments.get("add_zero_attn") or arguments.get("use_separate_proj_weight") or arguments.get("is_causal"):
         return "it is causal, or has separate projections"
-    if given["dropout_p"] != 0 and given.get("training", True):
+    if arguments["dropout_p"] != 0 and arguments.get("training", True):
         return "it drops attention probabilities"
     if any(kind(user) != "getitem" or read(user)["index"] != 0 for user in node.users):
         return "its attention weights are used"

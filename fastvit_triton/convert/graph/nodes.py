@@ -100,11 +100,11 @@ ALIASES = {"a": "input", "axis": "dim", "x": "input", "x1": "input", "x2": "othe
 def kind(node: object) -> str | None:
     """The operation of a node, a key of `ARGUMENTS`; None for other operations, and for calls with other arguments."""
     name = _name(node)
-    if name is None or (given := _bind(node, name)) is None:
+    if name is None or (arguments := _bind(node, name)) is None:
         return None
-    if name == "reshape" and (value(node) is None or value(given["input"]) is None):
+    if name == "reshape" and (value(node) is None or value(arguments["input"]) is None):
         return None
-    if name == "reshape" and value(node).dtype != value(given["input"]).dtype:
+    if name == "reshape" and value(node).dtype != value(arguments["input"]).dtype:
         return None  # x.view(dtype)
     return name
 
@@ -133,23 +133,23 @@ def _bind(node: Argument, name: str | None) -> dict | None:
     if last.startswith("*") and len(args) > 1 and not (len(args) == 2 and isinstance(args[1], (tuple, list))):
         first, *rest = args
         args = first, rest
-    given = dict(zip(names, args, strict=False))
-    given |= {key if key in names else ALIASES.get(key, key): found for key, found in node.kwargs.items()}
+    arguments = dict(zip(names, args, strict=False))
+    arguments |= {key if key in names else ALIASES.get(key, key): argument for key, argument in node.kwargs.items()}
     if last.startswith("*"):
-        return given
-    return given if len(args) <= len(names) and given.keys() <= {*names} else None
+        return arguments
+    return arguments if len(args) <= len(names) and arguments.keys() <= {*names} else None
 
 
 def value(node: object) -> FakeTensor | Any:
     """The example value of a node (sizes, dtype, device); None unless it is a plain tensor."""
-    found = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    return found if type(found) is FakeTensor else None
+    example = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return example if type(example) is FakeTensor else None
 
 
 def shape(node: object) -> tuple:
     """The shape of a node's tensor; () if it has none."""
-    found = value(node)
-    return () if found is None else tuple(found.shape)
+    example = value(node)
+    return () if example is None else tuple(example.shape)
 
 
 def known(condition: Any) -> bool:
@@ -166,8 +166,8 @@ def order(node: fx.Node) -> tuple[int, ...] | None:
     """The axes of a permutation or transposition; None for other nodes."""
     axes = len(shape(node))
     if kind(node) == "permute":
-        given = read(node).get("dims", ())
-        return tuple(a % axes for a in given) if axes and len(given) == axes else None
+        dims = read(node).get("dims", ())
+        return tuple(a % axes for a in dims) if axes and len(dims) == axes else None
     if kind(node) == "transpose" and axes:
         a, b = (read(node)[name] % axes for name in ("dim0", "dim1"))
         swapped = {a: b, b: a}
@@ -178,9 +178,9 @@ def order(node: fx.Node) -> tuple[int, ...] | None:
 def same(node: Argument) -> Argument:
     """The input of a no-op node (inactive dropout; a cast or reshape without effect); None for other nodes."""
     if kind(node) == "dropout":
-        given = read(node)
-        active = given.get("training", True) is not False and given.get("p", 0.5) != 0
-        return None if active else given["input"]
+        arguments = read(node)
+        active = arguments.get("training", True) is not False and arguments.get("p", 0.5) != 0
+        return None if active else arguments["input"]
     if kind(node) == "contiguous":
         return read(node)["input"]
     if kind(node) in ("to", "reshape"):
@@ -189,8 +189,8 @@ def same(node: Argument) -> Argument:
         after = value(node)
         if before is None or after is None:
             return None
-        kept = before.dtype == after.dtype and before.device == after.device and equal(before.shape, after.shape)
-        return source if kept else None
+        no_op = before.dtype == after.dtype and before.device == after.device and equal(before.shape, after.shape)
+        return source if no_op else None
     return None
 
 
@@ -221,4 +221,4 @@ def operands(*items: object) -> Iterator[fx.Node]:
 
 def tensors(*items: object) -> Iterator[FakeTensor]:
     """Example values of the plain tensors among the arguments of a node."""
-    return (found for node in operands(*items) if (found := value(node)) is not None)
+    return (example for node in operands(*items) if (example := value(node)) is not None)

@@ -50,8 +50,8 @@ def branch(anchor: fx.Node) -> Iterator[Match | str]:
     """Matches of a linear layer or MLP with a LayerNorm before it and LayerScale, drop-path and residual after it."""
     if kind(anchor) not in ("add", "mul", "gelu", *SIMPLE, "linear"):
         return
-    for node, ends, passed in _ends(anchor):
-        inner = [*passed, node]
+    for node, ends, skipped in _ends(anchor):
+        inner = [*skipped, node]
         yield from _layers(anchor, node, ends, inner)
     if kind(anchor) == "linear":
         yield "a linear layer with nothing to fuse around it is left to Inductor"
@@ -62,31 +62,31 @@ def _ends(anchor: fx.Node) -> Iterator[tuple[fx.Node, dict, list[fx.Node]]]:
     if kind(anchor) != "add":
         yield from _scales(anchor, {}, [])
         return
-    given = read(anchor)
-    if given.get("alpha", 1) != 1:
+    arguments = read(anchor)
+    if arguments.get("alpha", 1) != 1:
         return
-    for body, residual in ((given["other"], given["input"]), (given["input"], given["other"])):
+    for body, residual in ((arguments["other"], arguments["input"]), (arguments["input"], arguments["other"])):
         if value(body) is not None and value(residual) is not None and equal(shape(body), shape(residual)):
             yield from _scales(body, {"residual": residual}, [])
 
 
-def _scales(node: fx.Node, ends: dict, passed: list[fx.Node]) -> Iterator[tuple[fx.Node, dict, list[fx.Node]]]:
-    passed = list(passed)
-    node = up(node, passed)
+def _scales(node: fx.Node, ends: dict, skipped: list[fx.Node]) -> Iterator[tuple[fx.Node, dict, list[fx.Node]]]:
+    skipped = list(skipped)
+    node = up(node, skipped)
     if kind(node) == "mul":
-        given = read(node)
-        for rest, factor in ((given["input"], given["other"]), (given["other"], given["input"])):
+        arguments = read(node)
+        for rest, factor in ((arguments["input"], arguments["other"]), (arguments["other"], arguments["input"])):
             size = shape(factor)
             sizes = shape(node)
             if value(factor) is None or value(rest) is None or not equal(shape(rest), sizes):
                 continue
             if "layer_scale" not in ends and equal(size, sizes[-1:]):
-                yield from _scales(rest, ends | {"layer_scale": factor}, [*passed, node])
+                yield from _scales(rest, ends | {"layer_scale": factor}, [*skipped, node])
             drawn = len(sizes) > 1 and equal(size, (sizes[0], *[1] * (len(sizes) - 1)))
             if "sample_scale" not in ends and drawn and not value(factor).requires_grad:
                 scale = Call(torch.flatten, (factor,))
-                yield from _scales(rest, ends | {"sample_scale": scale}, [*passed, node])
-    yield node, ends, passed
+                yield from _scales(rest, ends | {"sample_scale": scale}, [*skipped, node])
+    yield node, ends, skipped
 
 
 def _layers(anchor: fx.Node, node: fx.Node, ends: dict, inner: list[fx.Node]) -> Iterator[Match]:
@@ -98,8 +98,8 @@ def _layers(anchor: fx.Node, node: fx.Node, ends: dict, inner: list[fx.Node]) ->
     inner = [*inner, *parts, fc]
     x, weight, bias = _linear(fc)
     if activation is None:
-        passed: list[fx.Node] = []
-        name, below, parts = _activated(up(x, passed))
+        skipped: list[fx.Node] = []
+        name, below, parts = _activated(up(x, skipped))
         first = up(below, parts)
         if name is not None and kind(first) == "linear" and _plain(first):
             hidden = _linear(first)
@@ -110,7 +110,7 @@ def _layers(anchor: fx.Node, node: fx.Node, ends: dict, inner: list[fx.Node]) ->
                     mlp,
                     (start, hidden[1:], (weight, bias)),
                     options,
-                    [*inner, *passed, *parts, first, *before],
+                    [*inner, *skipped, *parts, first, *before],
                 )
     for start, norm, before in _norms(x):
         if norm is not None or activation is not None or ends:
@@ -119,8 +119,8 @@ def _layers(anchor: fx.Node, node: fx.Node, ends: dict, inner: list[fx.Node]) ->
 
 
 def _linear(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-    given = read(node)
-    return given["input"], given["weight"], given.get("bias")
+    arguments = read(node)
+    return arguments["input"], arguments["weight"], arguments.get("bias")
 
 
 def _plain(node: fx.Node) -> bool:
@@ -134,28 +134,28 @@ def _norms(x: fx.Node) -> Iterator[tuple[fx.Node, tuple | None, list[fx.Node]]]:
 
     Without a token axis there are too few rows for folding a LayerNorm into the weights to pay.
     """
-    passed: list[fx.Node] = []
-    node = up(x, passed)
+    skipped: list[fx.Node] = []
+    node = up(x, skipped)
     if kind(node) == "to" and kind(read(node)["input"]) == "layer_norm":  # in float32, as of OpenAI's CLIP
         inside = read(node)["input"]
         above = [node, inside]
         start = read(inside)["input"]
         if kind(start) == "to" and value(inside).dtype == torch.float32 and len(shape(node)) > 2:
             source = read(start)["input"]
-            found = _layer_norm(inside)
-            if found is not None and value(source) is not None and value(source).dtype == value(node).dtype:
-                yield source, found[1:], [*passed, *above, start]
-    if kind(node) == "layer_norm" and len(shape(node)) > 2 and (found := _layer_norm(node)) is not None:
-        yield found[0], found[1:], [*passed, node]
+            norm = _layer_norm(inside)
+            if norm is not None and value(source) is not None and value(source).dtype == value(node).dtype:
+                yield source, norm[1:], [*skipped, *above, start]
+    if kind(node) == "layer_norm" and len(shape(node)) > 2 and (norm := _layer_norm(node)) is not None:
+        yield norm[0], norm[1:], [*skipped, node]
     yield x, None, []
 
 
 def _layer_norm(node: fx.Node) -> tuple | None:
     """(x, weight, bias, eps); None if more than the last axis is normalised."""
-    given = read(node)
-    if not equal(tuple(given["normalized_shape"]), shape(node)[-1:]):
+    arguments = read(node)
+    if not equal(tuple(arguments["normalized_shape"]), shape(node)[-1:]):
         return None
-    return given["input"], given.get("weight"), given.get("bias"), given.get("eps", 1e-5)
+    return arguments["input"], arguments.get("weight"), arguments.get("bias"), arguments.get("eps", 1e-5)
 
 
 def _activated(node: Argument) -> tuple[str | None, fx.Node, list[fx.Node]]:
@@ -170,11 +170,12 @@ def _activated(node: Argument) -> tuple[str | None, fx.Node, list[fx.Node]]:
         for gate, x in (pair, pair[::-1]):  # act(first half) · second half
             act, half, _ = _activated(gate) if kind(gate) in ("gelu", *SIMPLE) else (None, gate, [])
             if act in GATES and kind(half) == kind(x) == "getitem":
-                (whole, first), (other, second) = read(half).values(), read(x).values()
-                given = read(whole) if kind(whole) == "chunk" else {}
-                halves = given.get("chunks") == 2 and given.get("dim", 0) in (-1, len(shape(given["input"])) - 1)
-                if halves and (first, second, other) == (0, 1, whole):
-                    return GATES[act], given["input"], [node, gate, half, x, whole]
+                (chunks, first), (other, second) = read(half).values(), read(x).values()
+                arguments = read(chunks) if kind(chunks) == "chunk" else {}
+                last = len(shape(arguments.get("input"))) - 1
+                halves = arguments.get("chunks") == 2 and arguments.get("dim", 0) in (-1, last)
+                if halves and (first, second, other) == (0, 1, chunks):
+                    return GATES[act], arguments["input"], [node, gate, half, x, chunks]
         for x, gate in (pair, pair[::-1]):  # x · sigmoid(1.702 x)
             if kind(gate) == "sigmoid" and kind(times := read(gate)["input"]) == "mul":
                 if tuple(read(times).values()) in ((x, 1.702), (1.702, x)):
@@ -202,33 +203,33 @@ def normalize(anchor: fx.Node) -> Iterator[Match | str]:
     """Matches of a separate LayerNorm."""
     if kind(anchor) != "layer_norm":
         return
-    found = _layer_norm(anchor)
-    if found is None:
+    norm = _layer_norm(anchor)
+    if norm is None:
         yield "it normalises more than the last axis"
-    elif not value(found[0]).is_contiguous():
+    elif not value(norm[0]).is_contiguous():
         yield "its rows are not contiguous; Inductor's own LayerNorm reads them in one pass"
     else:
-        yield Match(anchor, layer_norm, found)
+        yield Match(anchor, layer_norm, norm)
 
 
 def embed(anchor: fx.Node) -> Iterator[Match | str]:
     """Matches of a patch convolution flattened to tokens, with positions and prefix tokens."""
     if kind(anchor) == "conv2d":
-        found = _conv(anchor)
-        yield found if isinstance(found, str) else "its output is not flattened to tokens"
+        conv = _conv(anchor)
+        yield conv if isinstance(conv, str) else "its output is not flattened to tokens"
         return
     for tokens, pos, inner in _with_positions(anchor):
         for node, first, before, parts in _with_prefix(tokens):
-            given = _tokens(node, parts)
-            if given is not None and (pos is None or before is None):
+            operands = _tokens(node, parts)
+            if operands is not None and (pos is None or before is None):
                 options = dict(pos=pos if before is None else before, prefix=first)
-                yield Match(anchor, patch_embed, given, options, [*inner, *parts])
+                yield Match(anchor, patch_embed, operands, options, [*inner, *parts])
 
 
 def _with_positions(anchor: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | Call | None, list[fx.Node]]]:
     if kind(anchor) == "add" and read(anchor).get("alpha", 1) == 1:
-        given = read(anchor)
-        for tokens, pos in ((given["input"], given["other"]), (given["other"], given["input"])):
+        arguments = read(anchor)
+        for tokens, pos in ((arguments["input"], arguments["other"]), (arguments["other"], arguments["input"])):
             inner: list[fx.Node] = []
             size = shape(pos)
             sizes = shape(anchor)
@@ -258,8 +259,8 @@ def _with_prefix(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | Call | None
         inner.append(part)
         tokens.append(row)
     prefix = tokens[0] if len(tokens) == 1 else Call(torch.cat, (tuple(tokens), 1))
-    for body, pos, passed in _with_positions(up(last, inner)):
-        yield body, prefix, pos, [*inner, up(last, []), *passed, body]
+    for body, pos, skipped in _with_positions(up(last, inner)):
+        yield body, prefix, pos, [*inner, up(last, []), *skipped, body]
 
 
 def _tokens(node: fx.Node, inner: list[fx.Node]) -> tuple | None:
@@ -271,26 +272,26 @@ def _tokens(node: fx.Node, inner: list[fx.Node]) -> tuple | None:
     if kind(conv) != "conv2d" or len(shape(conv)) != 4 or not equal(shape(flat)[:2], shape(conv)[:2]):
         return None
     inner += [flat, conv]
-    found = _conv(conv)
-    return None if isinstance(found, str) else found
+    operands = _conv(conv)
+    return None if isinstance(operands, str) else operands
 
 
 def _conv(node: fx.Node) -> tuple | str:
     """(image, weight, bias) of a patch convolution; a reason (str) for other convolutions."""
-    given = read(node)
-    image = given["input"]
-    weight = given["weight"]
+    arguments = read(node)
+    image = arguments["input"]
+    weight = arguments["weight"]
     if len(shape(image)) != 4 or len(shape(weight)) != 4:
         return "it has no axes [B, C, H, W]"
     patch = shape(weight)[2:]
-    if _pair(given.get("stride", 1)) != patch or given.get("groups", 1) != 1:
+    if _pair(arguments.get("stride", 1)) != patch or arguments.get("groups", 1) != 1:
         return "its stride differs from its kernel size, or it has groups"
-    if given.get("padding", 0) not in (0, (0, 0), [0, 0], "valid") or _pair(given.get("dilation", 1)) != (1, 1):
+    if arguments.get("padding", 0) not in (0, (0, 0), [0, 0], "valid") or _pair(arguments.get("dilation", 1)) != (1, 1):
         return "it has padding or dilation"
     if not all(known(side % p == 0) for side, p in zip(shape(image)[2:], patch, strict=True)):
         return "the image's sides are not multiples of the patch's"
-    return image, weight, given.get("bias")
+    return image, weight, arguments.get("bias")
 
 
-def _pair(given: object) -> tuple:
-    return tuple(given) if isinstance(given, (tuple, list)) else (given, given)
+def _pair(size: object) -> tuple:
+    return tuple(size) if isinstance(size, (tuple, list)) else (size, size)

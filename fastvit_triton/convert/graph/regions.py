@@ -50,12 +50,12 @@ def _unchanged(shape_env: ShapeEnv | None) -> Iterator[None]:
 
 def written(node: fx.Node, fake: FakeTensorMode) -> Memory | None:
     """The storages of its operands that a node writes, from a run on example values; None if that is not known."""
-    given = [n.meta.get("example_value") for n in node.all_input_nodes]
+    examples = [n.meta.get("example_value") for n in node.all_input_nodes]
     if isinstance(node.target, torch._ops.HigherOrderOperator) or node.op == "call_module":
         return None
-    if any(isinstance(t, torch.Tensor) and type(t) is not FakeTensor for t in tree_iter(given)):
+    if any(isinstance(t, torch.Tensor) and type(t) is not FakeTensor for t in tree_iter(examples)):
         return None  # a subclass defines its own operators
-    if not (read := memory(given)):
+    if not (readable := memory(examples)):
         return set()
     values = {n: n.meta.get("example_value") for n in node.all_input_nodes}
     try:
@@ -72,7 +72,7 @@ def written(node: fx.Node, fake: FakeTensorMode) -> Memory | None:
                 target(*args, **options)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # it needs more than example values
         return None
-    return writes.found & read
+    return writes.found & readable
 
 
 class Regions:
@@ -138,9 +138,9 @@ class Regions:
 
     def casts(self, node: fx.Node) -> bool:
         """True if autocast may be on when this node runs."""
-        found = value(node)
+        example = value(node)
         return bool(self._autocast[self._region[node]]) or (
-            found is not None and torch.is_autocast_enabled(found.device.type)
+            example is not None and torch.is_autocast_enabled(example.device.type)
         )
 
     @contextlib.contextmanager

@@ -110,26 +110,27 @@ class Rewriter:
     def _hindrance(self, match: Match, inner: list[fx.Node]) -> str | None:
         """Why a rewrite is not allowed (not equivalent, or not run by a kernel); None if it is."""
         anchor = match.anchor
-        want = value(match.anchor)
+        expected = value(match.anchor)
         read_nodes = {n for node in (anchor, *inner) for n in node.all_input_nodes} - {anchor, *inner}
         if any(isinstance(n.meta.get("example_value"), torch.Tensor) and value(n) is None for n in read_nodes):
             return "it reads a subclass of Tensor"
         if (reason := self._refusal(match)) is not None:
             return reason
-        other = next((n for n in operands(match.args, match.kwargs) if n in inner), None) or outside(inner, anchor)
-        if other is not None:
-            return f"{other.name} is also read by other operators"
+        reader = next((n for n in operands(match.args, match.kwargs) if n in inner), None) or outside(inner, anchor)
+        if reader is not None:
+            return f"{reader.name} is also read by other operators"
         if not self.regions.together([anchor, *inner], anchor):
             return "between its operators memory is written or a mode of PyTorch changes"
         if len({t.device for t in tensors(match.args, match.kwargs)}) > 1:
             return "its tensors are on several devices"
         try:
             with self.fake, self.regions.modes(anchor):
-                got = match.function(*_values(match.args), **_values(match.kwargs))
+                result = match.function(*_values(match.args), **_values(match.kwargs))
         except (TypeError, ValueError, RuntimeError) as error:  # of an argument check, by the function or PyTorch
             return str(error).partition("\n")[0]
-        if got.dtype != want.dtype or not equal(tuple(got.shape), tuple(want.shape)):
-            return f"it would return {list(got.shape)} of {got.dtype}, not {list(want.shape)} of {want.dtype}"
+        if result.dtype != expected.dtype or not equal(tuple(result.shape), tuple(expected.shape)):
+            shapes = list(result.shape), list(expected.shape)
+            return f"it would return {shapes[0]} of {result.dtype}, not {shapes[1]} of {expected.dtype}"
         return None
 
     def _refusal(self, match: Match) -> str | None:
@@ -182,24 +183,24 @@ class Rewriter:
             node.args = (source, *sizes)
             node.kwargs = {"dtype": like.dtype, **node.kwargs}
 
-    def _unusable(self, node: fx.Node, x: fx.Node, given: dict) -> str | None:
-        dtypes = {t.dtype for t in tensors({k: v for k, v in given.items() if k != "attn_mask"})}
+    def _unusable(self, node: fx.Node, x: fx.Node, arguments: dict) -> str | None:
+        dtypes = {t.dtype for t in tensors({k: v for k, v in arguments.items() if k != "attn_mask"})}
         if dtypes - {torch.float32, torch.bfloat16, torch.float16} if self.regions.casts(node) else len(dtypes) > 1:
             return "its tensors differ in dtype"
-        return self.refuses(value(x).device, value(x).dtype, given["embed_dim_to_check"] // given["num_heads"])
+        return self.refuses(value(x).device, value(x).dtype, arguments["embed_dim_to_check"] // arguments["num_heads"])
 
-    def _attention(self, before: fx.Node, x: fx.Node, given: dict, memory: fx.Node | None = None) -> fx.Node:
+    def _attention(self, before: fx.Node, x: fx.Node, arguments: dict, memory: fx.Node | None = None) -> fx.Node:
         """Inserts, before a node, an attention as `F.multi_head_attention_forward` computes it.
 
         Args:
             before: the node.
             x: queries [B, N, D], which are also keys and values without `memory`.
-            given: the arguments of the call.
+            arguments: those of the call.
             memory: keys and values [B, M, D].
         """
         call = partial(self._insert, before)
-        weight, bias = given["in_proj_weight"], given["in_proj_bias"]
-        E, heads = given["embed_dim_to_check"], given["num_heads"]
+        weight, bias = arguments["in_proj_weight"], arguments["in_proj_bias"]
+        E, heads = arguments["embed_dim_to_check"], arguments["num_heads"]
 
         def project(t: fx.Node, first: int, last: int) -> list[fx.Node]:
             """The projections of these numbers, with their heads: [B, H, N, D] each."""
@@ -210,18 +211,18 @@ class Rewriter:
             return [call(operator.getitem, parts, i) for i in range(last - first)]
 
         q, k, v = project(x, 0, 3) if memory is None else (*project(x, 0, 1), *project(memory, 1, 3))
-        mask = given.get("attn_mask")
+        mask = arguments.get("attn_mask")
         if mask is not None and value(mask).dtype == torch.bool:
             mask = call(torch.logical_not, mask)  # True keeps a key, in the function that is called
         o = call(F.scaled_dot_product_attention, q, k, v, *(() if mask is None else (mask,)))
         merged = call(torch.flatten, call(torch.transpose, o, 1, 2), 2)
-        return call(F.linear, merged, given["out_proj_weight"], given["out_proj_bias"])
+        return call(F.linear, merged, arguments["out_proj_weight"], arguments["out_proj_bias"])
 
     def _expand(self, node: fx.Node) -> None:
         """Expands a call of `F.multi_head_attention_forward` into its inner calls."""
-        given = read(node)
-        query = given["query"]
-        reason = why_not_expanded(node) or self._unusable(node, query, given)
+        arguments = read(node)
+        query = arguments["query"]
+        reason = why_not_expanded(node) or self._unusable(node, query, arguments)
         if reason is not None:
             self.why[node.name] = reason
             return
@@ -229,8 +230,8 @@ class Rewriter:
         def images_first(t: fx.Node) -> fx.Node:
             return read(t)["input"] if order(t) == (1, 0, 2) else self._insert(node, torch.transpose, t, 0, 1)
 
-        memory = None if given["key"] is query else images_first(given["key"])
-        y = self._attention(node, images_first(query), given, memory)
+        memory = None if arguments["key"] is query else images_first(arguments["key"])
+        y = self._attention(node, images_first(query), arguments, memory)
         for item in list(node.users):
             for reader in list(item.users):
                 if order(reader) == (1, 0, 2):  # transposes to [B, N, D], y's layout
@@ -241,18 +242,18 @@ class Rewriter:
             self.graph.erase_node(item)
         self.became[node.name] = "attention_qkv" if memory is None else "attention"
         self.graph.erase_node(node)
-        for operand in dict.fromkeys((query, given["key"])):
+        for operand in dict.fromkeys((query, arguments["key"])):
             if not operand.users and operand.op != "placeholder":
                 self.graph.erase_node(operand)
 
     def _expand_layer(self, node: fx.Node) -> None:
         """Expands the single op of `nn.TransformerEncoderLayer` in inference into the calls made in training."""
-        given = read(node)
+        arguments = read(node)
         call = partial(self._insert, node)
-        x = given["src"]
-        width = given["embed_dim_to_check"]
-        masked = given.get("mask") is not None or len(shape(x)) != 3
-        reason = "it has a mask, or no axes [B, N, D]" if masked else self._unusable(node, x, given)
+        x = arguments["src"]
+        width = arguments["embed_dim_to_check"]
+        masked = arguments.get("mask") is not None or len(shape(x)) != 3
+        reason = "it has a mask, or no axes [B, N, D]" if masked else self._unusable(node, x, arguments)
         if self.regions.casts(node):
             reason = "autocast is enabled, which casts within it"
         if reason is not None:
@@ -260,18 +261,18 @@ class Rewriter:
             return
 
         def norm(x, i):
-            return call(F.layer_norm, x, (width,), given[f"gain{i}"], given[f"shift{i}"], given["eps"])
+            return call(F.layer_norm, x, (width,), arguments[f"gain{i}"], arguments[f"shift{i}"], arguments["eps"])
 
         def hidden(x):
-            h = call(F.linear, x, given["weight1"], given["bias1"])
-            h = call(F.gelu if given["use_gelu"] else F.relu, h)
-            return call(F.linear, h, given["weight2"], given["bias2"])
+            h = call(F.linear, x, arguments["weight1"], arguments["bias1"])
+            h = call(F.gelu if arguments["use_gelu"] else F.relu, h)
+            return call(F.linear, h, arguments["weight2"], arguments["bias2"])
 
-        if given["norm_first"]:
-            x = call(operator.add, x, self._attention(node, norm(x, 1), given))
+        if arguments["norm_first"]:
+            x = call(operator.add, x, self._attention(node, norm(x, 1), arguments))
             x = call(operator.add, x, hidden(norm(x, 2)))
         else:
-            x = norm(call(operator.add, x, self._attention(node, x, given)), 1)
+            x = norm(call(operator.add, x, self._attention(node, x, arguments)), 1)
             x = norm(call(operator.add, x, hidden(x)), 2)
         self._replace(node, x)
         self.became[node.name] = "attention_qkv, mlp"
@@ -301,8 +302,8 @@ class Rewriter:
         if any(b is not None for b in biases):
             filled = (Call(_zeros, (w,)) if b is None else b for w, b in zip(weights, biases, strict=True))
             bias = Call(torch.cat, (tuple(filled),))
-        whole = self._insert(first, F.linear, norm, Call(torch.cat, (weights,)), bias)
-        chunks = self._insert(first, torch.chunk, whole, len(users), -1)
+        packed = self._insert(first, F.linear, norm, Call(torch.cat, (weights,)), bias)
+        chunks = self._insert(first, torch.chunk, packed, len(users), -1)
         parts = [self._insert(first, operator.getitem, chunks, i) for i in range(len(users))]
         for node, part in zip(users, parts, strict=True):
             self._replace(node, part)
@@ -311,15 +312,15 @@ class Rewriter:
 
     def _hand_on_statistics(self) -> None:
         """Passes the row statistics of a linear layer's or MLP's output to the next call that normalises it."""
-        left: dict[fx.Node, fx.Node] = {}
+        stats: dict[fx.Node, fx.Node] = {}
         for node in list(self.graph.nodes):
             if kind(node) not in FUSED or read(node).get("norm") is None or self.regions.casts(node):
                 continue
             x = read(node)["x"]
             if kind(x) in FUSED and self.regions.alike(x, node) and not self.regions.writes(x, x, node):
-                x, left[x] = self._with_statistics(x)
-            if x in left:
-                node.kwargs = {**node.kwargs, "stats": left[x]}
+                x, stats[x] = self._with_statistics(x)
+            if x in stats:
+                node.kwargs = {**node.kwargs, "stats": stats[x]}
 
     def _with_statistics(self, maker: Any) -> tuple[fx.Node, fx.Node]:
         """Makes a call return row statistics; returns (output node, statistics node) and updates all readers."""

@@ -177,15 +177,15 @@ class _ConvolvedHeads:
     def __call__(self, h: Tensor, x: Tensor, way: str) -> Tensor:
         """Tokens [B, T + H · W, D] → [B, T + H · W, D]."""
         attn = self.attn
-        found = []
+        heads = []
         T = x.shape[1] - self.grid[0] * self.grid[1]
         image = x[:, T:].unflatten(1, self.grid)
         for convolution, layer in zip((attn.conv_proj_q, attn.conv_proj_k, attn.conv_proj_v), self.layers, strict=True):
             tokens = _convolved(convolution, image).flatten(1, 2)
             tokens = torch.cat((x[:, :T], tokens), 1) if T else tokens
             tokens = project(tokens, (layer,), None, None, way)
-            found.append(tokens.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2))
-        q, k, v = found
+            heads.append(tokens.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2))
+        q, k, v = heads
         return attend(q, k, v, attn.scale, attn.attn_drop, fused=True)
 
 

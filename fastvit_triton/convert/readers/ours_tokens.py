@@ -1,10 +1,13 @@
-"""Fused forwards of this package's Refiner, LV-ViT, T2T-ViT, CeiT and CCT."""
+"""Fused forwards of this package's Refiner, LV-ViT, T2T-ViT, CeiT, CCT, iGPT, Image Transformer and IPT."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...engine.attention import attention_body
 from ...engine.batch_norm import folded
 from ...engine.body import Before, Body, finish, fold_or_normalize, normalize, project
 from ...engine.branch import Branch, add_branches, runs_plain
@@ -13,6 +16,7 @@ from ...engine.leaves import (
     CONVOLUTIONS,
     Foreign,
     Layer,
+    Packed,
     activation_of,
     is_depthwise_conv,
     is_patch_conv,
@@ -27,7 +31,7 @@ from ...kernels.attention_qkv import attention_qkv
 from ...kernels.depthwise import depthwise
 from ...kernels.linear import linear
 from ...kernels.patch_embed import patch_embed, whole_patches
-from ..forwards import fused_forward, fused_method, original
+from ..forwards import fused_body, fused_forward, fused_method, original
 from ..third_party import is_fusable
 from .vit_pytorch import tokens as compact
 
@@ -194,3 +198,131 @@ def attend_to_all(x: Tensor, score: Layer) -> Tensor:
     """Attention of the weights of `score` to x [B, N, D], [B, D]."""
     query = score.weight.to(x.dtype)[None, None].expand(x.shape[0], 1, 1, -1)
     return attention(query, x[:, None], x[:, None], scale=1.0)[:, 0, 0]
+
+
+@fused_forward(
+    "pre-norm block",
+    f"{MODELS}.igpt.ColourBlock",
+    needs="ln_1 attn ln_2 mlp",
+    takes="past",
+    folds=lambda self: [(self.ln_1, self.attn), (self.ln_2, self.mlp)],
+)
+def colour_block(self: Foreign, x: Tensor, past: object = None) -> Tensor:
+    """iGPT's block; with a cache of keys and values the module's own forward runs. [B, n, D] → [B, n, D]."""
+    if past is not None or not is_fusable(self, x):
+        return original(self, x, past)
+    return add_branches(x, Branch(self.attn, self.ln_1), Branch(self.mlp, self.ln_2), block=self)
+
+
+@fused_body(f"{MODELS}.igpt.CausalAttention", needs="c_attn num_heads c_proj", takes="past")
+def causal_parts(self: Foreign, past: object = None) -> Body | str:
+    """The body of iGPT's attention."""
+    if past is not None:
+        return "keys and values are cached"
+    return Body("attention", (self.c_attn,), self.attend, self.c_proj, self.num_heads)
+
+
+@fused_body(f"{MODELS}.igpt.ColourMlp", needs="c_fc c_proj", takes="")
+def colour_mlp_parts(self: Foreign) -> MlpBody:
+    """Parts of iGPT's MLP."""
+    return MlpBody((self.c_fc,), "quick_gelu", self.c_proj)
+
+
+@fused_forward("post-norm block", f"{MODELS}.image_transformer.LocalBlock", needs="attn norm1 mlp norm2", takes="past")
+def local_block(self: Foreign, x: Tensor, past: object = None) -> Tensor:
+    """Image Transformer's block; with a cache the module's own forward runs. [B, n, D] → [B, n, D]."""
+    if past is not None or not is_fusable(self, x):
+        return original(self, x, past)
+    x = normalize(add_branches(x, Branch(self.attn)), self.norm1)
+    return normalize(add_branches(x, Branch(self.mlp)), self.norm2)
+
+
+@fused_body(f"{MODELS}.image_transformer.LocalAttention", needs="wq wk wv num_heads wo drop", takes="past")
+def local_parts(self: Foreign, past: object = None) -> Body | str:
+    """The body of Image Transformer's attention."""
+    if past is not None:
+        return "keys and values are cached"
+    return Body("attention", (self.wq, self.wk, self.wv), self.attend, self.wo, self.num_heads, drops=(self.drop,))
+
+
+@fused_forward(
+    "pre-norm block",
+    f"{MODELS}.ipt.RestorationEncoderLayer",
+    needs="self_attn linear1 dropout linear2 norm1 norm2 dropout1 dropout2",
+    takes="",
+    folds=lambda self: [(self.norm2, self.linear1)],
+)
+def restoration_layer(self: Foreign, x: Tensor) -> Tensor:
+    """IPT's encoder layer; [B, N, D] → [B, N, D]."""
+    attn = self.self_attn
+    if not is_fusable(self, x) or has_hooks(attn):
+        return original(self, x)
+    parts = attention_body(
+        (Packed(attn.in_proj_weight, None),), attn.out_proj, attn.num_heads, None, drops=(self.dropout1,)
+    )
+    hidden = MlpBody((self.linear1,), "relu", self.linear2, (self.dropout, self.dropout2))
+    return add_branches(x, Branch(parts, self.norm1), Branch(hidden, self.norm2), block=self)
+
+
+@fused_forward(
+    "pre-norm block",
+    f"{MODELS}.ipt.RestorationDecoderLayer",
+    needs="self_attn multihead_attn linear1 dropout linear2 norm1 norm2 norm3 dropout1 dropout2 dropout3",
+    takes="memory task",
+)
+def restoration_decoder_layer(self: Foreign, x: Tensor, memory: Tensor, task: Tensor) -> Tensor:
+    """IPT's decoder layer; (y + t) W is y W + t W. [B, N, D], the encoder's output and the task [N, D] → [B, N, D]."""
+    attn, cross = self.self_attn, self.multihead_attn
+    if not is_fusable(self, x) or has_hooks(attn) or has_hooks(cross):
+        return original(self, x, memory, task)
+    D = x.shape[-1]
+    H = attn.num_heads
+    own = Body("attention", (Packed(attn.in_proj_weight, None),), _Tasked(attn, task, H), attn.out_proj, H)
+    other = Body(
+        "attention",
+        (Packed(cross.in_proj_weight[:D], None, (cross.in_proj_weight,)),),
+        _Crossed(cross, task, memory, H),
+        cross.out_proj,
+        H,
+    )
+    hidden = MlpBody((self.linear1,), "relu", self.linear2, (self.dropout, self.dropout3))
+    branches = (
+        Branch(own._replace(drops=(self.dropout1,)), self.norm1),
+        Branch(other._replace(drops=(self.dropout2,)), self.norm2),
+        Branch(hidden, self.norm3),
+    )
+    if runs_plain(x, *branches, block=self):
+        return original(self, x, memory, task)
+    return add_branches(x, *branches, block=self)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tasked:
+    """Attention of packed projections [B, N, 3·D], to whose queries and keys the projected task is added."""
+
+    attn: Foreign
+    task: Tensor
+    num_heads: int
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        D = self.task.shape[-1]
+        task = F.linear(self.task, self.attn.in_proj_weight[: 2 * D])
+        return attention_qkv(qkv + F.pad(task, (0, D)).to(qkv.dtype), self.num_heads, None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Crossed:
+    """Attention of queries [B, N, D], to which the projected task is added, to the encoder's output."""
+
+    attn: Foreign
+    task: Tensor
+    memory: Tensor
+    num_heads: int
+
+    def __call__(self, q: Tensor) -> Tensor:
+        D = self.task.shape[-1]
+        weight = self.attn.in_proj_weight
+        q = q + F.linear(self.task, weight[:D]).to(q.dtype)
+        kv = linear(self.memory, weight[D:]).chunk(2, -1)
+        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, *kv))
+        return attention(q, k, v).transpose(1, 2).flatten(2)

@@ -107,8 +107,8 @@ def multihead(
     """Attention of queries [B, N, D] to keys and values; runs the original if attention weights are requested."""
     usual = query.dim() == 3 and not need_weights and not (is_causal and attn_mask is None)
     if not usual or not is_fusable(self, query) or key.is_nested or multihead_reason(self) is not None:
-        rest = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-        return original(self, query, key, value, *rest)
+        options = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        return original(self, query, key, value, *options)
     bias = _allowed(self, attn_mask, key_padding_mask)
     turn = (lambda t: t) if self.batch_first else (lambda t: t.transpose(0, 1))
     if query is key and key is value:
@@ -164,8 +164,8 @@ def _allowed(self: nn.MultiheadAttention, mask: Tensor | None, padding: Tensor |
 
 
 def _norm_reason(self: Foreign) -> str | None:
-    known = last_axis_rms_norm(self) if type_name(self) in RMS_NORMS else last_axis_norm(self)
-    if known is not None:
+    readable = last_axis_rms_norm(self) if type_name(self) in RMS_NORMS else last_axis_norm(self)
+    if readable is not None:
         return None
     return "its ε is None" if self.eps is None else "several axes, fast norm, or parameters of a tensor subclass"
 

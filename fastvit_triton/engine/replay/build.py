@@ -38,16 +38,16 @@ class Plan:
 
     Args:
         recorder: of the call.
-        given: names and tensors that each replay receives.
+        named_tensors: names and tensors that each replay receives.
         result: what the call returned: tensors and None, in tuples.
         marks: numbers of steps and of allocations in the forward pass; None without gradients.
         incoming: input gradient of the recorded backward pass.
-        gradients: of the given tensors.
+        gradients: of these tensors.
 
     Attributes:
         names: of the tensors, by slot.
         places: their recorded layouts; those of buffers have no address.
-        inputs: number of given tensors.
+        inputs: number of tensors that each replay receives.
         allocations: slots of tensors that are allocated before the forward and before the backward pass.
         steps: of the forward and of the backward pass.
         outputs: tensors that the call returned.
@@ -64,19 +64,19 @@ class Plan:
     def __init__(
         self,
         recorder: Recorder,
-        given: Sequence[tuple[str, Tensor]],
+        named_tensors: Sequence[tuple[str, Tensor]],
         result: object,
         marks: tuple[int, int] | None = None,
         incoming: Tensor | None = None,
         gradients: Sequence[Tensor | None] = (),
     ) -> None:
         steps, allocations = marks or (len(recorder.steps), len(recorder.reserved))
-        self.result, self.inputs, self.device = result, len(given), recorder.device
+        self.result, self.inputs, self.device = result, len(named_tensors), recorder.device
         self.steps = recorder.steps[:steps], recorder.steps[steps:]
         self.outputs = list({id(t): t for t in tensors_in(result)}.values())
         self.learns = next((i for i, t in enumerate(self.outputs) if t.requires_grad), 0)
         self.gradients = None if marks is None else gradients
-        pairs = [(*one, gradient) for one, gradient in zip(given, gradients, strict=False)]
+        pairs = [(*pair, gradient) for pair, gradient in zip(named_tensors, gradients, strict=False)]
         self.unused = [i for i, (_, t, gradient) in enumerate(pairs) if t.requires_grad and gradient is None]
         self.names: list[str] = []
         self.places: list[Place] = []
@@ -85,25 +85,25 @@ class Plan:
         self._parts: dict[int, tuple[int, int, int]] = {}  # storage → buffer, offset in it, recorded address
         returned = {storage_of(gradient): f"d_{name}" for name, _, gradient in pairs if gradient is not None}
         returned |= {storage_of(t): "y" for t in self.outputs}
-        for name, t in (*given, *([] if incoming is None else [("dy", incoming)])):
+        for name, t in (*named_tensors, *([] if incoming is None else [("dy", incoming)])):
             self._add(name, t)
         last: dict[int, int] = {}  # storage → last step that reads or writes it
         for i, step in enumerate(recorder.steps):
             last |= dict.fromkeys(map(storage_of, tensors_in((step.arguments, step.named))), i)
             for t, _ in step.results:
                 self._add(returned.get(storage_of(t), step.function._opname), t)
-        kept: list[tuple] = []
-        own: tuple[list, list] = [], []
+        saved: list[tuple] = []
+        scratch: tuple[list, list] = [], []
         for i, (storage, (t, born)) in enumerate(recorder.reserved.items()):
             phase = int(i >= allocations)
             end = last.get(storage, -1)
             if storage in returned:
                 self.allocations[phase].append(self._add(returned[storage], t))
             elif phase == 0 and end >= steps:
-                kept.append((t, 0, len(recorder.steps)))
+                saved.append((t, 0, len(recorder.steps)))
             elif end >= 0:
-                own[phase].append((t, born, end))
-        for name, phase, group in (("kept", 0, kept), ("buffer", 0, own[0]), ("buffer", 1, own[1])):
+                scratch[phase].append((t, born, end))
+        for name, phase, group in (("kept", 0, saved), ("buffer", 0, scratch[0]), ("buffer", 1, scratch[1])):
             if group:
                 self._share(name, phase, group)
         self._refuse_shared()
@@ -155,9 +155,9 @@ class Plan:
         nbytes = place.address - base.address if t.numel() else 0
         return Ref(slot, nbytes, place.shape, place.stride, place.dtype)
 
-    def slot(self, made: Tensor) -> int:
+    def slot(self, result: Tensor) -> int:
         """Slot of an operator's result."""
-        return self._known[storage_of(made)][0]
+        return self._known[storage_of(result)][0]
 
 
 def _pack(spans: list[tuple[int, int, int]]) -> tuple[list[int], int]:
@@ -169,9 +169,9 @@ def _pack(spans: list[tuple[int, int, int]]) -> tuple[list[int], int]:
     placed: list[tuple[int, int, int, int]] = []
     offsets: list[int] = []
     for first, last, nbytes in spans:
-        taken = sorted((at, at + n) for at, n, a, b in placed if a <= last and first <= b)
+        occupied = sorted((at, at + n) for at, n, a, b in placed if a <= last and first <= b)
         offset = 0
-        for start, end in taken:
+        for start, end in occupied:
             if offset + nbytes <= start:
                 break
             offset = max(offset, -(-end // ALIGNMENT) * ALIGNMENT)

@@ -64,36 +64,36 @@ class Recorded:
             takes, its tensors, or settings have changed.
     """
 
-    def __init__(self, made: Record, device: torch.device) -> None:
-        self.run, self.guard, self.folds = made.replay.run, made.guard, made.folds
-        self.held = [t for _, t in made.held]
-        self.addresses = self._compiled(made, -1 if device.index is None else device.index)
+    def __init__(self, recording: Record, device: torch.device) -> None:
+        self.run, self.guard, self.folds = recording.replay.run, recording.guard, recording.folds
+        self.held = [t for _, t in recording.held]
+        self.addresses = self._compiled(recording, -1 if device.index is None else device.index)
 
-    def _compiled(self, made: Record, index: int) -> Callable[[nn.Module], list[int] | None]:
+    def _compiled(self, recording: Record, index: int) -> Callable[[nn.Module], list[int] | None]:
         """Compiles `addresses(module)`."""
         names = Names("addresses", "module")
         checks = [names.call(self.guard.holds, "module")]
-        if kernels := made.replay.kernels:
+        if kernels := recording.replay.kernels:
             direct = names.call(launch.direct_state, str(index), names.bind("kernels", kernels))
             checks.append(f"{direct} == {names.bind('direct', launch.direct_state(index, kernels))} is not None")
-        if made.replay.operators:
+        if recording.replay.operators:
             checks.append(f"{names.call(settings.operators)} == {names.bind('operators_then', settings.operators())}")
-        for store, key, kept in self.folds:  # those that `freeze` holds now
-            checks.append(f"{names.bind('store', store)}.get({names.bind('key', key)}) is {names.bind('kept', kept)}")
-        sources = {id(t): t for *_, kept in self.folds for ref in kept.sources if (t := ref()) is not None}
+        for store, key, entry in self.folds:  # those that `freeze` holds now
+            checks.append(f"{names.bind('store', store)}.get({names.bind('key', key)}) is {names.bind('kept', entry)}")
+        sources = {id(t): t for *_, entry in self.folds for ref in entry.sources if (t := ref()) is not None}
         for t in sources.values():
             name = names.bind("source", t)
             checks.append(f"{name}.data_ptr() == {t.data_ptr()} and {_kind(names, name, t)}")
             if not t.is_inference():  # inference tensors have no version
                 checks.append(f"{name}._version == {t._version}")
-        found = []
-        for title, t in made.held:
+        variables = []
+        for title, t in recording.held:
             name = names.bind(title, t)
-            found.append(names.unique(f"{name}_at"))
-            checks.append(f"({found[-1]} := {name}.data_ptr()) % 16 == {t.data_ptr() % 16}")
+            variables.append(names.unique(f"{name}_at"))
+            checks.append(f"({variables[-1]} := {name}.data_ptr()) % 16 == {t.data_ptr() % 16}")
             checks.append(f"{name}.shape == {tuple(t.shape)} and {name}.stride() == {t.stride()}")
             checks.append(f"{_kind(names, name, t)} and {name}.requires_grad is {t.requires_grad}")
-        end = indent("\n".join(wrapped("return [", found, "]")), "    ")
+        end = indent("\n".join(wrapped("return [", variables, "]")), "    ")
         return names.compiled(ADDRESSES.format("\n        and ".join(checks), end), "addresses")
 
 
@@ -105,8 +105,8 @@ def _kind(names: Names, name: str, t: Tensor) -> str:
 def sources(module: nn.Module) -> list[str]:
     """Source of the functions that check the state of this module's recorded calls and replay them; see `emit`."""
     programs = module.__dict__.get(PROGRAMS, Programs())
-    found = [one for one in programs.found.values() if type(one) is Recorded]
-    functions = [f for one in found for f in (one.guard.holds, one.addresses, one.run)]
+    recordings = [recorded for recorded in programs.found.values() if type(recorded) is Recorded]
+    functions = [f for recorded in recordings for f in (recorded.guard.holds, recorded.addresses, recorded.run)]
     return ["".join(linecache.getlines(f.__code__.co_filename)) for f in functions]
 
 
@@ -121,7 +121,7 @@ def call(way_key: tuple, forward: Callable, module: nn.Module, *inputs: object, 
         return forward(module, *inputs, **named)
     tensors: list[Tensor] = []
     try:
-        given = [_described(value, tensors) for value in (*inputs, *named.values())]
+        described = [_described(value, tensors) for value in (*inputs, *named.values())]
     except TypeError:
         return forward(module, *inputs, **named)
     device = tensors[0].device
@@ -130,27 +130,27 @@ def call(way_key: tuple, forward: Callable, module: nn.Module, *inputs: object, 
             return call(way_key, forward, module, *inputs, **named)
     addresses = [t.data_ptr() for t in tensors]
     lengths = packing.known_lengths(tensors) if packing.state.lengths else ()
-    key = way_key, launch.run, lengths, *given, *named, *_layouts(tensors), *[a % 16 for a in addresses]
+    key = way_key, launch.run, lengths, *described, *named, *_layouts(tensors), *[a % 16 for a in addresses]
     programs = module.__dict__.get(PROGRAMS)
     if programs is None or programs.owner is None or programs.owner() is not module:
         programs = module.__dict__[PROGRAMS] = Programs(module)
-    known = programs.found.get(key, 0)
-    if type(known) is Recorded:
-        if (held := known.addresses(module)) is not None:
-            return known.run(tensors + known.held, addresses + held)
+    entry = programs.found.get(key, 0)
+    if type(entry) is Recorded:
+        if (held_addresses := entry.addresses(module)) is not None:
+            return entry.run(tensors + entry.held, addresses + held_addresses)
         programs.found.clear()  # the others depend on the same state
         programs.changes += 1
-        known = 0 if programs.changes <= MAX_CHANGES else MAX_ATTEMPTS
+        entry = 0 if programs.changes <= MAX_CHANGES else MAX_ATTEMPTS
     if len(programs.found) >= MAX_PROGRAMS:
         programs.found.clear()
-    if 0 < known < MAX_ATTEMPTS and (made := record(forward, module, inputs, named, tensors)) is not None:
-        recorded = programs.found[key] = Recorded(made, device)
-        if made.result is not None:
-            return made.result
-        if (held := recorded.addresses(module)) is not None:
-            return recorded.run(tensors + recorded.held, addresses + held)
+    if 0 < entry < MAX_ATTEMPTS and (recording := record(forward, module, inputs, named, tensors)) is not None:
+        recorded = programs.found[key] = Recorded(recording, device)
+        if recording.result is not None:
+            return recording.result
+        if (held_addresses := recorded.addresses(module)) is not None:
+            return recorded.run(tensors + recorded.held, addresses + held_addresses)
         return forward(module, *inputs, **named)
-    programs.found[key] = known + 1  # the first call compiles kernels and fills caches
+    programs.found[key] = entry + 1  # the first call compiles kernels and fills caches
     return forward(module, *inputs, **named)
 
 

@@ -38,24 +38,24 @@ class Names:
     """Names in generated functions: local variables, and global variables of objects.
 
     Args:
-        *taken: names that are not given to others.
+        *reserved: names that are not given to others.
 
     Attributes:
         globals: objects by name.
     """
 
-    def __init__(self, *taken: str) -> None:
+    def __init__(self, *reserved: str) -> None:
         self.globals: dict[str, Any] = {}
-        self._taken = {*taken}
+        self._taken = {*reserved}
         self._bound: dict[object, str] = {}
 
     def unique(self, name: str) -> str:
         """A valid name that is not taken, which it then is."""
         name = re.sub(r"\W|^(?=\d)", "_", name, flags=re.ASCII) + "_" * keyword.iskeyword(name)
         numbered = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(2)))
-        found = next(one for one in numbered if one not in self._taken)
-        self._taken.add(found)
-        return found
+        free = next(candidate for candidate in numbered if candidate not in self._taken)
+        self._taken.add(free)
+        return free
 
     def bind(self, name: str, value: object, key: object = None) -> str:
         """The global variable of an object; of those with the same key, if there is one."""
@@ -72,6 +72,8 @@ class Names:
     def value(self, value: Any, of: Callable[[Tensor], str] | None = None) -> str:
         """Expression of a value: a literal, or a global variable; `of` gives that of a tensor."""
         kind = type(value)
+        if isinstance(value, Tensor) and value.is_mkldnn:
+            return self.bind("packed", value)
         if isinstance(value, Tensor) and of is not None:
             return of(value)
         if kind in (tuple, list, torch.Size):
@@ -137,24 +139,24 @@ class _Source(Names):
     def functions(self) -> list[str]:
         """Lines of all functions; `replay` is the one to call."""
         plan, inputs = self.plan, self.plan.inputs
-        given = dict(given=self.names[:inputs], addresses=self.at[:inputs])
+        parameters = dict(given=self.names[:inputs], addresses=self.at[:inputs])
         forward = _Function(self, 0, self.at[:inputs])
         outputs = [forward.output(t) for t in plan.outputs]
         if plan.gradients is None:
             forward.write(f"return {self.result(plan.result, outputs)}")
-            return forward.lines("replay", **given)
+            return forward.lines("replay", **parameters)
         backward = _Function(self, 1)
         backward.write(*listed("return ", [self.value(t, backward.tensor) for t in plan.gradients]))
         dy = self.names[inputs]
-        read = set().union(*map(_names_in, backward.groups)) - {dy, *backward.made}
-        saved = [name for name in self.names if name in read]
+        read_names = set().union(*map(_names_in, backward.groups)) - {dy, *backward.made}
+        saved = [name for name in self.names if name in read_names]
         forward.write(*listed("saved = ", saved))
         fixed = [output for i, output in enumerate(outputs) if i != plan.learns]
         forward.write(f"return {_tuple(outputs)}, {_tuple(fixed)}, saved")
         results = [f"y{i}" for i in range(len(outputs))]
         apply = self.call(_apply, "forward", "backward", str(plan.learns), "addresses", "*given")
         return [
-            *forward.lines("forward", **given), "", "",
+            *forward.lines("forward", **parameters), "", "",
             *backward.lines("backward", saved=saved, **{dy: None}), "", "",
             "def replay(given, addresses):",
             *[f"    given[{i}] = given[{i}].detach()" for i in plan.unused],
@@ -180,29 +182,29 @@ class _Function:
     Args:
         source: the names.
         phase: 0 for the forward pass, 1 for the backward pass.
-        known: variables of the addresses that the function is given.
+        addresses: variables of the addresses that the function is given.
 
     Attributes:
         groups: lines of the allocations, of each step, and of what the function returns.
         made: variables of the tensors that it allocates or computes.
     """
 
-    def __init__(self, source: _Source, phase: int, known: Iterable[str] = ()) -> None:
+    def __init__(self, source: _Source, phase: int, addresses: Iterable[str] = ()) -> None:
         self.source, self.plan = source, source.plan
         self.groups: list[list[str]] = [[]]
         self.made = [source.names[slot] for slot in self.plan.allocations[phase]]
         self._results: list[int] = []  # slots of operators' results, which are deleted after their last use
-        self._known = {*known}  # variables of addresses that are set
+        self._known = {*addresses}  # variables of addresses that are set
         self._views: dict[tuple[str, str], str] = {}  # buffer and dtype → its variable
         self._switches = False  # whether autocast must be off, as casts were recorded
         for slot in self.plan.allocations[phase]:
             new = self.plan.places[slot]
             options = f"dtype={source.value(new.dtype)}, device={source.value(self.plan.device)}"
             if new.stride == (1,):
-                made = source.call(torch.empty, str(*new.shape), options)
+                allocation = source.call(torch.empty, str(*new.shape), options)
             else:
-                made = source.call(torch.empty_strided, str(new.shape), str(new.stride), options)
-            self.write(f"{source.names[slot]} = {made}")
+                allocation = source.call(torch.empty_strided, str(new.shape), str(new.stride), options)
+            self.write(f"{source.names[slot]} = {allocation}")
         for step in self.plan.steps[phase]:
             self.groups.append([])
             binary = None if step.grid is None else binary_of(step.function, step.arguments, step.named)
@@ -219,23 +221,25 @@ class _Function:
 
     def lines(self, name: str, **arguments: list[str] | None) -> list[str]:
         """The function; takes the variables out of each argument that has some."""
-        given, lines = ", ".join(arguments), []
+        parameters, lines = ", ".join(arguments), []
         if self._switches:
             kind = repr(self.plan.device.type)
             lines.append(f"if {self.source.call(torch.is_autocast_enabled, kind)}:")
-            lines.append(f"    return {self.source.call(_without_autocast, kind, name, given)}")
-        read = list(map(_names_in, self.groups))
+            lines.append(f"    return {self.source.call(_without_autocast, kind, name, parameters)}")
+        names_by_group = list(map(_names_in, self.groups))
         for argument, variables in arguments.items():
-            used = [one if any(one in names for names in read) else "_" for one in variables or ()]
-            if {*used} - {"_"}:
-                lines += listed("", used, f" = {argument}")
+            targets = [
+                variable if any(variable in names for names in names_by_group) else "_" for variable in variables or ()
+            ]
+            if {*targets} - {"_"}:
+                lines += listed("", targets, f" = {argument}")
         for slot in self._results:
             both = {self.source.names[slot], self.source.at[slot]}
-            last = max(i for i, names in enumerate(read) if names & both)
-            if last < len(read) - 1:
+            last = max(i for i, names in enumerate(names_by_group) if names & both)
+            if last < len(names_by_group) - 1:
                 self.groups[last].append(f"del {self.source.names[slot]}")
         lines += itertools.chain(*self.groups)
-        return [f"def {name}({given}):", *[f"    {line}" for line in lines]]
+        return [f"def {name}({parameters}):", *[f"    {line}" for line in lines]]
 
     def tensor(self, t: Tensor) -> str:
         """Expression of a recorded tensor."""
@@ -313,7 +317,7 @@ class _Function:
         self._results += slots.values()
         names = {position: source.names[slot] for position, slot in slots.items()}
         self.made += names.values()
-        name = source.bind(f"aten_{step.function._opname}", step.function._op)
+        name = source.bind(f"{step.function.namespace}_{step.function._opname}", step.function._op)
         self.write(*wrapped(f"{_targets(step, names)}{name}(", parts, ")"))
 
     def _named(self, named: dict[str, object]) -> list[str]:
@@ -367,9 +371,9 @@ def wrapped(start: str, parts: list[str], end: str) -> list[str]:
     return [start, *[f"    {line.rstrip()}" for line in lines], end]
 
 
-def _meta(one: Place | Ref) -> Tensor:
+def _meta(layout: Place | Ref) -> Tensor:
     """A tensor with this layout, without memory."""
-    return torch.empty_strided(one.shape or (), one.stride, device="meta")
+    return torch.empty_strided(layout.shape or (), layout.stride, device="meta")
 
 
 def _covers(ref: Ref, base: Place) -> bool:
@@ -379,11 +383,11 @@ def _covers(ref: Ref, base: Place) -> bool:
     return same and all(t.is_contiguous() for t in both)
 
 
-def _without_autocast(kind: str, function: Callable, *given: object) -> Any:
-    """function(*given) with autocast off."""
+def _without_autocast(kind: str, function: Callable, *arguments: object) -> Any:
+    """function(*arguments) with autocast off."""
     torch.set_autocast_enabled(kind, False)
     try:
-        return function(*given)
+        return function(*arguments)
     finally:
         torch.set_autocast_enabled(kind, True)
 
@@ -392,8 +396,8 @@ class _Node(torch.autograd.Function):
     """Autograd node of a replay: its forward and its backward function."""
 
     @staticmethod
-    def forward(ctx, forward, backward, learns, addresses, *given):
-        outputs, fixed, saved = forward(given, addresses)
+    def forward(ctx, forward, backward, learns, addresses, *tensors):
+        outputs, fixed, saved = forward(tensors, addresses)
         ctx.run, ctx.learns = backward, learns
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)

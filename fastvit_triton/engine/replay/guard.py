@@ -70,18 +70,20 @@ class Guard:
         titles = {id(module): title for title, module in root.named_modules()}
         conditions = []
         for i, (module, (cls, before)) in enumerate(zip((root, *self.inside), facts, strict=True)):
-            this = "module" if i == 0 else names.bind(titles.get(id(module), cls.__name__.lower()), module)
-            state = names.bind(f"{this}_state", before)
-            conditions.append(f"{this}.__class__ is {names.bind(cls.__name__, cls)} and {this}.__dict__ == {state}")
-            for kind, name, t in (one[1:] for one in self.single if one[0] == i):
-                conditions.append(f"{this}.__dict__[{kind!r}][{name!r}] is {names.bind(name, t)}")
+            variable = "module" if i == 0 else names.bind(titles.get(id(module), cls.__name__.lower()), module)
+            state = names.bind(f"{variable}_state", before)
+            conditions.append(
+                f"{variable}.__class__ is {names.bind(cls.__name__, cls)} and {variable}.__dict__ == {state}"
+            )
+            for kind, name, t in (entry[1:] for entry in self.single if entry[0] == i):
+                conditions.append(f"{variable}.__dict__[{kind!r}][{name!r}] is {names.bind(name, t)}")
         for get, place, values in facts_of({cls for cls, _ in facts}):
-            where = place.__name__ if isinstance(place, type) else str(place.get("__name__", "table"))
-            code = names.bind(f"{where}_code", values)
-            conditions.append(f"{names.bind(f'code_of_{where}', get)}({names.bind(where, place)}) == {code}")
+            place_name = place.__name__ if isinstance(place, type) else str(place.get("__name__", "table"))
+            code = names.bind(f"{place_name}_code", values)
+            conditions.append(f"{names.bind(f'code_of_{place_name}', get)}({names.bind(place_name, place)}) == {code}")
         for value in objects:
-            this = names.bind(type(value).__name__.lower(), value)
-            conditions.append(f"{this}.__dict__ == {names.bind(f'{this}_state', _copied(value.__dict__))}")
+            variable = names.bind(type(value).__name__.lower(), value)
+            conditions.append(f"{variable}.__dict__ == {names.bind(f'{variable}_state', _copied(value.__dict__))}")
         return names.compiled(HOLDS.format("\n            and ".join(conditions)), "holds")
 
 
@@ -120,5 +122,5 @@ def _collect(value: Any, objects: dict[int, object]) -> None:
 
 def _tensors(module: nn.Module) -> list[Tensor]:
     facts = module.__dict__
-    found = (*facts["_parameters"].values(), *facts["_buffers"].values(), *facts.values())
-    return [t for t in found if isinstance(t, Tensor)]
+    values = (*facts["_parameters"].values(), *facts["_buffers"].values(), *facts.values())
+    return [t for t in values if isinstance(t, Tensor)]

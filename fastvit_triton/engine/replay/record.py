@@ -67,29 +67,29 @@ def record(
     try:
         guard = Guard(module, inside[1:])
         _refuse_tensors(guard, tensors)
-        given = [*leaves.values(), *guard.tensors]
+        all_tensors = [*leaves.values(), *guard.tensors]
         with recorder:
             result = forward(module, *inputs, **named)
-        backward = _record_backward(recorder, given, result)
-        made = _made(recorder, guard, inside, given, len(tensors), result, *backward)
+        backward = _record_backward(recorder, all_tensors, result)
+        recording = _made(recorder, guard, inside, all_tensors, len(tensors), result, *backward)
     except RuntimeError:  # a Refusal, or too little memory for a backward pass now
-        made = None
-    if recorder.draws and (made is None or made.result is None):
+        recording = None
+    if recorder.draws and (recording is None or recording.result is None):
         _restore(states, device)
-    return made
+    return recording
 
 
 def _refuse_tensors(guard: Guard, inputs: list[Tensor]) -> None:
     """Raises Refusal for tensors that a replay cannot take."""
-    held = guard.tensors
+    module_tensors = guard.tensors
     single = {id(t) for *_, t in guard.single}
-    if _share_memory([*inputs, *held]):
+    if _share_memory([*inputs, *module_tensors]):
         raise Refusal("two tensors share memory")  # they would have one slot, also after they are separated
-    if any(t.device != inputs[0].device or t._backward_hooks for t in (*inputs, *held)):
+    if any(t.device != inputs[0].device or t._backward_hooks for t in (*inputs, *module_tensors)):
         raise Refusal("a tensor has hooks or is on another device")
-    if any(t.grad_fn is not None for t in held):
+    if any(t.grad_fn is not None for t in module_tensors):
         raise Refusal("a weight is computed")  # from other tensors, to which gradients would flow
-    if any(t.numel() < 2 and id(t) not in single for t in held):
+    if any(t.numel() < 2 and id(t) not in single for t in module_tensors):
         raise Refusal("an attribute is a tensor of one element")  # the guard's == would compare its value
 
 
@@ -119,26 +119,26 @@ def _restore(states: list[Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
-def _record_backward(recorder: Recorder, given: list[Tensor], result: object) -> tuple:
+def _record_backward(recorder: Recorder, tensors: list[Tensor], result: object) -> tuple:
     """((steps, allocations) of the forward pass, incoming gradient, gradients by id); (None, None, {}) for none."""
     ends = list({id(t): t for t in tensors_in(result) if t.requires_grad}.values())
     if not ends:
         return None, None, {}
-    if len(ends) > 1 or not ends[0].is_contiguous() or storage_of(ends[0]) in map(storage_of, given):
+    if len(ends) > 1 or not ends[0].is_contiguous() or storage_of(ends[0]) in map(storage_of, tensors):
         raise Refusal("the outputs with gradients are not a single contiguous tensor")
     marks = (len(recorder.steps), len(recorder.reserved))
     incoming = torch.zeros_like(ends[0].detach())
-    wanted = [t for t in given if t.requires_grad]
+    sources = [t for t in tensors if t.requires_grad]
     with torch.autocast(incoming.device.type, enabled=False), recorder:
-        gradients = torch.autograd.grad(ends, wanted, incoming, allow_unused=True)
-    return marks, incoming, dict(zip(map(id, wanted), gradients, strict=True))
+        gradients = torch.autograd.grad(ends, sources, incoming, allow_unused=True)
+    return marks, incoming, dict(zip(map(id, sources), gradients, strict=True))
 
 
 def _made(
     recorder: Recorder,
     guard: Guard,
     modules: list[nn.Module],
-    given: list[Tensor],
+    tensors: list[Tensor],
     inputs: int,
     result: object,
     marks: tuple[int, int] | None,
@@ -148,17 +148,25 @@ def _made(
     """The record, reduced to the tensors that a replay depends on; raises Refusal."""
     if not guard.holds(guard.root()):
         raise Refusal("the call changed its own inputs or settings")
-    read = {storage_of(t) for step in recorder.steps for t in tensors_in((step.arguments, step.named))}
-    folds = [fold for fold in kept_folds(modules) if _storages(fold) & read]
-    held = [t for t in given[inputs:] if torch.is_grad_enabled() or storage_of(t) in read]
-    held += [t for *_, kept in folds for t in kept.folded[:3]]
-    given = [*given[:inputs], *held]
+    read_storages = {storage_of(t) for step in recorder.steps for t in tensors_in((step.arguments, step.named))}
+    packed = {id(t) for step in recorder.steps for t in step.arguments if isinstance(t, Tensor) and t.is_mkldnn}
+    folds = [
+        fold
+        for fold, parts in ((fold, _parts(fold)) for fold in kept_folds(modules))
+        if packed & {*map(id, parts)} or read_storages & {*map(storage_of, tensors_in(parts))}
+    ]
+    if packed.difference(id(t) for fold in folds for t in _parts(fold)):
+        raise Refusal("a packed weight was not cached")
+    state = [t for t in tensors[inputs:] if torch.is_grad_enabled() or storage_of(t) in read_storages]
+    state += [t for fold in folds for t in tensors_in(_parts(fold))]
+    tensors = [*tensors[:inputs], *state]
     names = {id(t): name for m in reversed(modules) for name, t in (*m.named_parameters(), *m.named_buffers())}
-    named = [(names.get(id(t), "constant"), t) for t in held]
-    wanted = [gradients.get(id(t)) for t in given]
-    plan = Plan(recorder, [*(("x", t) for t in given[:inputs]), *named], result, marks, incoming, wanted)
+    named = [(names.get(id(t), "constant"), t) for t in state]
+    grads = [gradients.get(id(t)) for t in tensors]
+    plan = Plan(recorder, [*(("x", t) for t in tensors[:inputs]), *named], result, marks, incoming, grads)
     return Record(emit(plan), guard, named, folds, result if marks is None else None)
 
 
-def _storages(fold: CachedFold) -> set[int]:
-    return {storage_of(t) for t in fold.kept.folded[:3]}
+def _parts(fold: CachedFold) -> list[Tensor]:
+    """The tensors of a fold or packed weight."""
+    return [t for t in fold.kept.folded if isinstance(t, Tensor)]

@@ -96,9 +96,11 @@ class Recorder(launch.Recorder):
         if any(t.device != self.device for t in tensors_in(results)):
             raise Refusal(f"{name} copies to another device")
         several = results if isinstance(results, (tuple, list)) else (results,)
-        given = {storage_of(t) for t in tensors_in((arguments, named))}
-        made = [(t, i) for i, t in enumerate(several) if isinstance(t, Tensor) and storage_of(t) not in given]
-        new = tuple({storage_of(t): (t, i) for t, i in made}.values())
+        argument_storages = {storage_of(t) for t in tensors_in((arguments, named))}
+        allocated = [
+            (t, i) for i, t in enumerate(several) if isinstance(t, Tensor) and storage_of(t) not in argument_storages
+        ]
+        new = tuple({storage_of(t): (t, i) for t, i in allocated}.values())
         storages = {storage_of(t) for t, _ in new}
         self._made |= storages
         if name in ALLOCATE:
@@ -113,8 +115,8 @@ class Recorder(launch.Recorder):
 
     def _writes_own(self, function: OpOverload, arguments: tuple, named: dict) -> bool:
         """True if the operator writes only to memory that this call allocated."""
-        given = dict(zip((a.name for a in function._schema.arguments), arguments, strict=False)) | named
-        written = [given.get(a.name) for a in function._schema.arguments if a.alias_info and a.alias_info.is_write]
+        values = dict(zip((a.name for a in function._schema.arguments), arguments, strict=False)) | named
+        written = [values.get(a.name) for a in function._schema.arguments if a.alias_info and a.alias_info.is_write]
         return all(storage_of(t) in self._made for t in tensors_in(written))
 
 
@@ -136,10 +138,11 @@ def place_of(t: Tensor) -> Place:
     return Place(storage_of(t), t.data_ptr(), tuple(t.shape), t.stride(), t.dtype)
 
 
-def tensors_in(held: object) -> Iterator[Tensor]:
-    """Yields the tensors in nested tuples, lists and dictionaries."""
-    if isinstance(held, Tensor):
-        yield held
-    elif isinstance(held, (tuple, list, dict)):
-        for value in held.values() if isinstance(held, dict) else held:
+def tensors_in(nested: object) -> Iterator[Tensor]:
+    """Yields the tensors in nested tuples, lists and dictionaries, except those in oneDNN's layout (no address)."""
+    if isinstance(nested, Tensor):
+        if not nested.is_mkldnn:
+            yield nested
+    elif isinstance(nested, (tuple, list, dict)):
+        for value in nested.values() if isinstance(nested, dict) else nested:
             yield from tensors_in(value)

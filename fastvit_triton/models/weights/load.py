@@ -42,12 +42,6 @@ from .describe import describe, from_metadata
 from .pretrained import find_place
 from .rebuild import build_model
 
-IRRELEVANT = re.compile(  # other parts of larger models, and training state
-    r"(^|\.)(mask_token|position_ids|pooler|decoder\w*|text_model|text_projection|logit_scale|logit_bias|txt"
-    r"|dino_head|ibot_head|student|opt|relative_position_index|attn_mask)(\.|$)|(^|\.)[tb]$"
-)
-
-
 SPELLINGS: dict[str, Spelling] = {"vit": plain.CHECKPOINTS}
 SPELLINGS |= {family.MODEL.layout: family.CHECKPOINTS for family in FAMILIES if hasattr(family, "CHECKPOINTS")}
 
@@ -170,7 +164,8 @@ def save_weights(
     Args:
         model: a model from `create_model`; of one with `features_only=True` the backbone, its `model`, is written.
         path: file to write; ends in `.safetensors`.
-        layout: "fastvit_triton", "timm" or "transformers".
+        layout: "fastvit_triton", "timm" or "transformers"; for CLIP's towers also "open_clip", with the names in the
+            whole models of open_clip and OpenAI, "visual.…", or "open_clip_visual", with those in their `model.visual`.
         metadata: header entries in addition to format, layout, variant and config.
 
     Raises:
@@ -212,7 +207,7 @@ def _load(model: Any, checkpoint: Mapping, metadata: Mapping[str, str], resize: 
     if metadata.get("layout") == "fastvit_triton":
         family, mode = "fastvit_triton", model.position_resize
     target = model.state_dict()
-    dropped = [key for key in state if IRRELEVANT.search(key) or key in model.pruned]
+    dropped = [key for key in state if spelling.irrelevant.search(key) or key in model.pruned]
     state = {key: tensor for key, tensor in state.items() if key not in dropped}
     fill_counts(target, state)
     dropped += fit_head(model.head_names, target, state)
@@ -271,6 +266,8 @@ def _translate(tensors: State, spelling: Spelling) -> tuple[Layout, State, dict[
             f"layout; known are {', '.join(layout.name for layout in spelling.layouts)}"
         )
     layout, prefix = match
+    if layout.alone and prefix:  # what has no prefix would take the places of what has one
+        dotted = {key if key.startswith(prefix) else f"text_model.{key}": spelt for key, spelt in dotted.items()}
     for key, tensor in tensors.items():
         if (why := why_unusable(tensor)) is not None:
             raise WeightsError(f"the checkpoint's {key} {why}; save it as a dense tensor of numbers")

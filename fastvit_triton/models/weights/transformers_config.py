@@ -3,6 +3,7 @@
 Sources: the configuration classes of transformers 5.23, whose defaults a file may leave out.
 """
 
+import math
 from typing import Any, NamedTuple
 
 from ...checkpoints.tensors import WeightsError
@@ -79,6 +80,8 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> tuple[str, dict[s
         ValueError: the model type, an activation or a head is none of ours.
     """
     model_type = config["model_type"]
+    if model_type == "imagegpt":
+        return _read_igpt(config, processor)
     if model_type in STAGES:
         name, overrides = _nearest(*transformers_stages.read(config, processor))
         sizes = {"image_size": model_config(name, **overrides).img_size, "num_channels": config.get("num_channels", 3)}
@@ -86,7 +89,7 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> tuple[str, dict[s
     kind = next((kind for kind in KINDS if model_type in (kind.model_type, kind.outer)), None)
     if kind is None:
         names = [name for kind in KINDS for name in (kind.outer, kind.model_type) if name]
-        raise ValueError(f"model_type is {model_type!r}; known are {', '.join([*names, *STAGES])}")
+        raise ValueError(f"model_type is {model_type!r}; known are {', '.join([*names, 'imagegpt', *STAGES])}")
     entries = DEFAULTS | kind.defaults | (config.get("vision_config", {}) if model_type == kind.outer else config)
     head = (config.get("architectures") or [kind.bare])[0]
     if head == "CLIPForImageClassification":
@@ -118,6 +121,47 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> tuple[str, dict[s
     return name, options, _cfg(name, options, entries, config, processor)
 
 
+PIXELS = {"n_embd": "embed_dim", "n_layer": "depth", "n_head": "num_heads", "layer_norm_epsilon": "eps"}
+PIXEL_DEFAULTS: dict[str, Any] = dict(n_embd=512, n_layer=24, n_head=8, layer_norm_epsilon=1e-5, vocab_size=513)
+PIXEL_DEFAULTS |= dict(n_positions=1024, n_inner=None, activation_function="quick_gelu", scale_attn_weights=True)
+PIXEL_DEFAULTS |= dict(scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=False)
+
+
+def _read_igpt(config: dict[str, Any], processor: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """As `read`, of ImageGPTConfig; the colours are in preprocessor_config.json."""
+    entries = PIXEL_DEFAULTS | config
+    fixed = ("activation_function", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings")
+    wrong = [key for key in fixed if entries[key] != PIXEL_DEFAULTS[key]]
+    wrong += ["n_inner"] if entries["n_inner"] not in (None, 4 * entries["n_embd"]) else []
+    side = math.isqrt(entries["n_positions"])
+    wrong += ["n_positions"] if side * side != entries["n_positions"] else []
+    if wrong:
+        raise ValueError(f"{wrong[0]} is {entries[wrong[0]]!r}; our iGPT has no such models")
+    wanted = {ours: entries[theirs] for theirs, ours in PIXELS.items()}
+    wanted |= dict(n_colors=entries["vocab_size"] - 1, img_size=(side, side))
+    choices = []
+    for name in CATALOGUE["igpt_small"].VARIANTS:
+        ours = model_config(name)
+        choices.append((name, {key: value for key, value in wanted.items() if getattr(ours, key) != value}))
+    name, options = min(choices, key=lambda pair: len(pair[1]))
+    cfg = {"architecture": name, "num_classes": 0, "input_size": (3, side, side), "interpolation": "bilinear"}
+    cfg |= {"clusters": processor["clusters"]} if processor.get("clusters") else {}
+    return name, options, cfg
+
+
+def _write_igpt(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """As `write`, of ImageGPTConfig and ImageGPTImageProcessor."""
+    config = model.config
+    height, width = sides(config.img_size)
+    entries = {theirs: getattr(config, ours) for theirs, ours in PIXELS.items()}
+    entries |= dict(vocab_size=model.wte.num_embeddings, n_positions=height * width, activation_function="quick_gelu")
+    head = dict(architectures=["ImageGPTForCausalImageModeling"], model_type="imagegpt", dtype="float32")
+    common = dict(do_resize=True, resample=2, do_normalize=True, do_color_quantize=True)
+    size = dict(height=height, width=width)
+    colours = model.clusters.tolist()
+    return head | entries, dict(image_processor_type="ImageGPTImageProcessor", size=size, clusters=colours, **common)
+
+
 def _cfg(
     name: str, options: dict[str, Any], entries: dict[str, Any], config: dict[str, Any], processor: dict[str, Any]
 ) -> dict[str, Any]:
@@ -141,6 +185,8 @@ def write(model: Any, layout: str, cfg: dict[str, Any]) -> tuple[dict[str, Any],
     Raises:
         WeightsError: its class has no such ratio of the MLP.
     """
+    if model.layout == "igpt":
+        return _write_igpt(model)
     if model.layout in STAGES:
         labels = _labels(model.num_classes, cfg)
         return transformers_stages.write(model.layout, model.config) | labels, _processor(cfg)

@@ -1,9 +1,9 @@
 """Training and test batches: the digits of scikit-learn, image folders, CIFAR-10, IDX, and webdataset shards."""
 
-import functools
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,11 +18,12 @@ from ..ranges import NonNegativeInt, PositiveInt, checked
 from ..recipes import Recipe
 from .cifar import is_cifar, scan_cifar
 from .custom import CustomTransform
-from .folder import FolderBatches, ImageFiles, scan_folder
-from .hf import is_hf, scan_hf
+from .folder import FolderBatches, ImageFiles, class_folders, is_divided, scan_folder
+from .hf import is_hf, scan_hf, source_of
 from .idx import is_idx, scan_idx
 from .shards import is_shards, scan_shards
-from .transform import MAX_PIXELS, Transform
+from .split import Split
+from .transform import MAX_PIXELS, Transform, join_names
 
 # Mean and standard deviation of the digits' training split, pixels in [0, 1].
 DIGITS_MEAN, DIGITS_STD = 0.3054, 0.3762
@@ -35,11 +36,13 @@ class Batches(Protocol):
         per_rank: each rank gets its own part of a batch; if False all ranks get the whole batch.
         bad: skipped files, with the reason.
         indices: indices of the images in the last batch.
+        targets: class numbers of all images.
     """
 
     per_rank: bool
     bad: dict[Path, str]
     indices: list[int]
+    targets: Any
 
     def __len__(self) -> int: ...
 
@@ -66,6 +69,7 @@ class Data:
         train: training batches, shuffled and augmented.
         test: test batches, in order.
         test_once: evaluate after the last epoch only.
+        split: how one list of images was divided; None if the data set has test images of its own.
     """
 
     name: str
@@ -74,8 +78,9 @@ class Data:
     train: Batches
     test: Batches
     test_once: bool = False
+    split: Split | None = None
 
-    @functools.cached_property
+    @cached_property
     def identity(self) -> dict[str, list[str] | str]:
         """Class names and a digest of each split, which a training state keeps to see that the data have changed."""
         return {"classes": list(self.classes), "training": self.train.digest(), "test": self.test.digest()}
@@ -150,12 +155,13 @@ def load(
     max_pixels: PositiveInt = MAX_PIXELS,
     custom: str | None = None,
     world: World | None = None,
+    split: Split | None = None,
 ) -> Data:
     """Loads a data set by name.
 
-    A path is one of: an image folder with `train/<class>/` and `val/<class>/`, images of any size, grey or colour,
-    whose sorted folder names are the classes; webdataset shards, see shards.py; CIFAR-10's own files `data_batch_1` …
-    `test_batch`; IDX files of the MNIST family, see idx.py.
+    A path is one of: an image folder with `train/<class>/` and `val/<class>/`, or with `split` only `<class>/`, images
+    of any size, grey or colour, whose sorted folder names are the classes; webdataset shards, see shards.py; CIFAR-10's
+    own files `data_batch_1` … `test_batch`; IDX files of the MNIST family, see idx.py.
 
     Args:
         name: "digits", a path, or a data set of the library `datasets` as hf:NAME, see hf.py.
@@ -165,12 +171,15 @@ def load(
         max_pixels: images with more pixels count as images that cannot be read.
         custom: `module:attribute` of a transform of training images, see custom.py; None crops and mirrors.
         world: processes among which each batch of image files is divided.
+        split: divides an image folder `<class>/`, or the training split of `hf:` data, which is then read whole.
 
     Raises:
-        ValueError: the path is none of these, an image cannot be read and `skip_bad_images` is False, the recipe's
-            augmentation or `custom` does not apply to the digits, or `custom` fails on the first image.
+        ValueError: the path is none of these, an image cannot be read and `skip_bad_images` is False, a class has no
+            training or no test images, the recipe's augmentation or `custom` does not apply to the digits, `custom`
+            fails on the first image, or the data set has test images of its own and `split` is given.
     """
     size = (recipe.img_size, recipe.img_size)
+    _check_divisible(name, split)
     if name == "digits":
         if recipe.policy or recipe.repeats > 1 or custom:
             what = "the recipe's policy" if recipe.policy else "the recipe's repeated augmentation"
@@ -182,7 +191,7 @@ def load(
             *digits("train", size), transform, recipe.batch_size, affine_augmentation(recipe)
         )
     else:
-        files = _scan(name, "train", None, world, max_pixels)
+        files = _scan(name, "train", None, world, max_pixels, split)
         classes = files.classes
         transform = Transform(size, recipe.mean, recipe.std, recipe.eval_crop, recipe.crop_mode, recipe.interpolation)
         crop: dict[str, Any] = {"min_area": recipe.min_area, "flip": recipe.flip}
@@ -197,8 +206,38 @@ def load(
         }
         train = FolderBatches(Path(name), files, transform, crop=crop, repeats=recipe.repeats, world=world, **options)
     options = {"workers": workers, "skip_bad_images": skip_bad_images, "max_pixels": max_pixels, "world": world}
-    test = load_test(name, classes, transform, recipe.batch_size, **options)
-    return Data(name, classes, transform, train, test, test_once=name == "digits")
+    test = load_test(name, classes, transform, recipe.batch_size, **options, split=split)
+    data = Data(name, classes, transform, train, test, test_once=name == "digits", split=split)
+    if recipe.loss in ("softmax", "sigmoid", "bce"):  # the others need no labels
+        _check_classes(data)
+    return data
+
+
+def _check_classes(data: Data) -> None:
+    """Raises ValueError if a class has no training or no test images: its accuracy would be unknown, or zero."""
+    for batches, kind in ((data.train, "training"), (data.test, "test")):
+        found = set(torch.as_tensor(batches.targets).tolist())
+        if missing := [name for i, name in enumerate(data.classes) if i not in found]:
+            text = "add some, or remove the class"
+            if is_hf(data.name):
+                text = "if its images are sorted by class, leave slices out and pass --val-split 0.1"
+            count = f"{len(missing)} of its {len(data.classes):,} class{'es' if len(data.classes) > 1 else ''}"
+            raise ValueError(f"data {data.name!r} has no {kind} images of {count}, {join_names(missing)}; {text}")
+
+
+def _check_divisible(name: str, split: Split | None) -> None:
+    """Raises ValueError if there is a split for data with test images of their own."""
+    if split is None:
+        return
+    text = "leave --val-split out"
+    if is_hf(name):
+        if source_of(name).test:
+            raise ValueError(f"data {name!r} names its test images; {text}, or name the data set only")
+        return
+    root = Path(name)
+    tested = (root / "val").is_dir() and is_divided(root)
+    if tested or name == "digits" or is_shards(root) or is_idx(root) or is_cifar(root):
+        raise ValueError(f"data {name!r} has test images of its own; {text}")
 
 
 @checked
@@ -212,11 +251,12 @@ def load_test(
     skip_bad_images: bool = False,
     max_pixels: PositiveInt = MAX_PIXELS,
     world: World | None = None,
+    split: Split | None = None,
 ) -> Batches:
     """Loads the test images only, for a trained model.
 
     Args:
-        name: as for `load`; in a folder, only `val/` is read.
+        name: as for `load`; in a folder, only `val/` is read, or all its classes if there is neither train/ nor val/.
         classes: names, in the order of the model's logits.
         transform: as in training.
         batch_size: images per batch.
@@ -224,6 +264,7 @@ def load_test(
         skip_bad_images: leave out images that cannot be read.
         max_pixels: images with more pixels count as images that cannot be read.
         world: processes among which each batch of image files is divided.
+        split: as for `load`.
 
     Raises:
         ValueError: as for `load`, or the data has a class that is not in `classes`.
@@ -231,27 +272,43 @@ def load_test(
     if name == "digits":
         return TensorBatches(*digits("test", transform.size), transform, batch_size)
     options: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "skip_bad_images": skip_bad_images}
-    files = _scan(name, "val", classes, world, max_pixels)
+    files = _scan(name, "val", classes, world, max_pixels, split)
     return FolderBatches(Path(name), files, transform, world=world, **options)
 
 
-def _scan(name: str, split: str, classes: tuple[str, ...] | None, world: World | None, max_pixels: int) -> ImageFiles:
+def _scan(
+    name: str,
+    split: str,
+    classes: tuple[str, ...] | None,
+    world: World | None,
+    max_pixels: int,
+    division: Split | None,
+) -> ImageFiles:
     """Lists a split of a data set on disk, or of the library `datasets`."""
+    root = Path(name)
+    if division is not None:
+        whole = partial(scan_hf, name, "train") if is_hf(name) else partial(scan_folder, root, _undivided(root))
+        return division.part(whole(classes=classes, max_pixels=max_pixels), root, split)
     if is_hf(name):
         return scan_hf(name, split, classes, max_pixels)
-    root = Path(name)
     if is_shards(root):
         return scan_shards(root, split, classes, world, max_pixels)
     if is_idx(root):
         return scan_idx(root, split, classes, max_pixels)
-    return scan_cifar(root, split, classes) if is_cifar(root) else scan_folder(root, split, classes, max_pixels)
+    if is_cifar(root):
+        return scan_cifar(root, split, classes)
+    flat = split == "val" and root.is_dir() and not is_divided(root) and class_folders(root)
+    return scan_folder(root, "" if flat else split, classes, max_pixels)
+
+
+def _undivided(root: Path) -> str:
+    """The folder in `root` that holds the classes: "train" if there is one, else ""."""
+    return "train" if root.is_dir() and is_divided(root) else ""
 
 
 def affine_augmentation(recipe: Recipe) -> Callable[[Tensor], Tensor]:
     """The recipe's `random_affine`, as a function of images [B, C, H, W] in [0, 1]."""
-    return functools.partial(
-        random_affine, degrees=recipe.degrees, zoom=recipe.zoom, shear=recipe.shear, shift=recipe.shift
-    )
+    return partial(random_affine, degrees=recipe.degrees, zoom=recipe.zoom, shear=recipe.shear, shift=recipe.shift)
 
 
 def digits(split: str, size: tuple[int, int] = (8, 8)) -> tuple[Tensor, Tensor]:

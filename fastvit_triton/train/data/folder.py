@@ -45,8 +45,8 @@ def scan_folder(
     """Lists one split of an image folder, in sorted order. Hidden files and other suffixes are ignored.
 
     Args:
-        root: holds `train/` and `val/`.
-        split: "train" or "val".
+        root: holds `train/` and `val/`, or the classes themselves.
+        split: "train" or "val"; "" if the classes lie in `root`.
         classes: class names of the model; None accepts the folders found.
         max_pixels: larger images are unreadable.
 
@@ -59,11 +59,12 @@ def scan_folder(
             f"data {str(root)!r} is not a folder; give one that holds train/<class>/ and val/<class>/ with images"
         )
     if not (root / split).is_dir():
-        raise ValueError(f"data {str(root)!r} has no folder {split}/; put images into {split}/<class>/")
-    _, folders, _ = next(_walk(root / split))
-    class_names = sorted(folders)
+        why = f"data {str(root)!r} has no folder {split}/; put images into {split}/<class>/"
+        raise ValueError(why if classes else f"{why}, or pass --val-split 0.1 to test on a tenth of each class")
+    class_names = class_folders(root / split)
     if not class_names:
-        raise ValueError(f"data {str(root / split)!r} holds no class folders; put images into {split}/<class>/")
+        where = f"{split}/<class>/" if split else "<class>/"
+        raise ValueError(f"data {str(root / split)!r} holds no class folders; put images into {where}")
     unknown = [name for name in class_names if classes is not None and name not in classes]
     if classes is not None and unknown:
         raise ValueError(
@@ -82,6 +83,16 @@ def scan_folder(
         targets += [classes.index(name)] * len(images)
     decode = partial(read_image, max_pixels=max_pixels)
     return ImageFiles(files, targets, classes, decode, partial(find_defect, max_pixels=max_pixels))
+
+
+def class_folders(root: Path) -> list[str]:
+    """The names of the folders in a folder that are not hidden, in sorted order; ValueError if it cannot be read."""
+    return sorted(next(_walk(root))[1])
+
+
+def is_divided(root: Path) -> bool:
+    """True for a folder with train/<class>/ or val/<class>/; False if the classes lie in it, or if there is none."""
+    return any((root / split).is_dir() and class_folders(root / split) for split in ("train", "val"))
 
 
 def list_images(folder: Path) -> list[Path]:

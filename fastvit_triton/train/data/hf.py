@@ -114,8 +114,10 @@ def _open(data: str, source: Source, split: str) -> Any:
     with _one_sentence(data):
         if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
             splits = datasets.load_from_disk(str(folder))
+            if not isinstance(splits, dict) and split == "train":
+                return splits
             if not isinstance(splits, dict):
-                raise ValueError("it has one split; save a DatasetDict with a training and a test split")
+                raise ValueError("it has one split; pass --val-split 0.1, or save a DatasetDict with two")
             return splits[_choose(source, split, list(splits))]
         if split == "train":
             return datasets.load_dataset(source.name, split=source.train)
@@ -128,7 +130,8 @@ def _choose(source: Source, split: str, names: list[str]) -> str:
     wanted = (source.train,) if split == "train" else (source.test,) if source.test else TEST_SPLITS
     if (chosen := next((name for name in wanted if name in names), None)) is None:
         kind = "training" if split == "train" else "test"
-        raise ValueError(f"it has the splits {', '.join(names)}; name the {kind} split, as hf:NAME:TRAIN,TEST")
+        advice = "" if split == "train" else ", or pass --val-split 0.1"
+        raise ValueError(f"it has the splits {', '.join(names)}; name the {kind} split, as hf:NAME:TRAIN,TEST{advice}")
     return chosen
 
 

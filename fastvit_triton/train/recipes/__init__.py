@@ -56,7 +56,8 @@ class Recipe:
         decay: "cosine" or, for "vit", "linear".
         floor: rate at the end, if the schedule has one.
         clip: maximum gradient norm; None does not clip.
-        loss: "softmax"; "sigmoid", summed over classes; "bce", as in DeiT III; "pixels" or "colours" of masked patches.
+        loss: "softmax"; "sigmoid", summed over classes; "bce", as in DeiT III; "pixels" or "colours" of masked patches;
+            "likelihood" of models of pixels; "restoration", the mean absolute error of restored images.
         head_bias: initial value of the head's bias.
         pos_std: standard deviation of initial positions; None keeps the model's 0.02.
         label_smoothing: probability spread evenly over all classes.
@@ -110,7 +111,7 @@ class Recipe:
     decay: Literal["cosine", "linear"] = "cosine"
     floor: NonNegative = 0.0
     clip: Annotated[Positive | None, "no clipping"] = None
-    loss: Literal["softmax", "sigmoid", "bce", "pixels", "colours"] = "softmax"
+    loss: Literal["softmax", "sigmoid", "bce", "pixels", "colours", "likelihood", "restoration"] = "softmax"
     head_bias: Finite = 0.0
     pos_std: Annotated[Positive | None, "the model's own"] = None
     label_smoothing: FractionBelow1 = 0.0
@@ -241,4 +242,41 @@ FASHION_MNIST = Recipe(
     pos_std=0.5,
     clip=1.0,
     min_area=0.7,
+)
+
+# For a small iGPT on grey images, such as Fashion-MNIST's: docs/pixels.md has what it reached. Nothing was searched.
+PIXELS = Recipe(
+    model="igpt_digits",
+    img_size=14,
+    mean=(0.5,),
+    std=(0.5,),
+    eval_crop=1.0,
+    interpolation="box",
+    batch_size=32,
+    epochs=1,
+    warmup=0.25,
+    lr=3e-3,
+    weight_decay=0.01,
+    betas=(0.9, 0.95),
+    clip=1.0,
+    loss="likelihood",
+    min_area=1.0,
+    flip=False,
+)
+
+# For a small IPT on tiles of photographs of 48 pixels a side: docs/pixels.md has what it reached.
+RESTORATION = Recipe(
+    model="ipt_digits",
+    img_size=48,
+    mean=(0.0,) * 3,
+    std=(1.0,) * 3,
+    eval_crop=1.0,
+    batch_size=16,
+    epochs=7,
+    warmup=0.05,
+    lr=1e-3,
+    weight_decay=0.01,
+    clip=1.0,
+    loss="restoration",
+    min_area=1.0,
 )

@@ -176,5 +176,5 @@ def patches(self: Foreign, x: Tensor) -> Tensor:
 def _divides(self: Foreign, size: tuple[int, int]) -> bool:
     """True if the module accepts images of this size and the patch size divides them."""
     strict = self.img_size is not None and getattr(self, "strict_img_size", True)
-    whole = all(side % patch == 0 for side, patch in zip(size, self.patch_size, strict=True))
-    return whole and (not strict or size == tuple(self.img_size))
+    divided = all(side % patch == 0 for side, patch in zip(size, self.patch_size, strict=True))
+    return divided and (not strict or size == tuple(self.img_size))

@@ -198,13 +198,13 @@ def _branches(*bodies: tuple[Foreign, Reader, nn.Module], maps: bool) -> list[Br
         return None
     if any(has_hooks(module) for body, _, drop_path in bodies for module in (body, drop_path)):
         return None
-    found = []
+    branches = []
     for body, read, drop_path in bodies:
         parts = read(body, tokens=True)
         if isinstance(parts, str):
             return None
-        found.append(Branch(parts, drop_path=drop_path))
-    return found
+        branches.append(Branch(parts, drop_path=drop_path))
+    return branches
 
 
 def _block_reason(self: Foreign) -> str | None:

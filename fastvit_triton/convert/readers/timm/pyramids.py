@@ -271,8 +271,8 @@ def _pyramid_block(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tens
 
 def _pos_reason(self: Foreign) -> str | None:
     conv = self.proj[0] if type(self.proj) is nn.Sequential and len(self.proj) == 1 else None
-    whole = getattr(self, "stride", 1) == 1  # ours has none
-    plain = whole and conv is not None and not has_hooks(self.proj) and is_depthwise_conv(conv)
+    keeps_size = getattr(self, "stride", 1) == 1  # ours has none
+    plain = keeps_size and conv is not None and not has_hooks(self.proj) and is_depthwise_conv(conv)
     return None if plain else "its convolution has a stride, was replaced or has a hook"
 
 

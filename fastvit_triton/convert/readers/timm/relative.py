@@ -118,15 +118,15 @@ def _maxvit_heads(self: Foreign, qkv: Tensor, shared: Tensor | None) -> Tensor:
 )
 def gcvit_parts(self: Foreign, q_global: Tensor | None = None) -> Body | str:
     """Parts of GCViT's attention in windows [B · windows, N, D], with queries of the windows or of the whole image."""
-    between = partial(_gcvit_heads, self, given=q_global)
+    between = partial(_gcvit_heads, self, queries=q_global)
     return _reason(self) or Body("attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,))
 
 
-def _gcvit_heads(self: Foreign, qkv: Tensor, given: Tensor | None) -> Tensor:
-    """Packed projections [B · windows, N, 2 or 3 · H · D] → [B · windows, N, H · D]; given queries are [B, h, w, C]."""
-    if self.use_global and given is not None:
+def _gcvit_heads(self: Foreign, qkv: Tensor, queries: Tensor | None) -> Tensor:
+    """Packed projections [B · windows, N, 2 or 3 · H · D] → [B · windows, N, H · D]; queries are [B, h, w, C]."""
+    if self.use_global and queries is not None:
         k, v = heads_of(qkv, self.num_heads, 2)
-        q = given.repeat_interleave(len(qkv) // len(given), 0).flatten(1, 2)
+        q = queries.repeat_interleave(len(qkv) // len(queries), 0).flatten(1, 2)
         q = q.unflatten(-1, (self.num_heads, -1)).transpose(1, 2).to(k.dtype)
     else:
         q, k, v = heads_of(qkv, self.num_heads)

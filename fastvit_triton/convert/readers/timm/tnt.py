@@ -91,11 +91,11 @@ def _add_inner_outer(block: Any, pixels: Tensor, patches: Tensor) -> tuple[Tenso
 
     Without gradients it is replayed as a whole; two outputs with gradients are not replayed, but each pair of branches.
     """
-    known = [ways.known_way(attn, x) for (attn, *_), x in zip(_inner_outer(block), (pixels, patches), strict=True)]
-    plain = any(way is None for way, _ in known) or all(way == "plain" for way, _ in known)
+    choices = [ways.known_way(attn, x) for (attn, *_), x in zip(_inner_outer(block), (pixels, patches), strict=True)]
+    plain = any(way is None for way, _ in choices) or all(way == "plain" for way, _ in choices)
     if torch.is_grad_enabled() or ways.state.inside_plain or plain:
         return _add_both(block, pixels, patches)
-    return replay.call(tuple(settings for _, settings in known), _add_both, block, pixels, patches)
+    return replay.call(tuple(settings for _, settings in choices), _add_both, block, pixels, patches)
 
 
 def _add_both(block: Any, pixels: Tensor, patches: Tensor) -> tuple[Tensor, Tensor]:

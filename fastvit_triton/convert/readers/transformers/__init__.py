@@ -5,6 +5,7 @@ from . import (  # noqa: F401
     beit,
     blocks,
     cvt,
+    deformable,
     hierarchical,
     levit,
     packed,

@@ -7,9 +7,11 @@ cu_seq_lens_q. Set it by `tower.config._attn_implementation = "fastvit_triton_fl
 """
 
 import sys
+import warnings
 from collections.abc import Callable
 from functools import cache
 
+import torch
 from torch import Tensor
 
 from ....engine.hooks import ATTENTIONS
@@ -21,7 +23,8 @@ from ...third_party import can_run, scores_mask
 
 NAME = "fastvit_triton"  # in transformers' AttentionInterface
 FLASH = f"{NAME}_flash"
-UNSUPPORTED = ("position_bias", "cache", "softcap", "sliding_window", "s_aux")  # arguments that change the scores
+UNSUPPORTED = ("position_bias", "cache", "softcap", "sliding_window")  # arguments that change the scores
+_WARNED: set[tuple[str, tuple[str, ...]]] = set()  # classes and causes that a warning has named
 
 
 def function_reason(module: Foreign) -> str | None:
@@ -64,35 +67,79 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Attention as transformers' AttentionInterface calls it: [B, H, N, D] each → ([B, Nq, H, Dv], no weights).
 
-    Unsupported cases, such as grouped heads, causal masks and dropout, use transformers' "sdpa". With cu_seq_lens_q the
-    tokens of a batch of one are those of several images, and each attends to its own image.
+    With cu_seq_lens_q the tokens of a batch of one are those of several images, and each attends to its own image.
+    What no kernel computes, such as causal attention, grouped heads and dropout, runs transformers' "sdpa", and a
+    warning says so once.
 
     Raises:
-        ValueError: images are packed, and another argument asks for what no kernel supports; or tokens are padded and
-            attention is causal, under the name for flash attention.
+        ValueError: images are packed in a batch of more than one, or with other lengths for keys than for queries; or
+            attention has sinks, or a sliding window that no mask holds.
     """
-    grouped = query.shape[1] != key.shape[1]
-    odd = grouped or dropout > 0 or any(more.get(name) is not None for name in UNSUPPORTED)
-    starts = more.get("cu_seq_lens_q")
-    if isinstance(starts, Tensor):
-        ends = more.get("cu_seq_lens_k", starts)
-        causal = is_causal is True
-        if odd or causal or attention_mask is not None or query.shape[0] != 1 or not _same(starts, ends):
-            raise ValueError(f"{NAME} supports packed images only without masks, dropout, grouped heads and caches")
-        q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-        return varlen_attention(q, k, v, starts, _longest(starts, more.get("max_length_q")), scaling)[None], None
+    given = more.get("cu_seq_lens_q")
+    starts = given if isinstance(given, Tensor) else None
+    packed = starts is not None
     padding = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
     causal = query.shape[2] > 1 and (attention_mask is None or padding is not None)  # other masks hold causality
-    causal = causal and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    causal = causal and (getattr(module, "is_causal", not packed) if is_causal is None else is_causal)
+    if starts is not None and (query.shape[0] != 1 or not _same(starts, more.get("cu_seq_lens_k", starts))):
+        raise ValueError(f"{NAME} takes packed images as a batch of one, with the same cu_seq_lens for q and k")
+    window = more.get("sliding_window")
+    hidden = isinstance(window, int) and window < key.shape[2] and (packed or attention_mask is padding)
+    if more.get("s_aux") is not None or hidden:  # "sdpa" would ignore them
+        what = "a sliding window without a mask" if hidden else "attention sinks"
+        raise ValueError(f"{NAME} does not support {what}; give {type(module).__name__} attn_implementation='eager'")
+    asked = {
+        "causal attention": causal,
+        "grouped heads": query.shape[1] != key.shape[1],
+        "dropout": dropout > 0,
+        "masks of packed images": packed and attention_mask is not None,
+        **{name: more.get(name) is not None for name in UNSUPPORTED},
+    }
+    unsupported = [name for name, is_asked in asked.items() if is_asked]
+    if starts is not None and not unsupported:
+        q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+        return varlen_attention(q, k, v, starts, _longest(starts, more.get("max_length_q")), scaling)[None], None
     if padding is not None:
-        if causal:
-            raise ValueError(f"{FLASH} is for vision towers; give the text model attn_implementation='sdpa'")
         attention_mask = padding[:, None, None].bool()
-    if causal or odd or not can_run(query):
-        sdpa = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
-        named = dict(more, scaling=scaling, dropout=dropout, is_causal=is_causal)
-        return sdpa(module, query, key, value, attention_mask, **named)
-    return attention(query, key, value, scores_mask(attention_mask), scaling).transpose(1, 2), None
+    if not unsupported and can_run(query):
+        return attention(query, key, value, scores_mask(attention_mask), scaling).transpose(1, 2), None
+    _warn(module, unsupported)
+    if causal and (packed or padding is not None):
+        attention_mask = _both(attention_mask, _lower_triangle(query, key))
+    if starts is not None:
+        attention_mask = _both(attention_mask, _same_image(starts, query.shape[2]))
+    sdpa = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
+    named = dict(more, scaling=scaling, dropout=dropout, is_causal=is_causal)
+    return sdpa(module, query, key, value, attention_mask, **named)
+
+
+def _warn(module: Foreign, unsupported: list[str]) -> None:
+    """Warns, once for each class and cause, that "sdpa" runs; never while tracing."""
+    cause = type(module).__name__, tuple(unsupported)
+    if unsupported and not torch.compiler.is_compiling() and cause not in _WARNED:
+        _WARNED.add(cause)
+        warnings.warn(
+            f'{cause[0]} runs transformers\' "sdpa": the kernels do not support {", ".join(unsupported)}', stacklevel=3
+        )
+
+
+def _lower_triangle(query: Tensor, key: Tensor) -> Tensor:
+    """Boolean mask [Nq, Nk]: True where a query may see a key, with the last query at the last key."""
+    q, k = query.shape[2], key.shape[2]
+    return torch.ones(q, k, dtype=torch.bool, device=query.device).tril(k - q)
+
+
+def _same_image(starts: Tensor, tokens: int) -> Tensor:
+    """Boolean mask [N, N]: True where two packed tokens are of the same image."""
+    image = torch.searchsorted(starts, torch.arange(tokens, device=starts.device), right=True)
+    return image[:, None] == image
+
+
+def _both(mask: Tensor | None, kept: Tensor) -> Tensor:
+    """A mask, boolean or to be added, that also hides what `kept` hides."""
+    if mask is None or mask.dtype == torch.bool:
+        return kept[None, None] if mask is None else mask & kept
+    return mask.masked_fill(~kept, torch.finfo(mask.dtype).min)
 
 
 def _same(a: Tensor, b: object) -> bool:

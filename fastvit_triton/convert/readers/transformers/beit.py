@@ -44,9 +44,9 @@ def _bias(module: Foreign, resolution: tuple[int, int], patch: int, interpolate:
     by_name=True,
     attention=True,
 )
-def nested_parts(self: Foreign, *given: Any, **named: Any) -> Body | str:
+def nested_parts(self: Foreign, *inputs: Any, **named: Any) -> Body | str:
     """Parts of an attention with nested submodules; biases of the block and of the model are added."""
-    call = dict(zip(arguments(type(self)), given, strict=False)) | named
+    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
     inner = self.attention
     outer = self.output
     family = type_name(self).removesuffix("Attention")
@@ -56,8 +56,8 @@ def nested_parts(self: Foreign, *given: Any, **named: Any) -> Body | str:
     if (why := heads_reason(inner)) is not None:
         return why
     if not is_inactive(inner.dropout):
-        known = type_name(inner.dropout) in DROPOUTS
-        return f"attention dropout {inner.dropout.p}" if known else "attention dropout was replaced"
+        is_dropout = type_name(inner.dropout) in DROPOUTS
+        return f"attention dropout {inner.dropout.p}" if is_dropout else "attention dropout was replaced"
     if call.get("output_attentions") or call.get("head_mask") is not None:
         return "its weights are requested, or heads are masked"
     bias = call.get("relative_position_bias")
@@ -65,8 +65,8 @@ def nested_parts(self: Foreign, *given: Any, **named: Any) -> Body | str:
     if inner.has_relative_position_bias and resolution is not None:  # no resolution while `optimize` reads the parts
         if call.get("interpolate_pos_encoding"):
             return "its positions are interpolated"
-        own = _bias(inner.relative_position_bias, resolution, inner.config.patch_size, False, 0)
-        bias = own if bias is None else own + bias
+        own_bias = _bias(inner.relative_position_bias, resolution, inner.config.patch_size, False, 0)
+        bias = own_bias if bias is None else own_bias + bias
     projections = (inner.query, inner.key, inner.value)
     scale = inner.attention_head_size**-0.5
     heads = inner.num_attention_heads

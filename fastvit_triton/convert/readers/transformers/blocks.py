@@ -99,8 +99,8 @@ def _tower_layer(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tensor
         scale = getattr(self, gates[i]).tanh().expand(x.shape[-1]) if gates[i] else _part(self, names.scales[i])
         drop = _part(self, names.drops[i])
         drop_path = _part(self, names.drop_paths[i])
-        given = None if i else call
-        branches.append(Branch(_part(self, body), _part(self, norm), None, drop_path, scale, drop, given))
+        body_call = None if i else call
+        branches.append(Branch(_part(self, body), _part(self, norm), None, drop_path, scale, drop, body_call))
     return add_branches(x, *branches, block=self)
 
 
@@ -161,9 +161,9 @@ class Biased(NamedTuple):
         return nn.functional.linear(x, self.layer.weight, self.bias)
 
 
-def _attention_parts(self: Foreign, *given: Any, **named: Any) -> Body | str:
+def _attention_parts(self: Foreign, *inputs: Any, **named: Any) -> Body | str:
     """Parts of an attention with nested submodules, the second with dropout."""
-    call = dict(zip(arguments(type(self)), given, strict=False)) | named
+    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
     inner, outer = self.attention, self.output
     why = inner_reason((inner, SELF), (outer, SELF_OUTPUT)) or heads_reason(inner)
     if why is not None:
@@ -174,8 +174,8 @@ def _attention_parts(self: Foreign, *given: Any, **named: Any) -> Body | str:
         why = "its attention weights are requested" if call.pop("output_attentions", None) else None
         why = why or ("called with head_mask" if call.get("head_mask") is not None else None)
     else:
-        known = type_name(inner.dropout) in DROPOUTS
-        why = f"attention dropout {inner.dropout.p}" if known else "dropout was replaced or has a hook"
+        is_dropout = type_name(inner.dropout) in DROPOUTS
+        why = f"attention dropout {inner.dropout.p}" if is_dropout else "dropout was replaced or has a hook"
     if why is not None:
         return why
     heads = inner.num_attention_heads

@@ -82,8 +82,8 @@ def _convolved(self: Foreign, image: Tensor) -> Tensor:
 
 def _layer_reason(self: Foreign) -> str | None:
     """Why CvT's block must run its own forward now, or None."""
-    known = (self.intermediate, f"{CVT}Intermediate"), (self.output, f"{CVT}Output")
-    plain = all(is_plain_module(module, (name,)) for module, name in known)
+    pairs = (self.intermediate, f"{CVT}Intermediate"), (self.output, f"{CVT}Output")
+    plain = all(is_plain_module(module, (name,)) for module, name in pairs)
     return None if plain else "intermediate or output was replaced or has a hook"
 
 

@@ -101,9 +101,9 @@ TAKES = "cu_seqlens position_embeddings max_seqlen attention_mask rotary_pos_emb
     takes=TAKES,
     attention=True,
 )
-def packed_parts(self: Foreign, *given: Any, **named: Any) -> Body | str:
+def packed_parts(self: Foreign, *inputs: Any, **named: Any) -> Body | str:
     """Parts of an attention within packed images; without cu_seqlens, of its layers alone."""
-    return _parts(self, **dict(zip(arguments(type(self)), given, strict=False)) | named)
+    return _parts(self, **dict(zip(arguments(type(self)), inputs, strict=False)) | named)
 
 
 fused_body(
@@ -128,9 +128,9 @@ def _parts(
     rotary_pos_emb: Tensor | None = None,
     **more: object,
 ) -> Body | str:
-    given: Any = rotary_pos_emb if position_embeddings is None else position_embeddings
-    if isinstance(given, Tensor):  # angles, in older releases
-        angles = torch.cat((given, given), -1)
+    rotary: Any = rotary_pos_emb if position_embeddings is None else position_embeddings
+    if isinstance(rotary, Tensor):  # angles, in older releases
+        angles = torch.cat((rotary, rotary), -1)
         position_embeddings = angles.cos(), angles.sin()
     drop = getattr(self, "attention_dropout", getattr(self, "dropout", 0.0))
     more = {name: value for name, value in more.items() if name not in PRECOMPUTED}  # which some pass on

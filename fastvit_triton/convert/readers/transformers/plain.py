@@ -112,8 +112,8 @@ def _timesformer_layer(self: Foreign, x: Tensor) -> Tensor:
 def _mgp_str_reason(self: Foreign) -> str | None:
     """Why MGP-STR's encoder must run its own forward now, or None."""
     for block in self.blocks:
-        known = is_plain_module(block, (f"{MGP_STR}Layer",)) and is_plain_module(block.attn, (f"{MGP_STR}Attention",))
-        if not known:
+        plain = is_plain_module(block, (f"{MGP_STR}Layer",)) and is_plain_module(block.attn, (f"{MGP_STR}Attention",))
+        if not plain:
             return "a block or its attention was replaced or has a hook"
         if (why := _dropped(block.attn.attn_drop)) is not None:
             return why
@@ -197,8 +197,8 @@ def phi4_parts(self: Foreign, attention_mask: Tensor | None = None, **more: obje
     """Parts of Phi-4's attention, which is causal without a mask by "sdpa" if `is_causal`, but not by "eager"."""
     kind = self.config._attn_implementation
     why = attention_reason(self, self.attention_dropout, attention_mask, False, more)
-    known = attention_mask is not None or kind in ("eager", "sdpa")
-    if why is None and not (known and more.get("is_causal") is None):
+    causality_known = attention_mask is not None or kind in ("eager", "sdpa")
+    if why is None and not (causality_known and more.get("is_causal") is None):
         why = "causal mask"
     if why is not None:
         return why
@@ -261,8 +261,8 @@ def docling_connector(self: Foreign, image_hidden_states: Tensor, *inputs: Any, 
     """Joins the channels of k×k tokens for an MLP with a norm inside; ([B·M, F], a list of these for inner layers)."""
     call = dict(zip(("deepstack_hidden_states", "fine"), inputs, strict=False)) | named
     path = self.fine if call.get("fine") else self.coarse
-    known = is_plain_module(path, classes("granite_docling.GraniteDoclingConnectorPath"))
-    if not known or not is_fusable(self, image_hidden_states):
+    plain = is_plain_module(path, classes("granite_docling.GraniteDoclingConnectorPath"))
+    if not plain or not is_fusable(self, image_hidden_states):
         return original(self, image_hidden_states, *inputs, **named)
 
     def between(h: Tensor) -> Tensor:

@@ -86,9 +86,9 @@ def nested_parts(
         return "self or output was replaced or has a hook"
     if (why := _reason(inner, inner.dropout, output_attentions)) is not None:
         return why
-    old = hasattr(inner, "sr_ratio")
-    ratio = inner.sr_ratio if old else inner.sequences_reduction_ratio
-    reduce, norm = (inner.sr if old else inner.sequence_reduction, inner.layer_norm) if ratio > 1 else (None, None)
+    older = hasattr(inner, "sr_ratio")
+    ratio = inner.sr_ratio if older else inner.sequences_reduction_ratio
+    reduce, norm = (inner.sr if older else inner.sequence_reduction, inner.layer_norm) if ratio > 1 else (None, None)
     return _parts(inner, outer.dense, outer.dropout, reduce, norm, ratio, _grid(height, width))
 
 

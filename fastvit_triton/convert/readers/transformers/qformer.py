@@ -27,8 +27,8 @@ def _attention_reason(
     plain = is_plain_module(inner, (f"{BLIP2}MultiHeadAttention",))
     if not (plain and is_plain_module(outer, (f"{BLIP2}SelfOutput",))):
         return "attention or output was replaced or has a hook"
-    used = encoder_mask if more.pop("encoder_hidden_states", None) is not None else mask
-    return attention_reason(inner, inner.attention_dropout, used, None, more)
+    mask_used = encoder_mask if more.pop("encoder_hidden_states", None) is not None else mask
+    return attention_reason(inner, inner.attention_dropout, mask_used, None, more)
 
 
 @fused_forward(
@@ -49,8 +49,8 @@ def qformer_attention(
     **more: object,
 ) -> Tensor:
     """norm(x + attention of x to itself or to the image); [B, N, D] → [B, N, D]."""
-    given = dict(more, encoder_hidden_states=encoder_hidden_states)
-    unusual = _attention_reason(self, attention_mask, encoder_attention_mask, **given) is not None
+    call = dict(more, encoder_hidden_states=encoder_hidden_states)
+    unusual = _attention_reason(self, attention_mask, encoder_attention_mask, **call) is not None
     images = encoder_hidden_states
     if unusual or not is_fusable(self, hidden_states) or (images is not None and len(images) != len(hidden_states)):
         return original(self, hidden_states, attention_mask, images, encoder_attention_mask, **more)
@@ -69,8 +69,8 @@ def qformer_attention(
 
 def _pairs(self: Foreign) -> list[tuple[Foreign, Foreign]]:
     """The two layers of each MLP: of the queries, and of text where there is one."""
-    found = [(self.intermediate_query, self.output_query)]
-    return [*found, (self.intermediate, self.output)] if hasattr(self, "intermediate") else found
+    pairs = [(self.intermediate_query, self.output_query)]
+    return [*pairs, (self.intermediate, self.output)] if hasattr(self, "intermediate") else pairs
 
 
 def _layer_reason(self: Foreign) -> str | None:

@@ -130,8 +130,8 @@ def _video_tables(self: Foreign, x: Tensor, mask: Tensor | None) -> tuple[Tensor
         angle = (ids if mask is None else ids[:, :1])[..., None] * (1.0 / 10000**omega)
         angles += [angle, angle]  # not pairs of equal angles, as in the original
     angle = torch.cat(angles, -1)
-    rest = 0, self.attention_head_size - sum(dims)
-    return nn.functional.pad(angle.cos(), rest, value=1.0), nn.functional.pad(angle.sin(), rest)
+    padding = 0, self.attention_head_size - sum(dims)
+    return nn.functional.pad(angle.cos(), padding, value=1.0), nn.functional.pad(angle.sin(), padding)
 
 
 def grouped(qkv: Tensor, head_dim: int, groups: int, scale: float, rope: Tables, bias: Tensor | None) -> Tensor:

@@ -61,9 +61,9 @@ STEMS.update({f"{family}PatchEmbed": "proj" for family in COPIES[:1]})
     by_name=True,
     attention=True,
 )
-def attention_parts(self: Foreign, *given: Any, **named: Any) -> Body | str:
+def attention_parts(self: Foreign, *inputs: Any, **named: Any) -> Body | str:
     """Parts of the attention in separate windows [B · windows, n, D]; shifted ones have a mask and run the original."""
-    if any(value is not None and value is not False for value in (*given, *named.values())):
+    if any(value is not None and value is not False for value in (*inputs, *named.values())):
         return "it has a mask, or its weights are requested"
     return _attention_reason(self) or _attention(self)
 

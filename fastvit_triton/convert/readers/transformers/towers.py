@@ -103,9 +103,9 @@ def wide_norm_parts(self: Foreign, attention_mask: Tensor | None = None, **more:
     after=(None,),
     attention=True,
 )
-def head_dim_parts(self: Foreign, *given: Any, **named: Any) -> Body | str:
+def head_dim_parts(self: Foreign, *inputs: Any, **named: Any) -> Body | str:
     """Parts of an attention known by the width of its heads, with optional norms of heads and rotary positions."""
-    return _head_dim_parts(self, **dict(zip(arguments(type(self)), given, strict=False)) | named)
+    return _head_dim_parts(self, **dict(zip(arguments(type(self)), inputs, strict=False)) | named)
 
 
 def _head_dim_parts(

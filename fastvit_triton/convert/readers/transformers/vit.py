@@ -240,8 +240,8 @@ def pooling_head(self: Foreign, hidden_state: Tensor, *inputs: Any, **named: Any
 
 
 def _pooling_head(self: Foreign, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    kept = None if attention_mask is None else attention_mask[:, None, None].bool()  # [B, 1, 1, N]
-    x = cross_attend(self.attention, self.probe.expand(x.shape[0], -1, -1), x, x, kept)
+    mask = None if attention_mask is None else attention_mask[:, None, None].bool()  # [B, 1, 1, N]
+    x = cross_attend(self.attention, self.probe.expand(x.shape[0], -1, -1), x, x, mask)
     return add_branches(x, Branch(self.mlp, self.layernorm))[:, 0]
 
 

@@ -47,11 +47,11 @@ def _cross(q: Tensor, kv: Tensor, heads: int, scale: float) -> Tensor:
 
 def _levit_mlp(self: Foreign, grid: Grid) -> Parts:
     """Parts of LeViT's MLP, which has no norm."""
-    found = layers_of(self.net, 5)
-    fc1, fc2 = (None, None) if found is None else (packed(found[0]), packed(found[3]))
-    if found is None or fc1 is None or fc2 is None or not isinstance(act := activation_of(found[1]), str):
+    layers = layers_of(self.net, 5)
+    fc1, fc2 = (None, None) if layers is None else (packed(layers[0]), packed(layers[3]))
+    if layers is None or fc1 is None or fc2 is None or not isinstance(act := activation_of(layers[1]), str):
         return REPLACED
-    return dropped(found[2], found[4]) or MlpBody((fc1,), act, fc2)
+    return dropped(layers[2], layers[4]) or MlpBody((fc1,), act, fc2)
 
 
 def _levit_attention(self: Foreign, grid: Grid) -> Parts:
@@ -95,23 +95,23 @@ def _levit_called(self: Foreign, x: Tensor, grid: Grid) -> Tensor:
 
 def _levit_projected(layer: Foreign, x: Tensor, grid: Grid) -> Tensor:
     """A 1×1 convolution and BatchNorm of tokens x, on every other row and column for a stride of 2."""
-    found = layers_of(layer, 2)
-    both = None if found is None else folded_linear(layer, *found)
-    if found is None or both is None:
+    layers = layers_of(layer, 2)
+    both = None if layers is None else folded_linear(layer, *layers)
+    if layers is None or both is None:
         return tokens_of(layer(map_of(x, grid)))
-    step = found[0].stride[0]
+    step = layers[0].stride[0]
     return project(x if step == 1 else x.unflatten(1, grid)[:, ::step, ::step].flatten(1, 2), (both,))
 
 
 def _mlp(self: Foreign, grid: Grid) -> Parts:
     """Parts of the MLP of CvT and Twins, with its norm."""
-    found = layers_of(self.net, 6)
-    fc1, fc2 = (None, None) if found is None else (packed(found[1]), packed(found[4]))
-    if found is None or fc1 is None or fc2 is None or not is_norm(found[0]):
+    layers = layers_of(self.net, 6)
+    fc1, fc2 = (None, None) if layers is None else (packed(layers[1]), packed(layers[4]))
+    if layers is None or fc1 is None or fc2 is None or not is_norm(layers[0]):
         return REPLACED
-    if not isinstance(act := activation_of(found[2]), str):
+    if not isinstance(act := activation_of(layers[2]), str):
         return REPLACED
-    return dropped(found[3], found[5]) or Body("MLP", (), partial(_hidden, found[0], fc1, act), fc2)
+    return dropped(layers[3], layers[5]) or Body("MLP", (), partial(_hidden, layers[0], fc1, act), fc2)
 
 
 def _hidden(norm: Foreign, fc1: Packed, act: str, x: Tensor) -> Tensor:
@@ -120,9 +120,9 @@ def _hidden(norm: Foreign, fc1: Packed, act: str, x: Tensor) -> Tensor:
 
 def _last(end: Foreign) -> Packed | str:
     """The output projection of a Sequential with dropout; a reason (str) why it must be called."""
-    found = layers_of(end, 2)
-    last = None if found is None else packed(found[0])
-    return REPLACED if found is None or last is None else dropped(found[1]) or last
+    layers = layers_of(end, 2)
+    last = None if layers is None else packed(layers[0])
+    return REPLACED if layers is None or last is None else dropped(layers[1]) or last
 
 
 def _cvt_attention(self: Foreign, grid: Grid) -> Parts:
@@ -143,12 +143,12 @@ def _cvt_attended(self: Foreign, x: Tensor, grid: Grid) -> Tensor:
 
 def _separable(self: Foreign, image: Tensor) -> Tensor:
     """Depthwise convolution, BatchNorm and 1×1 convolution of a map [B, H, W, C] → tokens [B, M, F]."""
-    found = layers_of(self.net, 3)
-    last = None if found is None else packed(found[2])
-    plain = found is not None and last is not None and is_plain_module(self, (f"{CVT}DepthWiseConv2d",))
-    if found is None or last is None or not plain or not is_depthwise_conv(found[0], (1, 2)):
+    layers = layers_of(self.net, 3)
+    last = None if layers is None else packed(layers[2])
+    plain = layers is not None and last is not None and is_plain_module(self, (f"{CVT}DepthWiseConv2d",))
+    if layers is None or last is None or not plain or not is_depthwise_conv(layers[0], (1, 2)):
         return tokens_of(self(image.permute(0, 3, 1, 2)))
-    conv, norm, _ = found
+    conv, norm, _ = layers
     return project(convolve_depthwise(image, self, conv, norm).flatten(1, 2), (last,))
 
 
@@ -226,15 +226,15 @@ def map_mlp(self: Foreign, x: Tensor) -> Tensor:
 
 def _branches(bodies: list[Foreign], grid: Grid) -> list[Branch] | None:
     """The branches of these modules as parts; None if one of them must be called."""
-    found = []
+    branches = []
     for body in bodies:
         if has_hooks(body) or not is_our_forward(body.__dict__.get("forward")) or type_name(body) not in READERS:
             return None
         parts = READERS[type_name(body)](body, grid)
         if isinstance(parts, str):
             return None
-        found.append(Branch(parts))
-    return found
+        branches.append(Branch(parts))
+    return branches
 
 
 def _added(self: Foreign, x: Tensor, pairs: list[tuple[Foreign, tuple[Foreign, ...]]]) -> Tensor | None:

@@ -1,0 +1,45 @@
+"""Attention whose projections of queries, keys and values are one weight, with the names of nn.MultiheadAttention."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .fusable import Fusable
+
+
+class PackedAttention(Fusable):
+    """softmax(q kᵀ / √d) v of H heads, where q, k and v are projections of three inputs.
+
+    Args:
+        dim: D, channels.
+        num_heads: H.
+        drop: dropout on the probabilities.
+    """
+
+    def __init__(self, dim: int, num_heads: int, drop: float = 0.0) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.drop = drop
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * dim, dim))
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * dim))
+        self.out_proj = nn.Linear(dim, dim)
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        nn.init.zeros_(self.out_proj.bias)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """q [B, M, D], k and v [B, N, D] → [B, M, D].
+
+        Args:
+            q, k, v: inputs of the projections.
+            mask: boolean, broadcasts to [B, H, M, N]; True where a query sees a key. A query that sees none gets 0.
+        """
+        weights = self.in_proj_weight.chunk(3)
+        biases = self.in_proj_bias.chunk(3)
+        projected = [F.linear(x, w, b) for x, w, b in zip((q, k, v), weights, biases, strict=True)]
+        heads = [x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in projected]
+        drop = self.drop if self.training else 0.0
+        o = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], mask, drop)
+        return self.out_proj(o.transpose(1, 2).flatten(2))
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, drop={self.drop}"

@@ -1,0 +1,285 @@
+"""DETR — End-to-end object detection with transformers. Carion et al., arXiv:2005.12872.
+
+Differs from ViT:
+  1. Tokens are the last map of a ResNet, whose BatchNorms are frozen; images of different sizes are padded, and no
+     query sees padding.
+  2. Fixed sines of row and column are added to the queries and keys of every layer, not to the values.
+  3. A decoder turns Q learned queries into Q objects: self-attention, attention to the encoder's tokens, MLP. Each
+     object has a class, or none, and a box. Norms follow the residual sums, and the activation is ReLU.
+"""
+
+import re
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.renaming import Renaming
+from ..checkpoints.tensors import State
+from ..layers.fusable import Fusable
+from ..layers.packed_attention import PackedAttention
+from ..layers.padded import resize_mask
+from ..layers.recompute import recomputed
+from ..layers.sine_positions import sine_positions
+from .config import Options
+from .detector import BACKBONE, BoxMlp, Detector, DetectorConfig, Outputs, pack_projections, unpack_projections
+from .fit import keep
+
+
+class EncoderLayer(Fusable):
+    """Self-attention and an MLP, each followed by a residual sum and a LayerNorm.
+
+    Args:
+        dim: D, channels.
+        num_heads: H.
+        mlp_dim: hidden channels of the MLP.
+        drop: dropout.
+    """
+
+    def __init__(self, dim: int, num_heads: int, mlp_dim: int, drop: float) -> None:
+        super().__init__()
+        self.self_attn = PackedAttention(dim, num_heads, drop)
+        self.linear1 = nn.Linear(dim, mlp_dim)
+        self.dropout = nn.Dropout(drop)
+        self.linear2 = nn.Linear(mlp_dim, dim)
+        self.norm1 = nn.LayerNorm(dim)
+        self.norm2 = nn.LayerNorm(dim)
+        self.dropout1 = nn.Dropout(drop)
+        self.dropout2 = nn.Dropout(drop)
+
+    def forward(self, x: Tensor, pos: Tensor, mask: Tensor | None) -> Tensor:
+        """Tokens [B, N, D], positions [B or 1, N, D], mask [B, 1, 1, N] of tokens that are seen → [B, N, D]."""
+        q = x + pos
+        x = self.norm1(x + self.dropout1(self.self_attn(q, q, x, mask)))
+        return self.norm2(x + self.dropout2(self.linear2(self.dropout(F.relu(self.linear1(x))))))
+
+
+class DecoderLayer(Fusable):
+    """Self-attention of the queries, attention to the tokens, and an MLP, each followed by a sum and a LayerNorm.
+
+    Args:
+        dim: D, channels.
+        num_heads: H.
+        mlp_dim: hidden channels of the MLP.
+        drop: dropout.
+    """
+
+    def __init__(self, dim: int, num_heads: int, mlp_dim: int, drop: float) -> None:
+        super().__init__()
+        self.self_attn = PackedAttention(dim, num_heads, drop)
+        self.multihead_attn = PackedAttention(dim, num_heads, drop)
+        self.linear1 = nn.Linear(dim, mlp_dim)
+        self.dropout = nn.Dropout(drop)
+        self.linear2 = nn.Linear(mlp_dim, dim)
+        self.norm1 = nn.LayerNorm(dim)
+        self.norm2 = nn.LayerNorm(dim)
+        self.norm3 = nn.LayerNorm(dim)
+        self.dropout1 = nn.Dropout(drop)
+        self.dropout2 = nn.Dropout(drop)
+        self.dropout3 = nn.Dropout(drop)
+
+    def forward(self, x: Tensor, query: Tensor, memory: Tensor, pos: Tensor, mask: Tensor | None) -> Tensor:
+        """One layer.
+
+        Args:
+            x: objects [B, Q, D].
+            query: embedding of the queries [Q, D], added to queries and keys.
+            memory: tokens [B, N, D] of the encoder.
+            pos: their positions [B or 1, N, D].
+            mask: boolean [B, 1, 1, N], True for tokens that are seen; None for all.
+
+        Returns:
+            [B, Q, D].
+        """
+        q = x + query
+        x = self.norm1(x + self.dropout1(self.self_attn(q, q, x)))
+        x = self.norm2(x + self.dropout2(self.multihead_attn(x + query, memory + pos, memory, mask)))
+        return self.norm3(x + self.dropout3(self.linear2(self.dropout(F.relu(self.linear1(x))))))
+
+
+class Transformer(nn.Module):
+    """Encoder and decoder.
+
+    Args:
+        config: every option.
+    """
+
+    def __init__(self, config: DetectorConfig) -> None:
+        super().__init__()
+        sizes = (config.hidden_dim, config.num_heads, config.mlp_dim, config.drop_rate)
+        encoder = nn.ModuleList(EncoderLayer(*sizes) for _ in range(config.encoder_layers))
+        decoder = nn.ModuleList(DecoderLayer(*sizes) for _ in range(config.decoder_layers))
+        self.encoder = nn.ModuleDict(dict(layers=encoder))
+        self.decoder = nn.ModuleDict(dict(layers=decoder, norm=nn.LayerNorm(config.hidden_dim)))
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+
+    def forward(
+        self, x: Tensor, pos: Tensor, mask: Tensor | None, query: Tensor, recompute: bool = False
+    ) -> list[Tensor]:
+        """Tokens [B, N, D], positions, mask and queries [Q, D] → normalised objects [B, Q, D] after each layer."""
+        for layer in self.encoder["layers"].children():
+            x = recomputed(layer, x, pos, mask) if recompute else layer(x, pos, mask)
+        memory = x
+        x = torch.zeros_like(query).expand(len(memory), -1, -1)
+        outputs = []
+        for layer in self.decoder["layers"].children():
+            inputs = (x, query, memory, pos, mask)
+            x = recomputed(layer, *inputs) if recompute else layer(*inputs)
+            outputs.append(self.decoder["norm"](x))
+        return outputs
+
+
+class Detr(Detector):
+    """DETR: image [B, C, H, W] → logits [B, Q, K + 1], whose last class is "no object", and boxes [B, Q, 4].
+
+    Args:
+        config: every option.
+    """
+
+    layout = "detr"
+    head_names = ("class_embed",)
+
+    def __init__(self, config: DetectorConfig) -> None:
+        super().__init__(config)
+        dim = config.hidden_dim
+        self.transformer = Transformer(config)
+        self.class_embed = self.class_heads()
+        self.bbox_embed = BoxMlp(dim)
+        self.query_embed = nn.Embedding(config.num_queries, dim)
+        self.input_proj = nn.Conv2d(self.body.channels[-1], dim, 1)
+
+    def forward_features(self, image: Tensor, mask: Tensor | None = None) -> Any:
+        """image [B, C, H, W] and mask [B, H, W] → normalised objects [B, Q, D] after each decoder layer."""
+        x = self.input_proj(self.body(image)[-1])
+        size = x.shape[2:]
+        if mask is None:
+            pos = sine_positions(mask_of(x), self.num_features, dtype=x.dtype)
+        else:
+            mask = resize_mask(mask, size)
+            pos = sine_positions(mask, self.num_features, dtype=x.dtype)
+            mask = mask.flatten(1)[:, None, None]
+        return self.transformer(x.flatten(2).mT, pos, mask, self.query_embed.weight, self.recomputes)
+
+    def forward_head(self, x: Any, pre_logits: bool = False) -> Any:
+        """Objects [B, Q, D] after each decoder layer → predictions, see `Detector.forward`."""
+        if pre_logits:
+            return x[-1]
+        layers = x if self.training else x[-1:]
+        *aux, outputs = [self.predict(layer) for layer in layers]
+        return {**outputs, "aux": aux} if self.training else outputs
+
+    def predict(self, x: Tensor) -> Outputs:
+        """Objects [B, Q, D] → their classes and boxes."""
+        return dict(logits=self.class_embed(x), boxes=self.bbox_embed(x).sigmoid())
+
+    def class_scores(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The best class of each query, "no object" left out."""
+        scores, labels = logits.softmax(-1)[..., :-1].max(-1)
+        return scores, labels, torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
+
+    def class_heads(self) -> nn.Module:
+        """A linear layer to K + 1 classes."""
+        return nn.Linear(self.config.hidden_dim, self.config.num_classes + 1)
+
+
+def mask_of(x: Tensor) -> Tensor:
+    """The mask [1, h, w] of a map [B, D, h, w] without padding."""
+    return torch.ones(1, *x.shape[2:], dtype=torch.bool, device=x.device)
+
+
+CONFIG = DetectorConfig
+MODEL = Detr
+VARIANTS: dict[str, Options] = {
+    "detr_resnet50": {},
+    "detr_resnet101": dict(depths=(3, 4, 23, 3)),
+    "detr_resnet50_dc5": dict(dilation=True),
+    "detr_resnet101_dc5": dict(depths=(3, 4, 23, 3), dilation=True),
+}
+ORACLE: dict[str, str] = {}  # transformers builds it, under other names; see the tests
+PARAMS = {"detr_resnet50": 41_524_768 + 909 * 257}  # by transformers 5.23, with 91 classes, and 909 more
+
+# Names in checkpoints: the authors', which are ours, and those of transformers 5.23 and 4.x.
+
+QKV = ("q_proj", "k_proj", "v_proj")
+NAMES = Renaming(
+    [
+        *BACKBONE,
+        ("input_proj", "model.input_projection"),
+        ("query_embed", "model.query_position_embeddings"),
+        ("class_embed", "class_labels_classifier"),
+        ("bbox_embed", "bbox_predictor"),
+        ("transformer.decoder.norm", "model.decoder.layernorm"),
+        *(
+            (
+                f"transformer.{half}.layers.{{}}.{ours}",
+                " ".join(f"model.{half}.layers.{{}}.{name}" for name in theirs.split()),
+            )
+            for half, table in (
+                ("encoder", {"norm1": "self_attn_layer_norm", "norm2": "final_layer_norm"}),
+                (
+                    "decoder",
+                    {
+                        "multihead_attn.out_proj": "encoder_attn.o_proj encoder_attn.out_proj",
+                        "multihead_attn": "encoder_attn",
+                        "norm1": "self_attn_layer_norm",
+                        "norm2": "encoder_attn_layer_norm",
+                        "norm3": "final_layer_norm",
+                    },
+                ),
+            )
+            for ours, theirs in {
+                "self_attn.out_proj": "self_attn.o_proj self_attn.out_proj",
+                "linear1": "mlp.fc1 fc1",
+                "linear2": "mlp.fc2 fc2",
+                "self_attn": "self_attn",
+                **table,
+            }.items()
+        ),
+    ]
+)
+
+
+def read_transformers(state: State) -> State:
+    """Joins the projections of transformers."""
+    return pack_projections(pack_projections(state, QKV, "self_attn"), QKV, "encoder_attn")
+
+
+def write_transformers(state: State) -> State:
+    """Our tensors with the names and shapes of transformers."""
+    return {NAMES.theirs(key): tensor for key, tensor in unpack_projections(state, QKV).items()}
+
+
+AUTHORS = Layout(
+    name="facebookresearch",
+    mark="transformer.decoder.layers.0.multihead_attn.in_proj_weight",
+    beside="query_embed.weight",
+    resize="bicubic",
+)
+TRANSFORMERS = Layout(
+    name="transformers",
+    mark="model.decoder.layers.0.encoder_attn.q_proj.weight",
+    beside="model.query_position_embeddings.weight",
+    resize="bicubic",
+    number=NAMES.ours,
+    read=read_transformers,
+    write=write_transformers,
+)
+
+
+def write(model: Any, state: State, layout: Layout) -> State:
+    """Converts our tensors to the names of a layout."""
+    return layout.write(dict(state))
+
+
+CHECKPOINTS = Spelling(
+    "DETR",
+    (AUTHORS, TRANSFORMERS),
+    keep,
+    {"facebookresearch": (AUTHORS,), "transformers": (TRANSFORMERS,)},
+    write=write,
+    irrelevant=re.compile(r"\.num_batches_tracked$"),
+)

@@ -1,0 +1,33 @@
+"""Training of detectors: matching, losses, average precision, data with boxes.
+
+A target is a dict of an image's objects: `labels` [n] and `boxes` [n, 4], centre and size in fractions of the image.
+"""
+
+from .augment import augment
+from .average_precision import average_precision
+from .boxes import from_corners, generalized_iou, intersection_over_union, to_corners
+from .coco import DetectionFiles, fractions, load_coco, load_yolo, scan_detection
+from .criterion import DEFORMABLE, DETR, SetCriterion, detected
+from .matching import Costs, match
+from .scenes import scenes
+
+__all__ = [
+    "DEFORMABLE",
+    "DETR",
+    "Costs",
+    "DetectionFiles",
+    "SetCriterion",
+    "augment",
+    "average_precision",
+    "detected",
+    "fractions",
+    "from_corners",
+    "generalized_iou",
+    "intersection_over_union",
+    "load_coco",
+    "load_yolo",
+    "match",
+    "scan_detection",
+    "scenes",
+    "to_corners",
+]
