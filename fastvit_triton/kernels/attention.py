@@ -225,7 +225,8 @@ def reference(
     """Equations (1) and (2) by PyTorch's fused attention; written out if L or forward-mode AD is needed."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     fused = not return_lse and torch.autograd.forward_ad._current_level < 0
-    if causal and fused and bias is kv_lens is None and q.shape[2] == k.shape[2]:
+    # PyTorch masks before it scales: a negative scale turns -inf into +inf, and the output into NaN
+    if causal and fused and scale > 0 and bias is kv_lens is None and q.shape[2] == k.shape[2]:
         return F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=True)
     mask = _mask(q, k, bias if axis_bias is None else sum_of_axes(*axis_bias), kv_lens, causal)
     if fused:
