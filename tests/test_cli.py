@@ -242,7 +242,7 @@ def test_summary_lists_the_files_and_next_commands(digits_run: Path, capsys: pyt
     assert f"test accuracy {100 * accuracy(digits_run):.2f} % after {EPOCHS} epochs" in text
     assert all(str(digits_run / name) in text for name in OF_DIGITS)
     commands = re.findall(r"^  fastvit-triton (.*)$", text, re.MULTILINE)
-    assert [command.split()[0] for command in commands] == ["predict", "evaluate"]
+    assert [command.split()[0] for command in commands] == ["predict", "evaluate", "explain", "export"]
     assert all(main(command.split()) == 0 for command in commands)
 
 
@@ -585,7 +585,8 @@ def test_doctor_names_every_op(capsys: pytest.CaptureFixture):
     text = capsys.readouterr().out
     assert torch.__version__ in text and "FASTVIT_TRITON_BACKEND" in text
     assert re.search(rf"^fastvit_triton +{re.escape(__version__)}$", text, re.MULTILINE)
-    assert all(re.search(rf"^{op.name} +(kernel|PyTorch path: .+)$", text, re.MULTILINE) for op in OPS)
+    assert all(re.search(rf"^{op.name} +(kernel|(oneDNN.+)?PyTorch path: .+)$", text, re.MULTILINE) for op in OPS)
+    assert {op.name for op in OPS if re.search(rf"^{op.name} +oneDNN", text, re.MULTILINE)} == {"linear", "mlp"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU is described")

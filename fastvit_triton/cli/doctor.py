@@ -94,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
         facts["oneDNN"] = _onednn(dtypes)
     for op in OPS:
         facts[op.name] = paths[dtypes[0]] if same else "; ".join(f"{dtype}: {path}" for dtype, path in paths.items())
+        if device.type == "cpu" and op.name in ("linear", "mlp"):
+            facts[op.name] = f"oneDNN's products where the line above says so, else the {facts[op.name]}"
     facts["next step"] = next_step(this_machine(MISSING is None, why_not(device, torch.bfloat16)))
     width = max(map(len, facts))
     for name, fact in facts.items():

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..files import replacing
 from .checks import channels, check_channels, check_checkpoint
 from .console import print_error, print_warning
 
@@ -95,7 +96,8 @@ def save_pixels(image: "Tensor", path: Path) -> None:
 
     pixels = (255 * image.clamp(0, 1)).round().byte().movedim(0, -1)
     try:
-        Image.fromarray(pixels.squeeze(-1).numpy()).save(path)
+        with replacing(path) as temporary:
+            Image.fromarray(pixels.squeeze(-1).numpy()).save(temporary)
     except ValueError as error:
         raise ValueError(f"--out is {path}, which is no image file; use a name such as {path.stem}.png") from error
 
