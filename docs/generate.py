@@ -241,8 +241,7 @@ def survey() -> str:
     for system in SYSTEMS:
         link = system.paper if "//" in system.paper else f"https://arxiv.org/abs/{system.paper}"
         names = ", ".join(f"`{pattern}`" for pattern in system.names.split()) + f" ({len(system.ours)})"
-        ours = "every ViT" if system.built and not system.names else names if system.built else "not built"
-        ours += f": {system.model}" if system.model.startswith("waits") else ""
+        ours = "every ViT" if system.built and not system.names else names if system.built else system.model
         words.append([f"[{system.name}]({link})", f"{system.idea}.", ours, system.oracle, system.differs])
         if row := rows.get(system.name):
             before, after = row["launches"]
@@ -254,7 +253,7 @@ def survey() -> str:
                 found.append("{1:.1f}–{2:.1f} %".format(*reached(row)))
             numbers.append([system.name, f"`{row['model']}`", *figures, *found])
         else:
-            numbers.append([system.name, "not run yet" if system.built else "not built", *[""] * 7])
+            numbers.append([system.name, "not run yet" if system.built else "not trained yet", *[""] * 7])
     built = sum(system.built for system in SYSTEMS)
     missing = ", ".join(system.name for system in SYSTEMS if system.name not in rows)
     dates = sorted({row["digits"]["date"] for row in rows.values() if "digits" in row})

@@ -24,8 +24,8 @@ generate = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(generate)
 CLAIMS = {key: covered.split("; ") for key, _, _, covered in generate.fields("claims.txt")}
 WAITING = {  # what is not covered
-    "2-12": "DETR waits for detection models",
-    "4-24": "DETR and Deformable DETR wait for detection models",
+    "2-12": "DETR has models and losses, and is not trained here yet",
+    "4-24": "DETR and Deformable DETR have models and losses, and are not trained here yet",
     "4-26": "no detector here reads such a map",
     "4-27": "no model here has axial attention",
     "4-28": "no model here has non-local blocks, of which BoTNet's is the nearest",
