@@ -28,6 +28,7 @@ from fastvit_triton.models.weights import save_weights
 from fastvit_triton.train import checkpoint, outputs, trainer
 from fastvit_triton.train.data import Data, TensorBatches, load
 from fastvit_triton.train.data.folder import FolderBatches, ImageFiles
+from fastvit_triton.train.data.split import SPLIT
 from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.train.loop import Diverged
 from fastvit_triton.train.recipes import FOLDER, override_recipe
@@ -374,7 +375,7 @@ def test_weights_are_there_when_a_plot_fails(tmp_path: Path, monkeypatch: pytest
         pass
     sentences = [f"cannot write {tmp_path / name}: no fonts; its previous content is intact" for name in PLOTS]
     assert said == sentences
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(outputs.FILES.keys() - set(PLOTS))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(outputs.FILES.keys() - {*PLOTS, SPLIT})
 
 
 PLOTS = (outputs.CURVES, outputs.PREDICTIONS)

@@ -22,6 +22,7 @@ from fastvit_triton.models import create_model
 from fastvit_triton.train import checkpoint, outputs, plots, trainer
 from fastvit_triton.train.augment.mix import mixup
 from fastvit_triton.train.data import Data, TensorBatches
+from fastvit_triton.train.data.split import SPLIT
 from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.train.loop import Diverged, Progress, Score, evaluate, fit
 from fastvit_triton.train.optim import adamw, parameter_groups, reinit_pos_embed, warmup_cosine
@@ -250,7 +251,7 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path):
 def test_a_run_writes_all_files_and_a_finished_run_can_plot_again(tmp_path: Path):
     """Oracle: the list of files; the log has one row per epoch and equals the state's history."""
     train(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(outputs.FILES)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(outputs.FILES.keys() - {SPLIT})
     header, *rows = (tmp_path / outputs.LOG).read_text().splitlines()
     history = checkpoint.load_state(tmp_path / outputs.STATE)["history"]
     assert header.split(",") == list(history[0]) and len(rows) == 3

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .fusable import Fusable
 
 
-class FrozenBatchNorm2d(nn.Module):
+class FrozenBatchNorm2d(Fusable):
     """BatchNorm by stored statistics and affine parameters, all of them buffers, also in training.
 
     Args:
