@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from ..convert import optimize
 from ..models.config import ViTConfig
@@ -169,12 +169,12 @@ def no_fast_path(base: VisionTransformer) -> str | None:
     return None
 
 
-def optimized_variant(model: nn.Module) -> Variant:
-    """A copy of a model, converted by `optimize`."""
+def optimized_variant(model: nn.Module, example: Tensor | None = None) -> Variant:
+    """A copy of a model, converted by `optimize`, for blocks that no reader knows with an example."""
 
     def build() -> ModelCall:
         converted = copy.deepcopy(model)
-        optimize(converted)
+        optimize(converted, example=example)
         return ModelCall(converted)
 
     return build_variant("optimized by us", None, build)

@@ -35,6 +35,7 @@ from .libraries import (
 from .variants import Case, Variant, absent, compiled
 
 VIT_PYTORCH = {"vit-pytorch SimpleViT-B": (768, 12, 12), "vit-pytorch SimpleViT-S": (384, 12, 6)}
+OPEN_CLIP = {"open_clip ViT-B-16": (768, 12, 12)}  # width, depth, heads of CLIP's image encoder
 GRAPH = "ours, CUDA graph"
 FOREIGN = ("eager", "optimized by us", "torch.compile", "optimized, compiled", "compiled, our backend")
 
@@ -66,9 +67,11 @@ def randomized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def known(name: str) -> str | None:
-    """Why a model cannot be measured; None if it is in this package, timm or vit-pytorch."""
+    """Why a model cannot be measured; None if it is in this package, timm, vit-pytorch or open_clip."""
     if name in list_models() or name in VIT_PYTORCH:
         return None
+    if name in OPEN_CLIP:
+        return absent("open_clip")
     if why := absent("timm"):
         return why
     return None if importlib.import_module("timm").is_model(name) else "timm has no such model"
@@ -91,7 +94,7 @@ def case(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
     Variants named "ours" run as `kernels.plan` chooses, "our kernels" always run fused.
 
     Raises:
-        ValueError: the model is not in this package, timm or vit-pytorch.
+        ValueError: the model is not in this package, timm, vit-pytorch or open_clip.
     """
     if run.model not in list_models():
         return _foreign(run, dtype, device)
@@ -132,11 +135,16 @@ def _finished(
 
 
 def _foreign(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
-    """Builds the case of a model of vit-pytorch, or of one that only timm has; the truth is the model in float64."""
+    """Builds the case of a model of another library; the truth is the model in float64.
+
+    Blocks of open_clip are those of no reader, so `optimize` captures them from an example.
+    """
+    build = _vit_pytorch if run.model in VIT_PYTORCH else _open_clip if run.model in OPEN_CLIP else _timm
     with device:
-        base, size = _vit_pytorch(run) if run.model in VIT_PYTORCH else _timm(run)
-        base = randomized(base, dtype).to(dtype)
-        fast = optimized_variant(base)
+        base, size = build(run)
+        base = randomized(base, dtype).to(dtype).train(run.training)
+        example = torch.zeros(run.batch, *size, dtype=dtype) if run.model in OPEN_CLIP else None
+        fast = optimized_variant(base, example)
         graphed = copy.deepcopy(base)
         variants = [Variant("eager", None, ModelCall(base)), fast]
         variants.append(Variant("torch.compile", None, ModelCall(base, run=compiled(base))))
@@ -155,6 +163,15 @@ def _vit_pytorch(run: Run) -> tuple[nn.Module, tuple[int, int, int]]:
     sizes = dict(dim=dim, depth=depth, heads=heads, mlp_dim=4 * dim, image_size=224, dim_head=dim // heads)
     sizes |= run.options
     return SimpleViT(patch_size=16, num_classes=1000, **sizes), (3, *(sizes["image_size"],) * 2)
+
+
+def _open_clip(run: Run) -> tuple[nn.Module, tuple[int, int, int]]:
+    if why := known(run.model):
+        raise ValueError(f"model is {run.model!r}: {why}")
+    width, layers, heads = OPEN_CLIP[run.model]
+    sizes = dict(image_size=224, patch_size=16, width=width, layers=layers, heads=heads, output_dim=512) | run.options
+    encoder = importlib.import_module("open_clip.transformer").VisionTransformer
+    return encoder(mlp_ratio=4.0, **sizes), (3, *(sizes["image_size"],) * 2)
 
 
 def _timm(run: Run) -> tuple[nn.Module, tuple[int, int, int]]:
