@@ -14,6 +14,7 @@ import mutants
 import pytest
 import research
 import torch
+from budget import telling
 from catalogue import joined
 from interpreter import interpreting
 from research import D
@@ -25,6 +26,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fastvit_triton import optimize, revert, warmup
 from fastvit_triton.convert import captured
+from fastvit_triton.engine.freeze import PROGRAMS
+from fastvit_triton.engine.replay.calls import Recorded
+from fastvit_triton.kernels import onednn
 from fastvit_triton.kernels.backend import using_backend
 
 MODELS = research.MODELS
@@ -243,6 +247,27 @@ def test_globals_that_a_forward_reads(monkeypatch):
         monkeypatch.setattr(research, "H", 4)
         assert_close(converted(*inputs), original(*inputs))
         assert not torch.equal(converted(*inputs), before)
+
+
+@pytest.mark.skipif(onednn.why_not(torch.device("cpu"), torch.float32) is not None, reason="PyTorch has no oneDNN here")
+def test_a_replay_depends_on_globals(monkeypatch):
+    """As above, where the graph's operators were recorded; within 64 roundings to float32 of the largest value."""
+    original, converted = (model.float() for model in pair("unit"))
+    inputs = [t.float() for t in MODELS["unit"].inputs(2, 3)]
+
+    def check():
+        for _ in range(4):
+            got, want = converted(*inputs), original(*inputs)
+            assert (got - want).abs().max() <= 64 * torch.finfo(torch.float32).eps * telling(want).abs().max()
+        return got
+
+    with using_backend("onednn"), torch.no_grad():
+        captured.call(converted, tuple(inputs))
+        before = check()
+        programs = [m.__dict__[PROGRAMS] for m in converted.modules() if PROGRAMS in m.__dict__]
+        assert any(type(one) is Recorded for each in programs for one in each.found.values())
+        monkeypatch.setattr(research, "H", 4)
+        assert not torch.equal(check(), before)
 
 
 def test_transformations_of_pytorch():

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import fastvit_triton
+from benchmarks import host
 from fastvit_triton import create_model, freeze, optimize, revert, unfreeze
 from fastvit_triton.engine import freeze as freeze_file
 from fastvit_triton.engine import ways
@@ -386,6 +387,23 @@ def test_replays_equal_the_call(kind, dtype, precision, monkeypatch):
             assert len(replayed(model)) == number * SETTINGS["depth"]
             for parameter in model.parameters():
                 parameter.mul_(1.125)
+
+
+def test_captured_blocks_are_replayed(monkeypatch):
+    """Oracle: the same calls without replays, bit by bit, each with other tokens and weights, also where none pays."""
+    torch.manual_seed(0)
+    model = host.captured(2).eval()
+    for row in (EVERY_PRODUCT, {"float32": {"inference": 1e12}}):
+        with onednn.using_row(row), torch.no_grad():
+            for _ in range(4):
+                x = torch.randn(2, 3, 16)
+                got = model.blocks(x)
+                monkeypatch.setattr(ways, "REPLAYS", False)
+                assert torch.equal(got, telling(model.blocks(x)))
+                monkeypatch.setattr(ways, "REPLAYS", True)
+                for parameter in model.parameters():
+                    parameter.mul_(1.125)
+        assert len(replayed(model)) == 2 * (1 + (row is not EVERY_PRODUCT))
 
 
 @pytest.mark.parametrize("change", marked(CHANGES, pytest.mark.full, lambda c: c not in ("scale", "transposed")))

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from ..engine import replay, ways
 from ..engine.hooks import has_global_hooks, has_hooks, is_our_forward, runs_other_code
 from ..engine.replay.guard import Guard
+from ..engine.replay.record import Condition
 from ..engine.source import code_of
-from ..kernels import settings
+from ..kernels import plan, settings
 from ..kernels.backend import constant, kernels_available, transparent
 from .example import arguments, unchanged
 from .shares import enclosing
@@ -135,7 +136,8 @@ def run(module: nn.Module, *args: Any, **named: Any) -> Any:
     x = first_tensor((*args, *named.values()))
     if type(x) is not Tensor or not (state.example or can_run(x)) or has_global_hooks():
         return type(module).forward(module, *args, **named)
-    if kernels_available(x):
+    # on a CPU a record has no second derivatives, which the graph has
+    if kernels_available(x) or (plan.has_ways(x) and not torch.is_grad_enabled()):
         return replay.call((run, settings.choices(x.device.type)), _run, module, *args, **named)
     return _run(module, *args, **named)
 
@@ -196,14 +198,14 @@ def _graphs(module: nn.Module, args: tuple, named: dict[str, Any]) -> Graphs | N
     return None if reading.graphs is None or form is None else reading.graphs.setdefault(form, Graphs())
 
 
-def _is_recordable(module: nn.Module, args: tuple, named: dict[str, Any]) -> bool:
-    """True if `_run` runs a graph that depends on nothing but the module and its inputs, and writes to nothing."""
+def _conditions(module: nn.Module, args: tuple, named: dict[str, Any]) -> list[Condition] | None:
+    """What the graph that `_run` runs depends on besides the module and its inputs; None if it runs or may run none."""
     graphs = _graphs(module, args, named)
     capture = None if graphs is None else graphs.fitting(module, args, named)
-    return capture is not None and not capture.constants and not capture.writes
+    return None if capture is None or capture.writes else capture.constants
 
 
-_run.recordable = _is_recordable  # type: ignore[attr-defined]
+_run.conditions = _conditions  # type: ignore[attr-defined]
 
 
 def _is_checkpointed() -> bool:

@@ -78,6 +78,8 @@ class Recorded:
             checks.append(f"{direct} == {names.bind('direct', launch.direct_state(index, kernels))} is not None")
         if recording.replay.operators:
             checks.append(f"{names.call(settings.operators)} == {names.bind('operators_then', settings.operators())}")
+        for read, value in recording.conditions:
+            checks.append(f"{names.bind('condition', read)}(module) == {names.bind('value', value, object())}")
         for store, key, entry in self.folds:  # those that `freeze` holds now
             checks.append(f"{names.bind('store', store)}.get({names.bind('key', key)}) is {names.bind('kept', entry)}")
         sources = {id(t): t for *_, entry in self.folds for ref in entry.sources if (t := ref()) is not None}

@@ -1,7 +1,7 @@
 """Records a call by running it, with its backward pass if it has gradients."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from .emit import Emitted, emit
 from .guard import Guard
 from .recorder import Recorder, Refusal, storage_of, tensors_in
 
+Condition = tuple[Callable[[nn.Module], Any], Any]  # function of the module that a call runs, its value
+
 
 class Record(NamedTuple):
     """A replay and what it depends on.
@@ -23,6 +25,7 @@ class Record(NamedTuple):
         guard: snapshot of the modules.
         held: tensors passed to it after the inputs: those of the modules and the cached folds of `freeze`, by name.
         folds: those cached by `freeze` that it reads.
+        conditions: what else it depends on.
         result: return value of the recorded call; None if it had gradients.
     """
 
@@ -30,6 +33,7 @@ class Record(NamedTuple):
     guard: Guard
     held: list[tuple[str, Tensor]]
     folds: list[CachedFold]
+    conditions: list[Condition]
     result: object
 
 
@@ -41,8 +45,9 @@ def record(
     If its result is not returned, the state of the random number generators is restored.
 
     Args:
-        forward: the function to record. If it has an attribute `recordable`, this function of (module, inputs, named)
-            says if the call runs only operators and writes to nothing; else the code of the modules must be known.
+        forward: the function to record. If it has an attribute `conditions`, this function of (module, inputs, named)
+            returns those under which the call runs only operators and writes to nothing, or None if it does not; else
+            the code of the modules must be known.
         module: the module that it runs; checked with all its submodules by the guard.
         inputs: tensors, numbers, modules and tuples of these.
         named: keyword arguments of the same types.
@@ -53,10 +58,12 @@ def record(
     inside = list({id(m): m for root in (module, *modules) for m in root.modules()}.values())
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
-    recordable = getattr(forward, "recordable", None)
-    if recordable is None and not all(runs_known_code(m, hooks_count=m is not module) for m in inside):
-        return None
-    if recordable is not None and not recordable(module, inputs, named):
+    conditions: list[Condition] | None = []
+    if hasattr(forward, "conditions"):
+        conditions = forward.conditions(module, inputs, named)
+    elif not all(runs_known_code(m, hooks_count=m is not module) for m in inside):
+        conditions = None
+    if conditions is None:
         return None
     leaves = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors}
     if len(leaves) < len(tensors):
@@ -72,6 +79,7 @@ def record(
             result = forward(module, *inputs, **named)
         backward = _record_backward(recorder, all_tensors, result)
         recording = _made(recorder, guard, inside, all_tensors, len(tensors), result, *backward)
+        recording = recording._replace(conditions=conditions)
     except RuntimeError:  # a Refusal, or too little memory for a backward pass now
         recording = None
     if recorder.draws and (recording is None or recording.result is None):
@@ -164,7 +172,7 @@ def _made(
     named = [(names.get(id(t), "constant"), t) for t in state]
     grads = [gradients.get(id(t)) for t in tensors]
     plan = Plan(recorder, [*(("x", t) for t in tensors[:inputs]), *named], result, marks, incoming, grads)
-    return Record(emit(plan), guard, named, folds, result if marks is None else None)
+    return Record(emit(plan), guard, named, folds, [], result if marks is None else None)
 
 
 def _parts(fold: CachedFold) -> list[Tensor]:
