@@ -48,7 +48,7 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"fastvit_triton.train.outputs.{name}", lambda *arguments: arguments[-1].touch())
 
 
-ELSEWHERE = ("digits", "fashion-mnist", "mae-pretrain", "mae-finetune")  # tested with data of their own
+ELSEWHERE = ("digits", "fashion-mnist", "mae-pretrain", "mae-finetune", "pixels", "restoration")  # tested elsewhere
 
 
 @pytest.mark.parametrize("name", sampled((name for name in RECIPES if name not in ELSEWHERE), 3))

@@ -103,7 +103,7 @@ def reference(
     weights = weights.to(dtype)
     if reference is not None:  # (2)
         place = reference.to(dtype)[:, :, None, :, None]
-        sides = locations.new_tensor([[w, h] for h, w in shapes])[:, None]
+        sides = sides_of(shapes, locations)[:, None]
         locations = place[..., :2] + (locations / sides if place.shape[-1] == 2 else locations / P * place[..., 2:] / 2)
         weights = weights.flatten(3).softmax(-1).unflatten(3, (L, P))
     if not value.numel() or not locations.numel():  # grid_sample refuses empty maps
@@ -112,12 +112,17 @@ def reference(
     maps = value.to(dtype).split([h * w for h, w in shapes], 1)
     for (h, w), cells, points, weight in zip(shapes, maps, locations.unbind(3), weights.unbind(3), strict=True):
         image = cells.permute(0, 2, 3, 1).reshape(B * H, D, h, w)
-        sides = points.new_tensor([w, h])
+        sides = sides_of(((h, w),), points)[0]
         points = points.clamp(-1.5 / sides, 1 + 1.5 / sides)  # where all is 0, so that distant points do not overflow
         grid = (2 * points - 1).transpose(1, 2).reshape(B * H, Nq, P, 2)
         found = F.grid_sample(image, grid, padding_mode="zeros", align_corners=False)  # (3), (4): [B·H, D, Nq, P]
         y = y + (found * weight.transpose(1, 2).reshape(B * H, 1, Nq, P)).sum(-1)  # (5)
     return y.view(B, H * D, Nq).transpose(1, 2).to(value.dtype).contiguous()
+
+
+def sides_of(shapes: Maps, like: Tensor) -> Tensor:
+    """(w, h) of each map, [L, 2], of the dtype and device of a tensor; filled there, as a copy would end a capture."""
+    return torch.stack([torch.stack((like.new_full((), w), like.new_full((), h))) for h, w in shapes])
 
 
 _reference = reference  # also where an argument has this name

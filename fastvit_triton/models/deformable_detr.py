@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..checkpoints.layout import Layout, Spelling
 from ..checkpoints.renaming import Renaming
 from ..checkpoints.tensors import State, WeightsError
-from ..kernels.deformable import Maps, deformable_attention
+from ..kernels.deformable import Maps, deformable_attention, sides_of
 from ..layers.fusable import Fusable
 from ..layers.packed_attention import PackedAttention
 from ..layers.padded import resize_mask
@@ -385,8 +385,7 @@ class Tokens:
         self.counts = torch.stack([torch.stack((m[:, 0].sum(1), m[:, :, 0].sum(1)), -1) for m in masks], 1).to(
             self.dtype
         )
-        sides = self.counts.new_tensor([(w, h) for h, w in self.shapes])
-        self.ratios = (self.counts / sides).expand(len(like), -1, -1)
+        self.ratios = (self.counts / sides_of(self.shapes, self.counts)).expand(len(like), -1, -1)
 
     def grid(self) -> list[Tensor]:
         """Centres of the cells of each map in cells, (x, y) [N_l, 2]."""
