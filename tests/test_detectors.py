@@ -218,6 +218,10 @@ def test_frozen_norms_are_folded_into_convolutions(name):
         return operators["aten::native_batch_norm"], operators["aten::convolution"]
 
     norms = [[m for m in each.modules() if type(m) is detr.DetrFrozenBatchNorm2d] for each in (model, other)]
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        own = result(other, x)["output"].dtype
+        with interpreting():
+            assert result(model, x)["output"].dtype == own == torch.float32
     with torch.no_grad():
         assert check() == (0, len(norms[0]))
         for first, *_ in norms:

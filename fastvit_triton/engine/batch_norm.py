@@ -83,8 +83,12 @@ def normed(module: Foreign) -> Layer:
 
 def sources_of(owner: nn.Module, layer: Layer, norm: nn.Module) -> tuple[Tensor | None, ...] | None:
     """The tensors that a fold kept for the owner depends on; None if there is none, or the norm must be called."""
-    if not is_frozen_norm(norm) and (not is_constant(norm) or norm.num_batches_tracked is None):
+    frozen = is_frozen_norm(norm)
+    if not frozen and (not is_constant(norm) or norm.num_batches_tracked is None):
         return None  # without that counter, a training forward is not noticed
+    # a frozen norm promotes the layer's dtype to its own, under autocast too
+    if frozen and (norm.weight.dtype != layer.weight.dtype or torch.is_autocast_enabled(layer.weight.device.type)):
+        return None
     tensors = layer.weight, layer.bias, *norm._parameters.values(), *norm._buffers.values()
     return tensors if are_plain_tensors(*tensors) and keeps(owner, *tensors) else None
 
