@@ -227,6 +227,13 @@ def test_frozen_norms_are_folded_into_convolutions(name):
         for first, *_ in norms:
             first.running_mean.add_(1)
         assert check() == (0, len(norms[0]))
+        for each in (model, other):
+            last = [m for m in each.modules() if type(m) is nn.Conv2d and m.kernel_size == (3, 3)][-1]
+            last.padding_mode = "reflect"
+        check()
+        for each in (model, other):
+            last = [m for m in each.modules() if type(m) is nn.Conv2d and m.kernel_size == (3, 3)][-1]
+            last.padding_mode = "zeros"
         for first, *_ in norms:
             first.register_forward_hook(lambda module, inputs, y: 2 * y)
         assert check() == (0, len(norms[0]))  # the hooked norm runs the operators of its own forward

@@ -27,7 +27,8 @@ NORMED = {  # modules of a linear layer and the BatchNorm after it → their nam
 
 def convolve(x: Tensor, owner: nn.Module, conv: Foreign, norm: Foreign) -> Tensor:
     """A convolution of x [B, C, H, W] and the BatchNorm after it, as one convolution where `folded` allows it."""
-    if can_fuse(x) and is_plain_module(conv, CONVOLUTIONS) and (fold := folded(owner, conv, norm)) is not None:
+    plain = is_plain_module(conv, CONVOLUTIONS) and conv.padding_mode == "zeros"
+    if plain and can_fuse(x) and (fold := folded(owner, conv, norm)) is not None:
         return F.conv2d(x, fold.weight, fold.bias, conv.stride, conv.padding, conv.dilation, conv.groups)
     return norm(conv(x))
 
