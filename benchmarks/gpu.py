@@ -1,11 +1,11 @@
 """All measurements that need a GPU, in one command that is meant to end within nine minutes on an H200.
 
-    python -m benchmarks.gpu --out DIR [--only ops,models] [--dry-run] [--seconds 530]
+    python -m benchmarks.gpu --out DIR [--only ops,models=60] [--dry-run] [--seconds 530]
 
-Each part has a time limit and a file, <gpu>-<date>-<part>.json, which is rewritten after every row, so that a kill
-loses at most one row. A row that fails has its error, and the next follows; if a fault in a kernel makes the device
-unusable, the command restarts itself after that row. `--dry-run` runs all parts on a CPU with tiny shapes, the kernels
-in Triton's interpreter. The parts hardware and latency run only if --only names them.
+Each part has a time limit, which --only can set, and a file, <gpu>-<date>-<part>.json, which is rewritten after every
+row, so that a kill loses at most one row. A row that fails has its error, and the next follows; if a fault in a kernel
+makes the device unusable, the command restarts itself after that row. `--dry-run` runs all parts on a CPU with tiny
+shapes, the kernels in Triton's interpreter. The parts hardware and latency run only if --only names them.
 """
 
 import argparse
@@ -99,18 +99,30 @@ PARTS: dict[str, tuple[Callable, float | None]] = {
 DRY = 120  # seconds of a part in a dry run; the interpreter is slow
 
 
+def limits_of(only: str) -> dict[str, float | None]:
+    """Part → its limit in seconds, or None, from the text of --only, such as "ops,models=60"."""
+    named = (part.partition("=") for part in only.split(","))
+    return {name: float(seconds) if equals else None for name, equals, seconds in named}
+
+
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the result files")
     default = [name for name, (_, seconds) in PARTS.items() if seconds]
-    parser.add_argument("--only", default=",".join(default), help=f"parts, of {','.join(PARTS)}")
+    parser.add_argument(
+        "--only", default=",".join(default), help=f"parts, of {','.join(PARTS)}; models=60 sets a limit in seconds"
+    )
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts together")
     parser.add_argument("--resume", action="store_true", help="keep the rows of today's files and go on after them")
     parser.add_argument("--quiet", action="store_true", help="no line per row")
     arguments = parser.parse_args(words)
-    unknown = set(arguments.only.split(",")) - PARTS.keys()
+    try:
+        limits = limits_of(arguments.only)
+    except ValueError:
+        parser.error(f"--only is {arguments.only}; after = it needs seconds, as in models=60")
+    unknown = limits.keys() - PARTS.keys()
     if unknown:
         parser.error(f"--only names {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
     if not arguments.dry_run and not torch.cuda.is_available():
@@ -126,12 +138,11 @@ def main(words: list[str] | None = None) -> list[Path]:
     end, files = Deadline(arguments.seconds), []
     if not arguments.dry_run:  # a hanging kernel cannot be interrupted: print the stack and exit
         faulthandler.dump_traceback_later(arguments.seconds + 20, exit=True)
-    wanted = [name for name in PARTS if name in arguments.only.split(",")]
+    limits = limits_of(arguments.only)
+    wanted = [name for name in PARTS if name in limits]
     for i, name in enumerate(wanted):
         work, seconds = PARTS[name]
-        if arguments.dry_run:
-            seconds = DRY
-        deadline = end.sooner(seconds or arguments.seconds)
+        deadline = end.sooner(limits[name] or (DRY if arguments.dry_run else seconds) or arguments.seconds)
         show = (lambda line: None) if arguments.quiet else partial(print, flush=True)
         result = ResultFile(name, arguments.out, deadline, arguments.dry_run, show, resume=arguments.resume)
         files.append(result.path)
@@ -141,7 +152,8 @@ def main(words: list[str] | None = None) -> list[Path]:
                 work(result, device)
         except DeviceLost as error:
             result.close()
-            restart(wanted[i:], arguments, end.left, str(error))
+            left = [part if limits[part] is None else f"{part}={limits[part]:g}" for part in wanted[i:]]
+            restart(left, arguments, end.left, str(error))
         except (Exception, TimedOut) as error:  # outside of rows; the remaining parts still run
             result.add(dict(case=name, error=one_line(error)))
         result.close()

@@ -10,6 +10,7 @@ no table. A measured row is never replaced by a predicted one. --ways times only
 
 import argparse
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -19,11 +20,12 @@ import torch
 
 from fastvit_triton.kernels import launch
 from fastvit_triton.kernels.backend import using_backend
+from fastvit_triton.kernels.compiling import Launch, compiling
 from fastvit_triton.kernels.launch import overriding
 from fastvit_triton.measure.candidates import targets
-from fastvit_triton.measure.timeout import Deadline
+from fastvit_triton.measure.timeout import Deadline, capturing
 from fastvit_triton.measure.tuned_tables import adopt, best_rows, write
-from fastvit_triton.measure.tuning import time_candidates
+from fastvit_triton.measure.tuning import launches_of, time_candidates
 from fastvit_triton.measure.ways import MODELS, time_ways
 
 from .result_file import ResultFile
@@ -45,9 +47,28 @@ def measure_ways(
                     result.add(dict(case=case, arch=arch, **time_ways(*call, **tiny if result.dry else {})))
 
 
+def compile_candidates(result: ResultFile, device: torch.device, context: Callable[[], AbstractContextManager]) -> None:
+    """Compiles the kernels of all candidates in threads, and adds a row with the number of launches and the seconds."""
+    with result.row("compile candidates") as wanted:
+        if wanted and not result.dry:  # the interpreter compiles nothing
+            start = time.monotonic()
+            launches: dict[tuple, Launch] = {}
+            errors: dict[str, str] = {}  # each is raised again when the target is timed
+            for target in targets():
+                with capturing(errors, target.row):
+                    found = launches_of(target, torch.bfloat16, device, context)
+                    launches |= {each.key: each for each in found}
+            with compiling(list(launches.values())) as futures:
+                failed = sum(future.exception() is not None for future in futures)
+            seconds = round(time.monotonic() - start, 1)
+            facts = dict(launches=len(launches), failed=failed, seconds=seconds, errors=errors)
+            result.add(dict(case="compile candidates") | facts)
+
+
 def run(result: ResultFile, device: torch.device, context: Callable[[], AbstractContextManager]) -> None:
     """Times all candidates, then blocks in each way with the best of them; `--adopt` reads the file."""
     arch = launch.architecture(device)
+    compile_candidates(result, device, context)
     for target in targets(result.dry):
         name = f"{target.row} {' '.join(f'{k}={v}' for k, v in target.shape.items())}"
         if result.deadline.left < WAYS and not result.dry:

@@ -49,6 +49,31 @@ def arguments_of(target: Target, dtype: torch.dtype, device: torch.device) -> tu
     return op, op.inputs(target.shape, dtype, device)
 
 
+def launches_of(
+    target: Target, dtype: torch.dtype, device: torch.device, context: Callable[[], AbstractContextManager]
+) -> list[Launch]:
+    """The launches of all candidates of a target, which `compiling` can then compile in threads.
+
+    For the arguments see `time_candidates`. Candidates whose call raises an error have none.
+    """
+    op, arguments = arguments_of(target, dtype, device)
+    learning = named_leaves(arguments) if target.backward else None
+    launches: list[Launch] = []
+    failed: dict[str, str] = {}
+
+    def collect() -> None:
+        with Collector() as collected:
+            outcome(op.run, arguments, learning)
+        launches.extend(collected.launches)
+
+    with context():
+        name, configs = candidates_of(target, architecture(device), collect)
+        for config in configs[1:]:
+            with capturing(failed, name), overriding({name: config}):
+                collect()
+    return launches
+
+
 def time_candidates(
     target: Target,
     dtype: torch.dtype,
