@@ -123,7 +123,8 @@ class Launch(NamedTuple):
     """One launch: its flops and bytes, and properties that determine its rate.
 
     Attributes:
-        kind: "product", "fused product", "attention", "fused attention", "norm backward" or "pass".
+        kind: "product", "fused product", "convolution" (of patches, by cuDNN), "attention", "fused attention",
+            "norm backward" or "pass".
         flops: of the operation.
         nbytes: read and written.
         size: (M, N, K) of a matmul [M, K] · [K, N].
@@ -233,6 +234,8 @@ def launch_us(gpu: Gpu, launch: Launch, ratio: int = 0) -> float:
     compute = 0.0
     if launch.kind in ("product", "fused product"):
         compute = _product_us(gpu, *launch.size) / (gpu.fused_product[ratio] if launch.kind == "fused product" else 1)
+    elif launch.kind == "convolution":
+        compute = launch.flops / (gpu.product_tflops * table()["patch_convolution"]["value"]) / 1e6
     elif launch.flops:
         rates = gpu.fused_attention_tflops if launch.kind == "fused attention" else gpu.attention_tflops
         compute = launch.flops / rates[launch.backward] / 1e6
@@ -307,9 +310,10 @@ def forward(
         return _reduced(gpu, b, way, first, last)
     conv = [one_pass(b, 2 * M * b.inner)] * (b.kind == "depthwise_mlp")
     if way == "fused":
-        leading = _norm(b, way) if b.wide else [] if frozen and not training else [one_pass(b, 2 * b.width * C)]  # fold
+        folds = not b.wide and (M >= b.width or (frozen and not training))  # as `fold.pays`
+        leading = _norm(b, way) if not folds else [] if frozen and not training else [one_pass(b, 2 * b.width * C)]
         narrow = b.kind == "mlp" and not training and C * b.itemsize <= NARROW and b.itemsize == 2
-        leading += [] if not first or narrow or b.wide else [one_pass(b, M * C)]  # row statistics
+        leading += [one_pass(b, M * C)] * (folds and first and not narrow)  # row statistics
         if narrow:  # the hidden layer is not written; a wide residual is not the input of the matmul
             mlp_launch = product(b, M, b.width + b.inner, C, True, (1 + 3 * b.wide) * M * C - M * (b.width + b.inner))
             return [*leading, mlp_launch]

@@ -41,11 +41,11 @@ def _patch_embed(size: int, training: bool, M: int, K: int, D: int, prefix: bool
     """`patch_embed` of M patches of K values."""
     b = Branch("stem", 1, M, D, K, K, itemsize=size)
     ours = [product(b, M, D, K, True)]
-    theirs = [product(b, M, D, K)]
+    theirs = [product(b, M, D, K)._replace(kind="convolution")]
     theirs += [one_pass(b, 2 * M * D)] * prefix + [one_pass(b, 2 * M * D)] * pos
     if training:
         ours += [product(b, D, K, M, True, 8 / size * K * D * math.ceil(M / 4096)), one_pass(b, 0)]  # fp32 sums
-        theirs += [product(b, D, K, M)]
+        theirs += [product(b, D, K, M)._replace(kind="convolution")]
     return ours, theirs
 
 
