@@ -300,7 +300,7 @@ def test_a_block_makes_six_to_eight_launches(name, way, monkeypatch):
     One more launch folds both LayerNorms if folds are not kept. If the norms run instead, there are no row statistics,
     and one more launch packs separate queries, keys and values. Rows this narrow would also merge the last two.
     """
-    monkeypatch.setattr(mlp, "one_launch_blocks", lambda *_: None)
+    monkeypatch.setattr(mlp, "runs_in_one_launch", lambda *_: False)
     monkeypatch.setitem(fold.SPACE, "border", dict(ROWS_PER_OUTPUT=0 if way == "fold" else math.inf))
     model, seen = build(name, torch.bfloat16).eval(), []
     optimize(model, freeze=way == "frozen")

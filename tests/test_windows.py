@@ -224,7 +224,7 @@ LAUNCHES = {
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_launches_of_a_frozen_block(name, monkeypatch):
     """Oracle: the plan, launch by launch. Rows this narrow would also merge the last two."""
-    monkeypatch.setattr(mlp, "one_launch_blocks", lambda *_: None)
+    monkeypatch.setattr(mlp, "runs_in_one_launch", lambda *_: False)
     model, seen = build(name, torch.bfloat16).eval(), []
     optimize(model, freeze=True)
     given = inputs(name, torch.bfloat16)

@@ -76,12 +76,12 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> str 
         dtype: of the tensors.
         head_dim: channels of a head, for attention.
     """
-    switch = backend()
+    switch = _switch if _switch in BACKENDS else backend()  # one call less
     if switch == "torch":
         return "FASTVIT_TRITON_BACKEND is torch"
     if tile.MISSING is not None:
         return f"Triton is not installed ({tile.MISSING})"
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+    if _is_transformed() or torch.autograd.forward_ad._current_level >= 0:
         return "torch.func transforms (grad, vmap, jvp) and forward-mode AD support PyTorch operations only"
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace records PyTorch operations only"
@@ -114,8 +114,19 @@ def transparent(function: F) -> F:
 
 
 @constant
-def _too_old(index: int | None) -> str | None:
+def _is_transformed() -> bool:
+    """True inside a transform of torch.func. Dynamo guards on them, but would record this call in the graph."""
+    return torch._C._are_functorch_transforms_active()
+
+
+@constant
+def _floor(index: int | None) -> str | None:
     """Reason why this GPU is below the minimum, NVIDIA 8.0 or AMD gfx942; None if it is not."""
+    return _too_old(index)  # Dynamo would ignore the mark on the cached function, and trace it
+
+
+@functools.cache
+def _too_old(index: int | None) -> str | None:
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip is not None:
         name = properties.gcnArchName.split(":")[0]
@@ -123,9 +134,6 @@ def _too_old(index: int | None) -> str | None:
     if properties.major >= 8:
         return None
     return f"compute capability {properties.major}.{properties.minor} is below 8.0"
-
-
-_floor = functools.cache(_too_old)
 
 
 def kernels_available(x: torch.Tensor, head_dim: int = 0) -> bool:

@@ -329,10 +329,14 @@ def run(groups: Sequence[Group], dtype: torch.dtype) -> list[Folded]:
 
 
 class _Fn(torch.autograd.Function):
-    """Autograd of fold by equation (3); dtype, norm_weight [K], norm_bias [K], then all weights and all biases."""
+    """Autograd of fold by equation (3); dtype, norm_weight [K], norm_bias [K], then all weights and all biases.
+
+    Dynamo omits ctx from a call with as many arguments as `forward` has parameters, so they are never four here.
+    """
 
     @staticmethod
-    def forward(ctx, dtype, norm_weight, norm_bias, *parts):
+    def forward(ctx, dtype, norm_weight, *parts):
+        norm_bias, parts = parts[0], parts[1:]
         weights = parts[: len(parts) // 2]
         biases = parts[len(parts) // 2 :]
         ctx.save_for_backward(norm_weight, norm_bias, *weights)

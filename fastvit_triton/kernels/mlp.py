@@ -23,7 +23,7 @@ from . import check, cpu, layer_norm, linear, mixed, plan
 from .activation import GATED, activate
 from .argument import NextNorm, Norm, NormLike, Pair, expect_bool, expect_floating, expect_nonempty, is_like, kind_of
 from .attention_inner import dot_transposed, load_tiles, zero_tiles
-from .backend import kernels_available
+from .backend import constant, kernels_available
 from .fold import Folded
 from .launch import cdiv, config, launch, product_dtype, split_tiles
 from .linear import apply_epilogue, apply_norm_and_bias
@@ -262,7 +262,7 @@ def _fwd(x, w1, b1, colsum, w2, b2, layer_scale, sample_scale, residual, norm, e
     rows = x.reshape(-1, D)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     residual = None if residual is None else residual.reshape(-1, D).contiguous()
-    blocks, (D0, D1) = one_launch_blocks(x, w2, activation), split_tiles(D)
+    blocks, (D0, D1) = one_launch_blocks(x.device, x.dtype, D, F), split_tiles(D)
     if len(rows):
         launch(
             _fwd_kernel, (cdiv(len(rows), blocks["BLOCK_M"]),),
@@ -282,15 +282,24 @@ def _fwd_fake(x, w1, b1, colsum, w2, b2, layer_scale, sample_scale, residual, no
     return y, x.new_empty((M, 1, 2) if return_stats else (0,), dtype=torch.float32)
 
 
-def one_launch_blocks(x: Tensor, w2: Tensor, activation: str) -> dict[str, int] | None:
-    """Launch parameters of the single launch for x [..., D], w2 [D, F]; None if unsupported or if BLOCK_F is 0."""
-    D = x.shape[-1]
-    size = sum(split_tiles(x.shape[-1])) * x.element_size()
-    if x.dtype == torch.float32 or activation in GATED or len(w2) != D or size > SPACE[-1][0]:
-        return None
+def runs_in_one_launch(x: Tensor, w2: Tensor, activation: str) -> bool:
+    """True if the single launch supports x [..., D] and w2 [D, F] and is not excluded by a row whose BLOCK_F is 0."""
+    return len(w2) == x.shape[-1] and _has_one_launch(x.device, x.dtype, len(w2), w2.shape[1], activation)
+
+
+@constant
+def _has_one_launch(device: torch.device, dtype: torch.dtype, D: int, F: int, activation: str) -> bool:
+    size = sum(split_tiles(D)) * dtype.itemsize
+    if dtype == torch.float32 or activation in GATED or size > SPACE[-1][0]:
+        return False
+    return one_launch_blocks(device, dtype, D, F)["BLOCK_F"] > 0
+
+
+def one_launch_blocks(device: torch.device, dtype: torch.dtype, D: int, F: int) -> dict[str, int]:
+    """Launch parameters of the single launch for D channels and F hidden channels."""
+    size = sum(split_tiles(D)) * dtype.itemsize
     limit, default = next(row for row in SPACE if size <= row[0])
-    blocks = config(f"mlp.fwd.{limit}", default, x.device, D, w2.shape[1])
-    return blocks if blocks["BLOCK_F"] else None
+    return config(f"mlp.fwd.{limit}", default, device, D, F)
 
 
 _fwd_op = register(
@@ -320,7 +329,7 @@ class _Fn(torch.autograd.Function):
             h, pre, mean, rstd = _hidden(x, layer, stats, settings, save)
             second = settings.call  # its norm is that of fc1, its late bias that of fc2
             y, _, _, _, *next_stats = mixed.forward(h, w2, b2, None, None, *ends, second, learns)
-        elif not save and one_launch_blocks(x, w2, settings.activation):
+        elif not save and runs_in_one_launch(x, w2, settings.activation):
             ends += settings.norm, settings.eps, settings.activation, settings.return_stats
             folded = linear.fold_operands(x, layer, settings.norm is not None)
             y, *next_stats = _fwd_op(x, *folded, w2.to(x.dtype), b2, *ends)

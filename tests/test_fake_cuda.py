@@ -1,0 +1,120 @@
+"""torch.compile's tracing with fake tensors on "cuda", which runs what no other test without a GPU reaches."""
+
+import contextlib
+import warnings
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import warn_once_cache
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import fastvit_triton
+from fastvit_triton.convert import backend as own
+from fastvit_triton.kernels import OPS, backend, launch, plan
+from fastvit_triton.kernels.backend import using_backend
+
+GPU = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="NVIDIA H100 80GB HBM3", gcnArchName="")
+# autograd's nodes and some views ask for the device itself, which ends the process in builds for CPUs
+NEEDS_CUDA_BUILD = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="PyTorch is built without CUDA")
+OTHERS = (("auto", True), ("triton", False))
+PHASES = ["inference", pytest.param("training", marks=NEEDS_CUDA_BUILD)]
+
+
+def forget():
+    """Clears what was read of the device."""
+    plan.forget()
+    backend._too_old.cache_clear()
+    launch._architecture.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    """The properties of every "cuda" device are those of an H100."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: GPU)
+    forget()
+    yield
+    forget()
+
+
+def operators(call, arguments, switch, phase, rewritten=False):
+    """Names of the operators in the only graph that Dynamo makes of a call on "cuda" without a warning.
+
+    Args:
+        call: a function, or a module on "meta".
+        arguments: its arguments by name, on "meta".
+        switch: as in `using_backend`.
+        phase: "inference" or "training".
+        rewritten: True if `torch.compile(backend="fastvit_triton")` rewrites the graph.
+    """
+    kept = []
+
+    def keep(graph, _):
+        kept.append(graph)
+        return graph.forward
+
+    arguments = tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), arguments)
+    compiler = partial(own.backend, inner=keep) if rewritten else keep
+    warn_once_cache.clear()
+    torch._dynamo.reset()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)  # Dynamo's own
+        stack.enter_context(using_backend(switch))
+        stack.enter_context(torch.set_grad_enabled(phase == "training"))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        call = call.to_empty(device="cuda") if isinstance(call, nn.Module) else call
+        on_cuda = partial(torch.empty_like, device="cuda")
+        arguments = tree_map_only(torch.Tensor, lambda t: on_cuda(t, requires_grad=t.requires_grad), arguments)
+        torch.compile(call, backend=compiler, dynamic=False, fullgraph=True)(**arguments)
+    (graph,) = kept
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    for node in nodes:
+        values = tree_leaves(node.meta.get("example_value"))
+        assert all(value is None or isinstance(value, torch.Tensor) for value in values), node.target
+    return {str(node.target) for node in nodes} | {getattr(node.target, "__name__", "") for node in nodes}
+
+
+class Features(nn.Module):
+    """Everything of a model but its head, which no build for CPUs can trace."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, image):
+        """The tokens of the last block."""
+        return self.model.forward_features(image)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    "switch, rewritten",
+    [("auto", False), ("triton", True), *(pytest.param(*p, marks=pytest.mark.full) for p in OTHERS)],
+)
+def test_models(switch, rewritten, phase):
+    """Oracle: one graph, whose calls return tensors; our operators are in that of "triton"."""
+
+    with torch.device("meta"):
+        model = fastvit_triton.create_model("vit_tiny_patch16_224", depth=1).to(torch.bfloat16)
+        image = torch.empty(2, 3, 224, 224, dtype=torch.bfloat16)
+    found = operators(Features(model.train(phase == "training")), {"image": image}, switch, phase, rewritten)
+    names = ("autograd_function_apply",) if phase == "training" else ("attention_fwd", "mlp_fwd")
+    assert switch == "auto" or all(any(name in one for one in found) for name in names)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("switch", ["triton", pytest.param("auto", marks=pytest.mark.full)])
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_public_functions(op, switch, phase):
+    """Oracle: one graph, whose calls return tensors, of the first case in float32 and bfloat16."""
+    for dtype in (torch.float32, torch.bfloat16):
+        try:
+            operators(op.run, op.inputs(next(iter(op.cases.values())), dtype, "meta"), switch, phase)
+        except torch._dynamo.exc.TorchRuntimeError as error:
+            if "not linked with support for cuda" not in str(error):
+                raise
+            pytest.skip("PyTorch is built without CUDA, and refuses a view")
