@@ -18,7 +18,7 @@ from fastvit_triton import create_model, layers, optimize
 from fastvit_triton.convert.modules import attach
 from fastvit_triton.engine import ways
 from fastvit_triton.expected.count import traced
-from fastvit_triton.kernels import cost, depthwise, launch, mixed, plan
+from fastvit_triton.kernels import cost, depthwise, launch, mixed, op_cost, plan
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.plan import forcing
@@ -128,6 +128,34 @@ def test_pytorch_stores_a_decomposed_bias():
         assert biased - bare == 2 * passes * 8 * attn.heads * 196 * 196, way
     launches = cost.launches(gpu, (attn._replace(decomposed=1),), "mixed", True, False)
     assert {one.kind for one in launches if one.flops} == {"product", "fused attention"}
+
+
+@pytest.mark.fast
+def test_norms_fold_only_into_many_rows():
+    """Oracle: `fold.pays`. Rows that are fewer than outputs are normalised in a launch of their own, if not frozen."""
+    attn, _ = vit("B", 16)
+    few = attn._replace(images=1)
+    assert few.tokens < few.width <= attn.images * attn.tokens
+    for branch, frozen, values in (
+        (attn, False, [2 * attn.width * attn.channels, 16 * 197 * 768]),  # the fold, and statistics of rows
+        (attn, True, [16 * 197 * 768]),
+        (few, False, [2 * 197 * 768]),  # the norm
+        (few, True, [197 * 768]),
+    ):
+        every = cost.forward(cost.gpus()["h200"], branch, "fused", True, False, False, frozen)
+        assert [one.nbytes // 2 for one in every if one.kind == "pass"] == values
+
+
+@pytest.mark.fast
+def test_the_norm_and_the_stem_of_pytorch_are_slow():
+    """Oracle: by hand, from the limits measured on an H200; a convolution of patches has a rate of its own."""
+    gpu, rates = cost.gpus()["h200"], cost.table()
+    (ours, theirs) = op_cost.OPS["layer_norm"](2, False, 50432, 768)
+    assert cost.launch_us(gpu, theirs[0]) == 4 * 50432 * 768 / rates["norm_gbs"]["forward"] / 1e3
+    assert cost.launch_us(gpu, ours[0]) == 4 * 50432 * 768 / (gpu.copy_gbs * cost.PASS) / 1e3
+    _, stem = op_cost.OPS["patch_embed"](2, False, 50176, 768, 768, False, False)
+    rate = gpu.product_tflops * rates["patch_convolution"]["value"] * 1e6
+    assert [cost.launch_us(gpu, one) for one in stem] == [pytest.approx(2 * 50176 * 768 * 768 / rate)]
 
 
 @pytest.mark.fast

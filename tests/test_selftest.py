@@ -17,7 +17,7 @@ from interpreter import interpreting
 from fastvit_triton.cli import main
 from fastvit_triton.kernels import OPS, settings
 from fastvit_triton.measure import selftest, workers
-from fastvit_triton.measure.compare import named_leaves, outcome
+from fastvit_triton.measure.compare import named_leaves, outcome, verdict
 from fastvit_triton.measure.timeout import Deadline
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -332,6 +332,16 @@ def test_bits_are_compared():
     a = {"x": torch.tensor([math.nan, 0.0])}
     assert selftest.same(a, {"x": a["x"].clone()})
     assert not selftest.same(a, {"x": torch.tensor([math.nan, -0.0])}) and not selftest.same(a, {})
+
+
+@pytest.mark.fast
+def test_flushed_values_are_no_error():
+    """Oracle: a GPU flushes values below 2⁻¹²⁶ to zero; an error above them counts, and one where the truth is zero."""
+    tiny = torch.tensor([1e-42], dtype=torch.float64)
+    for got, want, match in ((0.0, tiny, True), (1e-37, tiny, False), (1e-42, 0 * tiny, False)):
+        truth = {"gradient of x": want}
+        said = verdict({"gradient of x": torch.tensor([got])}, truth, {"gradient of x": want.float()}, torch.float32)
+        assert said.match is match
 
 
 @pytest.mark.fast

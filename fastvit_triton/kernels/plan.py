@@ -152,7 +152,7 @@ def choose(
         return Choice(name, "plain", "empty", shapes, branches, {}, {})
     way = None if exact else measured_way(device, shapes, replayed or traced)
     if way is not None:
-        return Choice(name, way, "measured", shapes, branches, {}, {})
+        return Choice(name, way, "measured", shapes, branches, {}, {}, replayed)
     gpu = gpu_on(device)
     every = {way: launches(gpu, branches, way, training, False) for way in WAYS}
     us = {
