@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.attention import attention
 from .fusable import Fusable
 
 
@@ -14,17 +15,19 @@ class PackedAttention(Fusable):
         dim: D, channels.
         num_heads: H.
         drop: dropout on the probabilities.
+        bias: whether the projections have biases.
     """
 
-    def __init__(self, dim: int, num_heads: int, drop: float = 0.0) -> None:
+    def __init__(self, dim: int, num_heads: int, drop: float = 0.0, bias: bool = True) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.drop = drop
         self.in_proj_weight = nn.Parameter(torch.empty(3 * dim, dim))
-        self.in_proj_bias = nn.Parameter(torch.zeros(3 * dim))
-        self.out_proj = nn.Linear(dim, dim)
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * dim)) if bias else None
+        self.out_proj = nn.Linear(dim, dim, bias=bias)
         nn.init.xavier_uniform_(self.in_proj_weight)
-        nn.init.zeros_(self.out_proj.bias)
+        if bias:
+            nn.init.zeros_(self.out_proj.bias)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """q [B, M, D], k and v [B, N, D] → [B, M, D].
@@ -33,12 +36,18 @@ class PackedAttention(Fusable):
             q, k, v: inputs of the projections.
             mask: boolean, broadcasts to [B, H, M, N]; True where a query sees a key. A query that sees none gets 0.
         """
-        weights = self.in_proj_weight.chunk(3)
-        biases = self.in_proj_bias.chunk(3)
-        projected = [F.linear(x, w, b) for x, w, b in zip((q, k, v), weights, biases, strict=True)]
+        if q is k is v:  # one product
+            packed = F.linear(q, self.in_proj_weight, self.in_proj_bias)
+            projected = packed.chunk(3, -1)
+        else:
+            weights = self.in_proj_weight.chunk(3)
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            projected = tuple(F.linear(x, w, b) for x, w, b in zip((q, k, v), weights, biases, strict=True))
         heads = [x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in projected]
-        drop = self.drop if self.training else 0.0
-        o = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], mask, drop)
+        if self.drop and self.training:
+            o = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], mask, self.drop)
+        else:
+            o = attention(heads[0], heads[1], heads[2], mask)
         return self.out_proj(o.transpose(1, 2).flatten(2))
 
     def extra_repr(self) -> str:

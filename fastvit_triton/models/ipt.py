@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checkpoints.layout import Layout, Spelling
-from ..kernels.attention import attention
 from ..layers.embed import sides
 from ..layers.fusable import Fusable
+from ..layers.packed_attention import PackedAttention
 from ..layers.recompute import recomputed
 from . import fit
 from .config import BaseConfig, Options, check_multiple, check_positive, check_types
@@ -70,33 +70,6 @@ def upsampler(channels: int, scale: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-class PackedAttention(Fusable):
-    """Attention without biases whose projections are one matrix, as in nn.MultiheadAttention.
-
-    Args:
-        dim: D, channels.
-        num_heads: H.
-    """
-
-    def __init__(self, dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.in_proj_weight = nn.Parameter(torch.empty(3 * dim, dim))
-        self.out_proj = nn.Linear(dim, dim, bias=False)
-        nn.init.xavier_uniform_(self.in_proj_weight)
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Queries [B, N, D], keys and values [B, M, D] → [B, N, D]."""
-        if query is key and key is value:  # one product
-            packed = F.linear(query, self.in_proj_weight).unflatten(-1, (3, self.num_heads, -1))
-            q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
-        else:
-            weights = self.in_proj_weight.chunk(3)
-            projected = (F.linear(x, weight) for x, weight in zip((query, key, value), weights, strict=True))
-            q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in projected)
-        return self.out_proj(attention(q, k, v).transpose(1, 2).flatten(2))
-
-
 class RestorationEncoderLayer(Fusable):
     """x + attention(norm x), then x + MLP(norm x), with ReLU in the MLP.
 
@@ -109,7 +82,7 @@ class RestorationEncoderLayer(Fusable):
 
     def __init__(self, dim: int, num_heads: int, hidden: int, drop: float = 0.0) -> None:
         super().__init__()
-        self.self_attn = PackedAttention(dim, num_heads)
+        self.self_attn = PackedAttention(dim, num_heads, bias=False)
         self.linear1 = nn.Linear(dim, hidden)
         self.dropout = nn.Dropout(drop)
         self.linear2 = nn.Linear(hidden, dim)
@@ -139,8 +112,8 @@ class RestorationDecoderLayer(Fusable):
 
     def __init__(self, dim: int, num_heads: int, hidden: int, drop: float = 0.0) -> None:
         super().__init__()
-        self.self_attn = PackedAttention(dim, num_heads)
-        self.multihead_attn = PackedAttention(dim, num_heads)
+        self.self_attn = PackedAttention(dim, num_heads, bias=False)
+        self.multihead_attn = PackedAttention(dim, num_heads, bias=False)
         self.linear1 = nn.Linear(dim, hidden)
         self.dropout = nn.Dropout(drop)
         self.linear2 = nn.Linear(hidden, dim)
