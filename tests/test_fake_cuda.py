@@ -1,8 +1,10 @@
 """torch.compile's tracing with fake tensors on "cuda", which runs what no other test without a GPU reaches."""
 
+import ast
 import contextlib
 import warnings
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -118,3 +120,13 @@ def test_public_functions(op, switch, phase):
             if "not linked with support for cuda" not in str(error):
                 raise
             pytest.skip("PyTorch is built without CUDA, and refuses a view")
+
+
+def test_constants_are_functions_of_constants():
+    """Oracle: what Dynamo of the oldest PyTorch takes for a constant, which no module and no tensor is."""
+    for path in sorted(Path(fastvit_triton.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            marks = {ast.unparse(mark) for mark in getattr(node, "decorator_list", ())}
+            if marks & {"constant", "backend.constant"}:
+                kinds = {ast.unparse(argument.annotation) for argument in node.args.args}
+                assert not kinds & {"nn.Module", "Tensor", "torch.Tensor"}, (path.name, node.name)
