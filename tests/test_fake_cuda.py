@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from catalogue import COMMON, inputs, outputs
 from torch import nn
 from torch._dynamo.utils import warn_once_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -71,7 +72,12 @@ def operators(call, arguments, switch, phase, rewritten=False):
         call = call.to_empty(device="cuda") if isinstance(call, nn.Module) else call
         on_cuda = partial(torch.empty_like, device="cuda")
         arguments = tree_map_only(torch.Tensor, lambda t: on_cuda(t, requires_grad=t.requires_grad), arguments)
-        torch.compile(call, backend=compiler, dynamic=False, fullgraph=True)(**arguments)
+        try:
+            torch.compile(call, backend=compiler, dynamic=False, fullgraph=True)(**arguments)
+        except torch._dynamo.exc.TorchRuntimeError as error:
+            if "not linked with support for cuda" not in str(error):
+                raise
+            pytest.skip("PyTorch is built without CUDA, and refuses a view")
     (graph,) = kept
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
     for node in nodes:
@@ -114,18 +120,36 @@ def test_models(switch, rewritten, phase):
 def test_public_functions(op, switch, phase):
     """Oracle: one graph, whose calls return tensors, of the first case in float32 and bfloat16."""
     for dtype in (torch.float32, torch.bfloat16):
-        try:
-            operators(op.run, op.inputs(next(iter(op.cases.values())), dtype, "meta"), switch, phase)
-        except torch._dynamo.exc.TorchRuntimeError as error:
-            if "not linked with support for cuda" not in str(error):
-                raise
-            pytest.skip("PyTorch is built without CUDA, and refuses a view")
+        operators(op.run, op.inputs(next(iter(op.cases.values())), dtype, "meta"), switch, phase)
+
+
+class Outputs(nn.Module):
+    """A model of the catalogue, called as its tests call it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, given):
+        """Its output, as one tensor."""
+        return outputs(self.model, given)
+
+
+@NEEDS_CUDA_BUILD
+@pytest.mark.parametrize("name", ["hf_dinov2_swiglu", "timm_pvt_v2"])
+def test_converted_models(name):
+    """Oracle: as above."""
+    model, given = COMMON[name].make().eval(), inputs(name, torch.float32)
+    fastvit_triton.optimize(model)
+    found = operators(Outputs(model), {"given": given}, "triton", "inference")
+    assert any("attention_fwd" in one for one in found)
 
 
 def test_constants_are_functions_of_constants():
     """Oracle: what Dynamo of the oldest PyTorch takes for a constant, which no module and no tensor is."""
     for path in sorted(Path(fastvit_triton.__file__).parent.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "constant\ndef " in text else ():
             marks = {ast.unparse(mark) for mark in getattr(node, "decorator_list", ())}
             if marks & {"constant", "backend.constant"}:
                 kinds = {ast.unparse(argument.annotation) for argument in node.args.args}
