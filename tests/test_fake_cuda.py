@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fastvit_triton
 from fastvit_triton.convert import backend as own
-from fastvit_triton.kernels import OPS, backend, launch, plan
+from fastvit_triton.kernels import OPS, backend, launch, layer_norm, plan, rms_norm
 from fastvit_triton.kernels.backend import using_backend
 
 GPU = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="NVIDIA H100 80GB HBM3", gcnArchName="")
@@ -43,7 +43,7 @@ def gpu(monkeypatch):
     forget()
 
 
-def operators(call, arguments, switch, phase, rewritten=False):
+def operators(call, arguments, switch, phase, rewritten=False, dynamic=False):
     """Names of the operators in the only graph that Dynamo makes of a call on "cuda" without a warning.
 
     Args:
@@ -52,6 +52,7 @@ def operators(call, arguments, switch, phase, rewritten=False):
         switch: as in `using_backend`.
         phase: "inference" or "training".
         rewritten: True if `torch.compile(backend="fastvit_triton")` rewrites the graph.
+        dynamic: as in `torch.compile`; sizes may then be nodes of the graph.
     """
     kept = []
 
@@ -73,16 +74,17 @@ def operators(call, arguments, switch, phase, rewritten=False):
         on_cuda = partial(torch.empty_like, device="cuda")
         arguments = tree_map_only(torch.Tensor, lambda t: on_cuda(t, requires_grad=t.requires_grad), arguments)
         try:
-            torch.compile(call, backend=compiler, dynamic=False, fullgraph=True)(**arguments)
+            torch.compile(call, backend=compiler, dynamic=dynamic, fullgraph=True)(**arguments)
         except torch._dynamo.exc.TorchRuntimeError as error:
             if "not linked with support for cuda" not in str(error):
                 raise
             pytest.skip("PyTorch is built without CUDA, and refuses a view")
     (graph,) = kept
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    kinds = (torch.Tensor, int, torch.SymInt) if dynamic else torch.Tensor
     for node in nodes:
         values = tree_leaves(node.meta.get("example_value"))
-        assert all(value is None or isinstance(value, torch.Tensor) for value in values), node.target
+        assert all(value is None or isinstance(value, kinds) for value in values), node.target
     return {str(node.target) for node in nodes} | {getattr(node.target, "__name__", "") for node in nodes}
 
 
@@ -123,6 +125,13 @@ def test_public_functions(op, switch, phase):
         operators(op.run, op.inputs(next(iter(op.cases.values())), dtype, "meta"), switch, phase)
 
 
+@pytest.mark.parametrize("file", [layer_norm, rms_norm], ids=lambda file: file.OP.name)
+def test_norms_of_any_width(file):
+    """Oracle: as above, where the width is symbolic, as it is after a rearrangement of images into patches."""
+    case = next(iter(file.OP.cases.values()))
+    operators(file.OP.run, file.OP.inputs(case, torch.float32, "meta"), "triton", "inference", dynamic=True)
+
+
 class Outputs(nn.Module):
     """A model of the catalogue, called as its tests call it."""
 
@@ -136,12 +145,14 @@ class Outputs(nn.Module):
 
 
 @NEEDS_CUDA_BUILD
-@pytest.mark.parametrize("name", ["hf_dinov2_swiglu", "timm_pvt_v2"])
-def test_converted_models(name):
+@pytest.mark.parametrize(
+    "name, dynamic", [("hf_dinov2_swiglu", False), ("timm_pvt_v2", False), ("vit_pytorch_vit", True), ("hf_swin", True)]
+)
+def test_converted_models(name, dynamic):
     """Oracle: as above."""
     model, given = COMMON[name].make().eval(), inputs(name, torch.float32)
     fastvit_triton.optimize(model)
-    found = operators(Outputs(model), {"given": given}, "triton", "inference")
+    found = operators(Outputs(model), {"given": given}, "triton", "inference", dynamic=dynamic)
     assert any("attention_fwd" in one for one in found)
 
 
