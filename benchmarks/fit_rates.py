@@ -183,7 +183,8 @@ def main() -> None:
         table["error_of_gain"] = errors_of_gain(every)
         table["note"] = (
             f"Constants fitted by benchmarks.fit_rates to {sum(row.predicted is not None for row in shown)} rows of "
-            "benchmarks/published/timm.csv; see fastvit_triton/expected/times.py. Nothing was measured by this project."
+            "benchmarks/published/timm.csv; see fastvit_triton/expected/times.py. Nothing but the memory factor of the "
+            "H200 was measured by this project."
         )
         write(table)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.measure.machine import provenance
 from fastvit_triton.measure.timeout import Deadline, TimedOut, one_line
 from fastvit_triton.measure.variants import compiling
@@ -81,8 +82,14 @@ def run_latency(result: ResultFile, device: torch.device) -> None:
 
 
 def run_tuning(result: ResultFile, device: torch.device) -> None:
-    """Launch parameters and ways of blocks; `python -m benchmarks.tune --adopt FILE` writes them into kernels/tuned."""
+    """Launch parameters; `python -m benchmarks.tune --adopt FILE` writes them into kernels/tuned."""
     tune.run(result, device, partial(correctness.kernels_on, device))
+
+
+def run_ways(result: ResultFile, device: torch.device) -> None:
+    """Ways of blocks, with the launch parameters in kernels/tuned; `--adopt` writes them there too."""
+    context = partial(using_backend, "auto") if device.type == "cuda" else partial(correctness.kernels_on, device)
+    tune.measure_ways(result, device, context)
 
 
 # part → (function, seconds); a part without seconds runs only if --only names it
@@ -92,7 +99,8 @@ PARTS: dict[str, tuple[Callable, float | None]] = {
     "ceilings": (hardware.ceilings, 20),
     "ops": (run_ops, 130),
     "models": (run_models, 180),
-    "tuning": (run_tuning, 300),
+    "tuning": (run_tuning, 200),
+    "ways": (run_ways, 60),
     "latency": (run_latency, None),
     "hardware": (hardware.run, None),
 }

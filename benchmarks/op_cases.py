@@ -17,8 +17,8 @@ from .launch_cases import BATCH, MODELS
 
 BY_NAME = {op.name: op for op in OPS}
 NAMES = (
-    "attention", "mlp", "linear qkv", "linear proj", "layer_norm", "add_layer_norm", "patch_embed", "depthwise",
-    "deformable_attention",
+    "attention", "mlp", "linear qkv", "linear proj", "linear fc1", "layer_norm", "add_layer_norm", "patch_embed",
+    "depthwise", "deformable_attention",
 )  # fmt: skip
 BACKENDS = {
     "SDPA flash": SDPBackend.FLASH_ATTENTION,
@@ -105,6 +105,12 @@ def _call(name: str, s: Shape, dtype: torch.dtype) -> tuple[str, Callable, dict,
             return dict(zip(("x", "weight", "bias"), (new(*rows), *layer(new, 3 * D, D)), strict=True), norm=norm(new))
 
         return "linear", make, {}, (6 * M * D**2, (4 * M * D + 3 * D**2) * size)
+    if name == "linear fc1":
+
+        def make(new: Callable) -> dict:
+            return dict(zip(("x", "weight", "bias"), (new(*rows), *layer(new, 4 * D, D)), strict=True), norm=norm(new))
+
+        return "linear", make, dict(activation="gelu"), (8 * M * D**2, (5 * M * D + 4 * D**2) * size)
     if name == "linear proj":
 
         def make(new: Callable) -> dict:

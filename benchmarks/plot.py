@@ -33,10 +33,14 @@ COLUMNS = {
     "torch.compile": "torch.compile",
     "ours eager": "ours",
     "ours compiled": "ours, compiled",
+    "ours, CUDA graph": "ours, CUDA graph",
+    "timm": "timm",
+    "optimized by us": "timm, optimized",
     "timm AMP": "timm AMP",
     "transformers": "transformers",
 }
 OURS = ("ours eager", "ours compiled")
+PLANNED = "as planned"  # the variant of an op that the plan chooses, ours or PyTorch's
 # columns of `benchmarks.cpu` → their titles
 CPU_COLUMNS = {
     "medium": '"medium"',
@@ -65,6 +69,7 @@ class Results:
     ops: dict | None
     models: dict | None
     ceilings: dict | None
+    ways: dict | None
     static: dict | None
     cpu: tuple[dict, ...] = ()
     host: dict | None = None
@@ -90,7 +95,7 @@ def load(folder: Path = RESULTS) -> Results:
         json.loads(path.read_text()) if (path := folder / f"{name}.json").exists() else None
         for name in ("static", "host", "launches", "gains", "backtest")
     )
-    parts = (newest.get(part) for part in ("ops", "models", "ceilings"))
+    parts = (newest.get(part) for part in ("ops", "models", "ceilings", "ways"))
     users = community.load(folder / "community")
     return Results(*parts, report, tuple(sorted(cpu, key=lambda held: held["date"])), *others, users)
 
@@ -140,7 +145,7 @@ def ops_table(results: Results) -> str:
     lines = ["| op | phase | ours µs | × eager | × best other |", "|---|---|--:|--:|--:|"]
     for (case, phase), by_variant in measured.items():
         ours = [by_variant[variant] for variant in OURS if variant in by_variant]
-        others = [us for variant, us in by_variant.items() if variant not in OURS]
+        others = [us for variant, us in by_variant.items() if variant not in (*OURS, PLANNED)]
         if ours:
             us = min(ours)
             lines.append(f"| {case} | {phase} | {us:.1f} | {by_variant['eager'] / us:.2f} | {min(others) / us:.2f} |")
@@ -224,13 +229,29 @@ def _predicted(what: str, static: dict | None) -> str:
     return "\n".join([*lines, "", source])
 
 
+def ways_table(results: Results) -> str:
+    """Table of the measured milliseconds of two blocks in each way, in inference and training; the fastest is bold."""
+    if results.ways is None:
+        return f"{NOT_YET}; `python -m benchmarks.gpu --only ways --out benchmarks/results` measures it on a GPU."
+    ways = ("plain", "mixed", "fused")
+    lines = [f"| ms of two blocks | {' | '.join(ways)} | by the rule |", "|---|--:|--:|--:|---|"]
+    for row in results.ways["rows"]:
+        if "way" in row:
+            times = {way: row.get(f"{way}_us") for way in ways}
+            best = min(us for us in times.values() if us is not None)
+            title = row["case"].removeprefix("ways of ")
+            lines.append(f"| {title} | {' | '.join(_cell(times[way], best) for way in ways)} | {row['rule']} |")
+    return "\n".join([*lines, "", origin(results.ways)])
+
+
 def users_table(results: Results) -> str:
     """Table of users' measurements."""
     return community.table(results.users)
 
 
 def training_table(results: Results) -> str:
-    """Table of expected speedups of ViT blocks in training, by the rule that chooses their way; nothing is measured."""
+    """Table of expected speedups of ViT blocks in training, by the rule that chooses their way; * is measured."""
+    measured = {row["shape"]: row for row in results.ways["rows"] if "shape" in row} if results.ways else {}
     lines = [f"| expected speed of the blocks in training against eager | {' | '.join(SHOWN_GPUS.values())} |"]
     lines.append("|---" * (len(SHOWN_GPUS) + 1) + "|")
     for name, C, heads in SHOWN_MODELS:
@@ -244,8 +265,12 @@ def training_table(results: Results) -> str:
             gpu = gpus()[key]
             with plan.assuming(gpu), targeting(gpu.architecture):
                 choice = plan.choose(torch.device("cpu"), block, True, False, True, None, "auto", False)
+            row = next((measured[shape] for shape in choice.shapes if shape in measured), None)
+            if row is not None and SHOWN_GPUS[key] in results.ways["gpu"]:
+                cells.append(f"{row['plain_us'] / row[f'{choice.way}_us']:.2f}* ({choice.way})")
+                continue
             times = {way: max(us) for way, us in choice.us.items()}
-            cells.append(f"{times['plain'] / times[choice.way]:.2f} ({choice.way})")
+            cells.append(f"{times['plain'] / times[choice.way]:.2f} ({choice.way})" if times else "")
         lines.append(f"| {name}, batch 64 | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -328,6 +353,7 @@ TABLES = {
     "cpu": cpu_table,
     "cpu short": cpu_short_table,
     "host": host_table,
+    "ways": ways_table,
     "users": users_table,
 }
 TABLES |= {"gains": gains_table, "training": training_table, "backtest": backtest_table,

@@ -3,9 +3,10 @@
     python -m benchmarks.tune [--arch sm_90] [--seconds 300] [--check] [--ways] [--adopt FILE]
 
 --adopt takes a result of benchmarks.gpu, a file of `fastvit-triton tune --export`, or a contributed file.
-If the architecture is that of the local GPU, candidates and ways are timed on it ("measured"). Otherwise candidates are
-compiled, and the bound of the compile report decides ("predicted"); ways then follow their expected time, which needs
-no table. A measured row is never replaced by a predicted one. --ways times only the ways of blocks.
+If the architecture is that of the local GPU, candidates are timed on it, and then ways with the best ("measured").
+Otherwise candidates are compiled, and the bound of the compile report decides ("predicted"); ways then follow their
+expected time, which needs no table. A measured row is never replaced by a predicted one. --ways times only the ways of
+blocks.
 """
 
 import argparse
@@ -21,7 +22,6 @@ import torch
 from fastvit_triton.kernels import launch
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.compiling import Launch, compiling
-from fastvit_triton.kernels.launch import overriding
 from fastvit_triton.measure.candidates import targets
 from fastvit_triton.measure.timeout import Deadline, capturing
 from fastvit_triton.measure.tuned_tables import adopt, best_rows, write
@@ -30,13 +30,13 @@ from fastvit_triton.measure.ways import MODELS, time_ways
 
 from .result_file import ResultFile
 
-WAYS = 60.0  # seconds reserved for the ways of blocks
 
+def measure_ways(result: ResultFile, device: torch.device, context: Callable[[], AbstractContextManager]) -> None:
+    """Times the blocks of all models in each way, in inference and training, and adds a row for each.
 
-def measure_ways(
-    result: ResultFile, arch: str, device: torch.device, context: Callable[[], AbstractContextManager]
-) -> None:
-    """Times the blocks of all models in each way, in inference and training, and adds a row for each."""
+    In `context` our kernels run there; it must not override launch parameters, or blocks are not replayed.
+    """
+    arch = launch.architecture(device)
     tiny = dict(img_size=32, embed_dim=32, num_heads=2)
     for name, batch in MODELS[:1] if result.dry else MODELS:
         for training in (False, True):
@@ -66,21 +66,16 @@ def compile_candidates(result: ResultFile, device: torch.device, context: Callab
 
 
 def run(result: ResultFile, device: torch.device, context: Callable[[], AbstractContextManager]) -> None:
-    """Times all candidates, then blocks in each way with the best of them; `--adopt` reads the file."""
+    """Times all candidates; `--adopt` reads the file."""
     arch = launch.architecture(device)
     compile_candidates(result, device, context)
     for target in targets(result.dry):
         name = f"{target.row} {' '.join(f'{k}={v}' for k, v in target.shape.items())}"
-        if result.deadline.left < WAYS and not result.dry:
-            result.not_reached.append(name)
-            continue
         with result.row(name) as wanted:
             if wanted:
                 most = 2 if result.dry else None
                 row = time_candidates(target, torch.bfloat16, device, result.deadline, context, most)
                 result.add(dict(case=name, arch=arch, **row))
-    with overriding(best_rows(result.rows)):
-        measure_ways(result, arch, device, context)
 
 
 def main() -> None:
@@ -112,17 +107,17 @@ def main() -> None:
             row = predict.predict_candidates(target, arguments.arch)
         print(row["row"], row["best"], *row["tried"], sep="\n  ")
         rows.append(row)
-    ways = []
+    found, provenance = best_rows(rows), "measured" if here else "predicted"
+    if not arguments.check:
+        print("taken:", *write(arguments.arch, found, provenance))
     if here:
         with tempfile.TemporaryDirectory() as folder:
             result = ResultFile("ways", Path(folder), deadline)
-            measure_ways(result, arguments.arch, torch.device("cuda", 0), kernels)
+            measure_ways(result, torch.device("cuda", 0), partial(using_backend, "auto"))
         ways = [row for row in result.rows if "way" in row]
-    found, provenance = best_rows(rows), "measured" if here else "predicted"
-    if arguments.check:
-        print("found:", *found)
-    else:
-        print("taken:", *write(arguments.arch, found, provenance, ways=ways), f"and {len(ways)} ways")
+        if not arguments.check:
+            write(arguments.arch, {}, provenance, ways=ways)
+        print(f"{len(ways)} ways")
 
 
 if __name__ == "__main__":

@@ -111,6 +111,15 @@ def test_attention_equals_equations_1_and_2():
             assert (lse[b, h] - scores.exp().sum(-1).log()).abs().max() < 4 * torch.finfo(torch.float32).eps * 4
 
 
+def test_attention_without_values_does_not_call_sdpa(monkeypatch):
+    """Oracle: shapes; cuDNN's attention returns None for an empty batch (torch 2.11)."""
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *_, **__: None)
+    for sizes in ((0, 2, 3, 4), (1, 2, 0, 4)):
+        q, k, v = (torch.ones(sizes, requires_grad=True) for _ in "qkv")
+        o = attention(q, k, v)
+        assert o.shape == sizes and torch.autograd.grad(o.sum(), q)[0].shape == sizes
+
+
 def test_attention_default_scale_is_inverse_square_root_of_head_dim():
     """Oracle: the same call with an explicit scale."""
     q, k, v = randn(1, 1, 4, 9), randn(1, 1, 4, 9), randn(1, 1, 4, 9)

@@ -80,6 +80,10 @@ def test_ways_come_from_user_measurements_then_the_table(path, monkeypatch, tmp_
     assert found == ["plain", "mixed", "fused"]
     assert plan.choose(GPU, BLOCK, False, False, False, None, "auto", False).why == "measured"
     assert plan.choose(GPU, BLOCK, False, False, False, None, "auto", True).why == "expected"  # IEEE float32
+    path.unlink()
+    plan.forget()
+    why = [plan.choose(GPU, BLOCK, False, False, replayed, None, "auto", False).why for replayed in (True, False)]
+    assert why == ["measured", "expected"]  # the blocks of the table were replayed
     with plan.forcing("plain"):
         assert plan.way_of(torch.empty(1), BLOCK, False, False) == "plain"
     assert plan.op_names("attention", 4, True, (3, 5, True)) == (

@@ -105,13 +105,13 @@ def has_hooks(module: nn.Module) -> bool:
     if "forward" in facts and not is_our_forward(facts["forward"]):
         return True
     methods = methods_of(type(module))  # as `runs_other_code`
-    return methods is None or (len(methods) > 0 and _replaces(facts, methods))
+    return _replaces(facts, methods) if methods else methods is None
 
 
 def runs_other_code(module: nn.Module) -> bool:
     """True if a call runs other code than the source files of the module's class define, or an attribute of it."""
     methods = methods_of(type(module))
-    return methods is None or (len(methods) > 0 and _replaces(module.__dict__, methods))
+    return _replaces(module.__dict__, methods) if methods else methods is None
 
 
 def _replaces(facts: dict[str, Any], methods: tuple[str, ...]) -> bool:

@@ -195,7 +195,7 @@ def reference(
     """Equations (1) and (2) by PyTorch's fused attention; written out if L or forward-mode AD is needed."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     mask = _mask(q, k, bias if axis_bias is None else sum_of_axes(*axis_bias), kv_lens)
-    if not return_lse and torch.autograd.forward_ad._current_level < 0:
+    if not return_lse and _fits_sdpa(q, k):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     scores = scale * (q @ k.mT).float() if q.dtype != torch.float64 else scale * (q @ k.mT)  # (1) [B, H, Nq, Nk]
     if mask is not None:
@@ -331,6 +331,12 @@ def _fwd_fake(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, columns=0):
 
 
 fwd_op = register("attention_fwd", f"({ARGUMENTS}, SymInt columns=0) -> (Tensor, Tensor)", _fwd, _fwd_fake)
+
+
+def _fits_sdpa(q: Tensor, k: Tensor) -> bool:
+    """False in forward-mode AD, and without any value, for which cuDNN's attention returns None (torch 2.11)."""
+    has_values = torch.compiler.is_compiling() or (q.numel() > 0 and k.numel() > 0)
+    return has_values and torch.autograd.forward_ad._current_level < 0
 
 
 class _Fn(torch.autograd.Function):

@@ -24,7 +24,8 @@ from .launch import TUNED
 
 WAYS = ("plain", "mixed", "fused")  # ties are resolved in this order
 LEAST_US, LEAST_PRODUCT_US = 2.5, 5.0  # minimum time of a launch, and of a matmul; estimates
-PASS, NORM_BACKWARD = 0.85, 0.65  # fraction of the copy bandwidth: elementwise passes; LayerNorm backward of PyTorch
+PASS = 0.85  # fraction of the copy bandwidth of elementwise passes and of our LayerNorm
+NORMS = {"norm": "forward", "norm backward": "backward"}  # kinds of launches of PyTorch's LayerNorm
 TILES = {(128, 256): 1.0, (128, 128): 0.93, (64, 128): 0.82, (64, 64): 0.65}  # tile of a matmul → fraction of its rate
 NARROW = 384  # bytes of a row up to which one launch computes an MLP; see `mlp`
 
@@ -123,7 +124,8 @@ class Launch(NamedTuple):
     """One launch: its flops and bytes, and properties that determine its rate.
 
     Attributes:
-        kind: "product", "fused product", "attention", "fused attention", "norm backward" or "pass".
+        kind: "product", "fused product", "convolution" (of patches, by cuDNN), "attention", "fused attention", "norm"
+            and "norm backward" (by PyTorch), or "pass".
         flops: of the operation.
         nbytes: read and written.
         size: (M, N, K) of a matmul [M, K] · [K, N].
@@ -228,11 +230,15 @@ def saved_values(branch: Branch, way: str) -> int:
 
 def launch_us(gpu: Gpu, launch: Launch, ratio: int = 0) -> float:
     """Expected microseconds of one launch."""
-    efficiency = NORM_BACKWARD if launch.kind == "norm backward" else PASS
-    memory = launch.nbytes / (gpu.copy_gbs * efficiency) / 1e3
+    bandwidth = gpu.copy_gbs * PASS
+    if launch.kind in NORMS:
+        bandwidth = min(bandwidth, table()["norm_gbs"][NORMS[launch.kind]])
+    memory = launch.nbytes / bandwidth / 1e3
     compute = 0.0
     if launch.kind in ("product", "fused product"):
         compute = _product_us(gpu, *launch.size) / (gpu.fused_product[ratio] if launch.kind == "fused product" else 1)
+    elif launch.kind == "convolution":
+        compute = launch.flops / (gpu.product_tflops * table()["patch_convolution"]["value"]) / 1e6
     elif launch.flops:
         rates = gpu.fused_attention_tflops if launch.kind == "fused attention" else gpu.attention_tflops
         compute = launch.flops / rates[launch.backward] / 1e6
@@ -307,9 +313,10 @@ def forward(
         return _reduced(gpu, b, way, first, last)
     conv = [one_pass(b, 2 * M * b.inner)] * (b.kind == "depthwise_mlp")
     if way == "fused":
-        leading = _norm(b, way) if b.wide else [] if frozen and not training else [one_pass(b, 2 * b.width * C)]  # fold
+        folds = not b.wide and (M >= b.width or (frozen and not training))  # as `fold.pays`
+        leading = _norm(b, way) if not folds else [] if frozen and not training else [one_pass(b, 2 * b.width * C)]
         narrow = b.kind == "mlp" and not training and C * b.itemsize <= NARROW and b.itemsize == 2
-        leading += [] if not first or narrow or b.wide else [one_pass(b, M * C)]  # row statistics
+        leading += [one_pass(b, M * C)] * (folds and first and not narrow)  # row statistics
         if narrow:  # the hidden layer is not written; a wide residual is not the input of the matmul
             mlp_launch = product(b, M, b.width + b.inner, C, True, (1 + 3 * b.wide) * M * C - M * (b.width + b.inner))
             return [*leading, mlp_launch]
@@ -337,7 +344,8 @@ def _norm(b: Branch, way: str) -> list[Launch]:
     values = b.images * b.tokens * b.channels
     if way == "mixed":
         return [one_pass(b, (b.stream + 1) * values)]
-    return [one_pass(b, 2 * b.stream * values)] + [one_pass(b, (b.stream + 1) * values)] * b.wide
+    norm = one_pass(b, 2 * b.stream * values, "norm" if way == "plain" else "pass")
+    return [norm] + [one_pass(b, (b.stream + 1) * values)] * b.wide
 
 
 def _last(b: Branch) -> Launch:

@@ -16,7 +16,7 @@ def _linear(size: int, training: bool, M: int, K: int, F: int, norm: bool, resid
     b = Branch("linear", 1, M, K, F, K, itemsize=size)
     ours = [product(b, M, F, K, True, M * F * residual)]
     ours += [one_pass(b, M * K)] * norm + [one_pass(b, 2 * K * F)] * (norm and fold)
-    theirs = [product(b, M, F, K)] + [one_pass(b, 2 * M * K)] * norm + [one_pass(b, 3 * M * F)] * residual
+    theirs = [product(b, M, F, K)] + [one_pass(b, 2 * M * K, "norm")] * norm + [one_pass(b, 3 * M * F)] * residual
     return ours, theirs
 
 
@@ -41,24 +41,25 @@ def _patch_embed(size: int, training: bool, M: int, K: int, D: int, prefix: bool
     """`patch_embed` of M patches of K values."""
     b = Branch("stem", 1, M, D, K, K, itemsize=size)
     ours = [product(b, M, D, K, True)]
-    theirs = [product(b, M, D, K)]
+    theirs = [product(b, M, D, K)._replace(kind="convolution")]
     theirs += [one_pass(b, 2 * M * D)] * prefix + [one_pass(b, 2 * M * D)] * pos
     if training:
         ours += [product(b, D, K, M, True, 8 / size * K * D * math.ceil(M / 4096)), one_pass(b, 0)]  # fp32 sums
-        theirs += [product(b, D, K, M)]
+        theirs += [product(b, D, K, M)._replace(kind="convolution")]
     return ours, theirs
 
 
 def _layer_norm(size: int, training: bool, M: int, D: int) -> Pair:
     """`layer_norm` of x [M, D]; the backward pass sums gradients of the parameters in two stages."""
     b = Branch("norm", 1, M, D, D, D, itemsize=size)
-    both = [one_pass(b, 2 * M * D)]
+    ours = [one_pass(b, 2 * M * D)]
+    theirs = [one_pass(b, 2 * M * D, "norm")]
     small = one_pass(b, 0)
-    if not training:
-        return both, both
-    sums = 8 / size * 2 * D * min(M, 512)  # fp32, written and read
-    ours = [*both, one_pass(b, 3 * M * D), one_pass(b, sums)]
-    return ours, [*both, one_pass(b, 3 * M * D, "norm backward"), small]
+    if training:
+        sums = 8 / size * 2 * D * min(M, 512)  # fp32, written and read
+        ours += [one_pass(b, 3 * M * D), one_pass(b, sums)]
+        theirs += [one_pass(b, 3 * M * D, "norm backward"), small]
+    return ours, theirs
 
 
 def _depthwise(

@@ -245,7 +245,10 @@ def _bwd_weight_kernel(
         at = dt_ptr + ((m // N).to(tl.int64) * (T + N) + T + m % N)[None, :] * D + tl.minimum(d, D - 1)[:, None]
         dt = tl.load(at, mask=(m < M)[None, :], other=0.0)  # [BLOCK_D, BLOCK_M]
         x = _load_patches(image_ptr, m, k, M, strides, N, dt, P, Q, GRID_W, K, K % BLOCK_K == 0)
-        acc = tl.dot(dt, x, acc, input_precision=PRECISION)
+        if PRECISION == "ieee":  # a sum of sums of BLOCK_M patches: one running sum would round more than PyTorch's
+            acc += tl.dot(dt, x, input_precision=PRECISION)
+        else:
+            acc = tl.dot(dt, x, acc, input_precision=PRECISION)
     at = partial_ptr + (tl.program_id(2).to(tl.int64) * D + d[:, None]) * K + k[None, :]
     tl.store(at, acc, mask=(d < D)[:, None] & (k < K)[None, :])
 

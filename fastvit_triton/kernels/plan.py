@@ -150,9 +150,9 @@ def choose(
         return Choice(name, "plain" if forced == "onednn" else forced or "fused", "asked for", shapes, branches, {}, {})
     if not all(branch.images * branch.tokens for branch in branches):
         return Choice(name, "plain", "empty", shapes, branches, {}, {})
-    way = None if exact else measured_way(device, shapes)
+    way = None if exact else measured_way(device, shapes, replayed or traced)
     if way is not None:
-        return Choice(name, way, "measured", shapes, branches, {}, {})
+        return Choice(name, way, "measured", shapes, branches, {}, {}, replayed)
     gpu = gpu_on(device)
     every = {way: launches(gpu, branches, way, training, False) for way in WAYS}
     us = {
@@ -243,10 +243,15 @@ def op_names(op: str, size: int, training: bool, sizes: tuple[int, ...]) -> tupl
     return exact, near
 
 
-def measured_way(device: torch.device, shapes: tuple[str, ...]) -> str | None:
-    """The way measured for one of these shapes, on this GPU or else on its architecture; or None."""
+def measured_way(device: torch.device, shapes: tuple[str, ...], replayed: bool = True) -> str | None:
+    """The way measured for one of these shapes, on this GPU or else on its architecture; or None.
+
+    Blocks of the tables of architectures were replayed; they say nothing of others, which take the host longer.
+    """
     pretended = launch.target is not None or settings.assumed is not None
-    tables = measured.of(device, pretended).ways, measured_ways(launch.architecture(device))
+    tables = [measured.of(device, pretended).ways]
+    if replayed:
+        tables.append(measured_ways(launch.architecture(device)))
     return next((ways[shape] for ways in tables for shape in shapes if shape in ways), None)
 
 

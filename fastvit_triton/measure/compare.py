@@ -10,6 +10,8 @@ import torch
 
 Named = dict[str, torch.Tensor]
 
+FLUSHED = torch.finfo(torch.float32).tiny  # kernels sum in float32, and exponentials below it are zero on a GPU
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -127,6 +129,7 @@ def verdict(
         if got[name].shape != want.shape:
             return Verdict(False, math.inf, name)
         budget = 2 * (max(own[name], floor[name] * scale[name]) + torch.finfo(dtype).eps * scale[name])
+        budget = max(budget, FLUSHED) if scale[name] else budget
         distance = _distance(got[name], want)
         error = distance / budget if budget else (0.0 if not distance else math.inf)
         if math.isnan(error):

@@ -83,9 +83,9 @@ def adopt(path: Path, folder: Path = launch.TUNED) -> list[str]:
     """Writes a file's measurements into the table of its architecture; returns the names of rows and ways written.
 
     Args:
-        path: a result of `python -m benchmarks.gpu --only tuning`, a file of `fastvit-triton tune --export`, or a
-            contributed file that contains one. From the last two, only entries for size classes are used: exact sizes
-            are specific to one user.
+        path: a result of `python -m benchmarks.gpu --only tuning` or `--only ways`, a file of `fastvit-triton tune
+            --export`, or a contributed file that contains one. From the last two, only entries for size classes are
+            used: exact sizes are specific to one user.
         folder: folder of the tables.
 
     Raises:
@@ -101,7 +101,7 @@ def adopt(path: Path, folder: Path = launch.TUNED) -> list[str]:
             return _adopt_exported(measured.parse(json.dumps(content)), path.name, folder)
         except ValueError as error:
             raise ValueError(f"{path} cannot be adopted: {error}") from error
-    if content.get("part") != "tuning" or content.get("dry_run") or not content.get("gpu"):
+    if content.get("part") not in ("tuning", "ways") or content.get("dry_run") or not content.get("gpu"):
         raise ValueError(
             f"{path} is not a tuning result of a GPU; python -m benchmarks.gpu --only tuning makes one, and so does "
             "fastvit-triton tune --export"

@@ -26,9 +26,17 @@ MODELS = (
     ("vit_large_patch16_224", 256),
     ("vit_huge_patch14_224", 128),
     ("vit_base_patch14_dinov2", 32),
+    ("vit_base_patch16_224", 64),
     ("vit_base_patch16_224", 8),
+    ("vit_base_patch16_224", 1),
+    ("vit_small_patch16_224", 64),
     ("vit_small_patch16_224", 8),
+    ("vit_small_patch16_224", 1),
+    ("vit_tiny_patch16_224", 64),
+    ("vit_tiny_patch16_224", 8),
+    ("vit_tiny_patch16_224", 1),
 )
+CALLS = 4  # per sample, so that the host can run ahead of the GPU as in a model
 
 
 def blocks_of(name: str, device: torch.device, **options: object) -> tuple[nn.Module, int, int]:
@@ -79,7 +87,7 @@ def time_ways(
 
     Returns:
         "shape" (its name in tables), "rule" (the way chosen without measurement), "way" (the fastest with correct
-        results), and for each way "<way>_match", "<way>_us", or "<way>_error" if it failed.
+        results), and for each way "<way>_match", "<way>_us" of both blocks, or "<way>_error" if it failed.
     """
     blocks, tokens, channels = blocks_of(name, device, **options)
     x = torch.randn(batch, tokens, channels, device=device).to(torch.bfloat16).requires_grad_(training)
@@ -94,14 +102,34 @@ def time_ways(
     truth = found(copy.deepcopy(blocks).float(), "plain", x.detach().float().requires_grad_(training))
     baseline = found(blocks, "plain", x)
     said = {way: verdict(found(blocks, way, x), truth, baseline, torch.bfloat16) for way in WAYS}
-    steps = {way: partial(_step, found, blocks, way, x) for way in WAYS}
-    timings, errors = alternate(steps, device, deadline, 0.3, (1, 1) if dry else (3, 60))
+    calls = 1 if dry else CALLS
+    along = torch.randn_like(x) if training else None
+    steps = {way: partial(_step, context, blocks, way, x, along, calls) for way in WAYS}
+    timings, errors = alternate(steps, device, deadline, 0.3, (1, 1) if dry else (3, 60), latency=True)
     columns: dict[str, object] = dict(shape=shape, rule=rule) | {f"{way}_match": v.match for way, v in said.items()}
-    columns |= {f"{way}_us": timing.us for way, timing in timings.items()}
+    columns |= {f"{way}_us": round(timing.us / calls, 1) for way, timing in timings.items()}
     columns |= {f"{way}_error": text for way, text in errors.items()}
     right = [way for way in WAYS if said[way].match and way in timings]
     return columns | dict(way=min(right, key=lambda way: timings[way].us, default="plain"))
 
 
-def _step(call: Callable, blocks: nn.Module, way: str, x: torch.Tensor, copy: int) -> Callable[[], object]:
-    return partial(call, blocks, way, x)
+def _step(
+    context: Callable[[], AbstractContextManager],
+    blocks: nn.Module,
+    way: str,
+    x: torch.Tensor,
+    along: torch.Tensor | None,
+    calls: int,
+    copy: int,
+) -> Callable[[], object]:
+    """A sample: calls of the blocks, without gradients, or with the gradients of `along`."""
+    learning = [x, *blocks.parameters()]
+
+    def timed() -> None:
+        with context(), forcing(way), torch.set_grad_enabled(along is not None):
+            for _ in range(calls):
+                y = blocks(x)
+                if along is not None:
+                    torch.autograd.grad(y, learning, along)
+
+    return timed
