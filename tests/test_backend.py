@@ -65,7 +65,8 @@ class Eager:
     def __call__(self, graph, given):
         self.graphs.append(graph)
         self.rows += backend.rewrite(graph).rows
-        return aot_autograd(fw_compiler=self._keep)(graph, given)
+        with backend.compiling():
+            return aot_autograd(fw_compiler=self._keep)(graph, given)
 
     def _keep(self, graph, _):
         self.nodes += [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]

@@ -394,8 +394,9 @@ def test_verify_runs_graphs(runs):
 
 
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated")  # by Dynamo
-def test_torch_compile_traces_the_rewritten_graph():
-    """Oracle: by hand, the operators of ours in the graph that Dynamo hands to a backend."""
+@pytest.mark.parametrize("copied", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_torch_compile_traces_the_rewritten_graph(copied):
+    """Oracle: by hand, the operators of ours in the graph that Dynamo hands to a backend, also of a copy."""
     original, converted = pair("dino")
     original, converted = original.float(), converted.float()
     (x,) = (t.float() for t in MODELS["dino"].inputs(2, 5))
@@ -407,7 +408,8 @@ def test_torch_compile_traces_the_rewritten_graph():
 
     with torch.no_grad(), interpreting():
         optimize(converted, example=x)
-        got = torch.compile(converted, backend=backend, fullgraph=True)(x)
+        model = copy.deepcopy(converted) if copied else converted
+        got = torch.compile(model, backend=backend, fullgraph=True)(x)
         want = original(x)
     assert sum("attention_fwd" in name for name in found) == 2
     assert_close(got, want, rtol=64 * torch.finfo(torch.float32).eps, atol=64 * torch.finfo(torch.float32).eps)

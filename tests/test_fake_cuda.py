@@ -1,12 +1,15 @@
 """torch.compile's tracing with fake tensors on "cuda", which runs what no other test without a GPU reaches."""
 
+import ast
 import contextlib
 import warnings
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from catalogue import COMMON, inputs, outputs
 from torch import nn
 from torch._dynamo.utils import warn_once_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fastvit_triton
 from fastvit_triton.convert import backend as own
-from fastvit_triton.kernels import OPS, backend, launch, plan
+from fastvit_triton.kernels import OPS, backend, launch, layer_norm, plan, rms_norm
 from fastvit_triton.kernels.backend import using_backend
 
 GPU = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="NVIDIA H100 80GB HBM3", gcnArchName="")
@@ -40,7 +43,7 @@ def gpu(monkeypatch):
     forget()
 
 
-def operators(call, arguments, switch, phase, rewritten=False):
+def operators(call, arguments, switch, phase, rewritten=False, dynamic=False):
     """Names of the operators in the only graph that Dynamo makes of a call on "cuda" without a warning.
 
     Args:
@@ -49,6 +52,7 @@ def operators(call, arguments, switch, phase, rewritten=False):
         switch: as in `using_backend`.
         phase: "inference" or "training".
         rewritten: True if `torch.compile(backend="fastvit_triton")` rewrites the graph.
+        dynamic: as in `torch.compile`; sizes may then be nodes of the graph.
     """
     kept = []
 
@@ -69,12 +73,18 @@ def operators(call, arguments, switch, phase, rewritten=False):
         call = call.to_empty(device="cuda") if isinstance(call, nn.Module) else call
         on_cuda = partial(torch.empty_like, device="cuda")
         arguments = tree_map_only(torch.Tensor, lambda t: on_cuda(t, requires_grad=t.requires_grad), arguments)
-        torch.compile(call, backend=compiler, dynamic=False, fullgraph=True)(**arguments)
+        try:
+            torch.compile(call, backend=compiler, dynamic=dynamic, fullgraph=True)(**arguments)
+        except torch._dynamo.exc.TorchRuntimeError as error:
+            if "not linked with support for cuda" not in str(error):
+                raise
+            pytest.skip("PyTorch is built without CUDA, and refuses a view")
     (graph,) = kept
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    kinds = (torch.Tensor, int, torch.SymInt) if dynamic else torch.Tensor
     for node in nodes:
         values = tree_leaves(node.meta.get("example_value"))
-        assert all(value is None or isinstance(value, torch.Tensor) for value in values), node.target
+        assert all(value is None or isinstance(value, kinds) for value in values), node.target
     return {str(node.target) for node in nodes} | {getattr(node.target, "__name__", "") for node in nodes}
 
 
@@ -112,9 +122,46 @@ def test_models(switch, rewritten, phase):
 def test_public_functions(op, switch, phase):
     """Oracle: one graph, whose calls return tensors, of the first case in float32 and bfloat16."""
     for dtype in (torch.float32, torch.bfloat16):
-        try:
-            operators(op.run, op.inputs(next(iter(op.cases.values())), dtype, "meta"), switch, phase)
-        except torch._dynamo.exc.TorchRuntimeError as error:
-            if "not linked with support for cuda" not in str(error):
-                raise
-            pytest.skip("PyTorch is built without CUDA, and refuses a view")
+        operators(op.run, op.inputs(next(iter(op.cases.values())), dtype, "meta"), switch, phase)
+
+
+@pytest.mark.parametrize("file", [layer_norm, rms_norm], ids=lambda file: file.OP.name)
+def test_norms_of_any_width(file):
+    """Oracle: as above, where the width is symbolic, as it is after a rearrangement of images into patches."""
+    case = next(iter(file.OP.cases.values()))
+    operators(file.OP.run, file.OP.inputs(case, torch.float32, "meta"), "triton", "inference", dynamic=True)
+
+
+class Outputs(nn.Module):
+    """A model of the catalogue, called as its tests call it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, given):
+        """Its output, as one tensor."""
+        return outputs(self.model, given)
+
+
+@NEEDS_CUDA_BUILD
+@pytest.mark.parametrize(
+    "name, dynamic", [("hf_dinov2_swiglu", False), ("timm_pvt_v2", False), ("vit_pytorch_vit", True), ("hf_swin", True)]
+)
+def test_converted_models(name, dynamic):
+    """Oracle: as above."""
+    model, given = COMMON[name].make().eval(), inputs(name, torch.float32)
+    fastvit_triton.optimize(model)
+    found = operators(Outputs(model), {"given": given}, "triton", "inference", dynamic=dynamic)
+    assert any("attention_fwd" in one for one in found)
+
+
+def test_constants_are_functions_of_constants():
+    """Oracle: what Dynamo of the oldest PyTorch takes for a constant, which no module and no tensor is."""
+    for path in sorted(Path(fastvit_triton.__file__).parent.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "constant\ndef " in text else ():
+            marks = {ast.unparse(mark) for mark in getattr(node, "decorator_list", ())}
+            if marks & {"constant", "backend.constant"}:
+                kinds = {ast.unparse(argument.annotation) for argument in node.args.args}
+                assert not kinds & {"nn.Module", "Tensor", "torch.Tensor"}, (path.name, node.name)

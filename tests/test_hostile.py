@@ -14,6 +14,7 @@ import unicodedata
 import warnings
 import zipfile
 import zlib
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import numpy as np
@@ -590,6 +591,10 @@ def test_configs_that_are_none(text, small, tmp_path):
         load_model(path)
 
 
+@pytest.mark.skipif(
+    not entry_points(group="torch_dynamo_backends", name="fastvit_triton"),
+    reason="a package that is not installed registers its backend when it is imported",
+)
 def test_loading_does_not_import_dynamo(small, tmp_path):
     """Oracle: the modules of a fresh interpreter; `normal_` on the meta device imports it, in 2 seconds."""
     path = rewrite(small, tmp_path / "x.safetensors")

@@ -292,6 +292,7 @@ READS = re.compile(
 )
 NOT_SETTINGS = {  # reads that no cached choice depends on, with the reason
     "torch.compiler.is_compiling": "traced calls are not cached, but for choices, whose key has it",
+    "torch.compiler.is_dynamo_compiling": "traced calls are not cached",
     "torch.jit.is_tracing": "checks of arguments",
     "torch._C._get_dispatch_stack_at": "notifies the recorder of launches",
     "torch.are_deterministic_algorithms_enabled": "torch._C._get_deterministic_algorithms, in another way",

@@ -6,12 +6,13 @@ goes to Inductor with the caller's mode and options. On a CPU, linear layers are
 a warning. Every decision is logged to "fastvit_triton.convert.backend" at level INFO, and is in `report`.
 """
 
+import contextlib
 import copy
 import logging
 import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -64,9 +65,24 @@ def backend(
     else:
         if summary.rows and log.isEnabledFor(logging.INFO):
             log.info("%s", summary)
-    if inner is not None:
-        return inner(graph, inputs)
-    return torch._TorchCompileInductorWrapper(mode, options, None)(graph, inputs)
+    with compiling():
+        if inner is not None:
+            return inner(graph, inputs)
+        return torch._TorchCompileInductorWrapper(mode, options, None)(graph, inputs)
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Context in which `torch.compiler.is_compiling` is true, as it is for a whole compilation with newer PyTorch.
+
+    AOTAutograd runs our functions, which then make no choice by a number of images or tokens.
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def _reset() -> None:

@@ -6,6 +6,7 @@ submodule has a hook, and the arguments have the form, and the sizes, that the g
 module's own forward runs. Modules of the same structure share graphs; copies do too, and capture none themselves.
 """
 
+import gc
 import re
 import threading
 import weakref
@@ -166,18 +167,21 @@ def _traced(module: nn.Module, args: tuple, named: dict[str, Any]) -> Any:
     x = first_tensor((*args, *named.values()))
     watched = any(has_hooks(m) for m in module.modules() if m is not module)
     if x is not None and kernels_available(x) and not torch.is_autocast_enabled(x.device.type) and not watched:
-        number = _number(module, x.dtype, torch.is_grad_enabled())
+        number = _number(id(module), x.dtype, torch.is_grad_enabled())  # a module is no constant before torch 2.13
         if number is not None and _numbered[number].fits(module, args, named):
             return _numbered[number].run(module, args, named)
     return type(module).forward(module, *args, **named)
 
 
 @constant
-def _number(module: nn.Module, dtype: torch.dtype, grad: bool) -> int | None:
-    """Number of a capture for tensors of this dtype, with or without gradients; None if there is none."""
-    reading = read(module)
-    for form, graphs in (reading.graphs or {}).items():
-        for capture in graphs.captures if (form.dtype, form.grad) == (dtype, grad) else ():
+def _number(identity: int, dtype: torch.dtype, grad: bool) -> int | None:
+    """Number of a capture of the module with this id, for tensors of this dtype, with or without gradients; or None."""
+    module = next((m for m in (*_asked, *_readings) if id(m) == identity), None)
+    if module is None:  # a copy that was not called yet
+        module = next((o for o in gc.get_objects() if id(o) == identity and isinstance(o, nn.Module)), None)
+    graphs = None if module is None else read(module).graphs
+    for form, same_form in (graphs or {}).items():
+        for capture in same_form.captures if (form.dtype, form.grad) == (dtype, grad) else ():
             if capture.constants or form.autocast is not None:
                 continue
             if capture not in _numbered:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..engine import replay, ways
 from ..engine.body import Body
-from ..engine.hooks import PACKAGE, has_hooks, has_watched_child, type_name
+from ..engine.hooks import PACKAGE, has_hooks, has_watched_child
 from ..engine.mlp import MlpBody
 from ..engine.source import defines
 from ..kernels import plan
@@ -137,15 +137,19 @@ def register(names: tuple[str, ...], forward: Forward) -> None:
         FORWARDS.setdefault(name, []).append(forward)
 
 
-@constant
 def known_type(module: nn.Module) -> str:
     """Name of the module's type, or of the registered type whose forward runs the same code."""
-    name = type_name(module)
+    return _known_type(type(module))
+
+
+@constant
+def _known_type(cls: type[nn.Module]) -> str:
+    name = f"{cls.__module__}.{cls.__qualname__}"
     if name in FORWARDS or name.startswith("torch."):
         return name
     if name.startswith(f"{PACKAGE}."):
-        return inherited(type(module)) or name
-    return inherited(type(module)) or recognised(type(module)) or name
+        return inherited(cls) or name
+    return inherited(cls) or recognised(cls) or name
 
 
 def inner_reason(*inner: tuple[nn.Module, Collection[str]]) -> str | None:
@@ -153,15 +157,15 @@ def inner_reason(*inner: tuple[nn.Module, Collection[str]]) -> str | None:
     for module, types in inner:
         if has_hooks(module):
             return f"{type(module).__name__} has a hook, or its forward was replaced"
-        if _inner_type(module) not in types:
+        if _inner_type(type(module)) not in types:
             return f"the code of {type(module).__name__} is not known"
     return None
 
 
 @constant
-def _inner_type(module: nn.Module) -> str | None:
+def _inner_type(cls: type[nn.Module]) -> str | None:
     """A type in INNER whose forward runs the same code, or None; the name of a type does not count."""
-    return recognised(type(module))
+    return recognised(cls)
 
 
 def forward_for(module: nn.Module) -> Forward | str | None:

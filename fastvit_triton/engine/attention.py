@@ -6,6 +6,7 @@ tokens [B, H·W, D], which are viewed as a map where that matters.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import ClassVar
 
 import torch
@@ -151,7 +152,8 @@ class WindowHeads:
         """See `engine.body.Body`."""
         width, channels = width_of(body.projections)
         height, columns = self.window.size
-        return Branch("window_attention", 0, 0, channels, width, width // 3, self.num_heads, keys=height * columns)
+        keys = index(height * columns)  # int leaves a size symbolic in a trace
+        return Branch("window_attention", 0, 0, channels, width, width // 3, self.num_heads, keys=keys)
 
     def __call__(self, qkv: Tensor, x: Tensor, way: str) -> Tensor:
         """Projections [B, H, W, 3·heads·D] of x [B, H, W, C] → [B, H, W, heads·D]."""

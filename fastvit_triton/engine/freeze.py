@@ -189,18 +189,21 @@ def fold_norms(x: Tensor, *entries: Entry | None) -> list[FoldedNorm | None]:
     Frozen folds are cached. Others are computed in one launch if x has at least as many rows as the widest packed
     projection has outputs; if the weights require gradients, the fold carries its source.
     """
-    foldable = [e for e in entries if e is not None and _same_dtype(x, e.group.weights)]
+    placed = [(i, e) for i, e in enumerate(entries) if e is not None and _same_dtype(x, e.group.weights)]
+    foldable = [entry for _, entry in placed]
+    norms: list[FoldedNorm | None] = [None] * len(entries)
     if not (foldable and kernels_available(x) and can_fold_norm(x)):
-        return [None] * len(entries)
+        return norms
     if not torch.compiler.is_compiling() and all(e.norm in _frozen and _is_final(e) for e in foldable):
         folds = _keep(x, foldable)
     elif pays(x, max(sum(map(len, e.group.weights)) for e in foldable)):
         folds = fold_groups([e.group for e in foldable], x.dtype)
         folds = [f._replace(source=_source(e.group)) if _learns(e) else f for f, e in zip(folds, foldable, strict=True)]
     else:
-        return [None] * len(entries)
-    by_entry = {id(e): FoldedNorm(f, e.bare) for e, f in zip(foldable, folds, strict=True)}
-    return [by_entry.get(id(e)) for e in entries]
+        return norms
+    for (i, entry), folded in zip(placed, folds, strict=True):
+        norms[i] = FoldedNorm(folded, entry.bare)
+    return norms
 
 
 def derived(owner: nn.Module, name: str, sources: tuple[Tensor | None, ...], make: Callable[[], Tensor]) -> Tensor:

@@ -213,7 +213,8 @@ def reference_varlen(
     """Attention on the images padded to max_seqlen tokens, so that no value of an image reaches another one."""
     T = len(q)
     images = len(cu_seqlens) - 1
-    length = torch.sym_min(max(max_seqlen, 1), T)
+    minimum = min if torch.compiler.is_dynamo_compiling() else torch.sym_min  # Dynamo of torch 2.11 traces the first
+    length = minimum(max(max_seqlen, 1), T)
     ends = cu_seqlens.to(torch.int64).clamp(0, T)
     tokens = torch.arange(T, device=q.device)
     slots = torch.arange(length, device=q.device)

@@ -11,6 +11,7 @@ Sources   Ba et al., Layer normalization, arXiv:1607.06450, eq. 4; LayerScale: T
 """
 
 import math
+from operator import index
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +48,11 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     expect_norm(x, x.dtype, (weight, bias, eps), D=x.shape[-1])
     if kernels_available(x) and x.shape[-1] <= MAX_D:
         mixable = weight is None or weight.dtype == x.dtype  # otherwise PyTorch casts x
-        if not mixable or plan.prefers_kernel(x, "layer_norm", plan.rows_of(math.prod(x.shape[:-1])), int(x.shape[-1])):
+        rows = plan.rows_of(math.prod(x.shape[:-1]))
+        # in a trace, int leaves a size symbolic
+        if not mixable or plan.prefers_kernel(
+            x, "layer_norm", rows, index(x.shape[-1])
+        ):  # int stays symbolic in a trace
             return run(x, weight, bias, eps)
     return reference(x, weight, bias, eps)
 

@@ -12,6 +12,7 @@ Sources   Zhang and Sennrich, Root mean square layer normalization, arXiv:1910.0
 """
 
 import math
+from operator import index
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +44,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if kernels_available(x) and x.shape[-1] <= layer_norm.MAX_D:
         mixable = weight is None or weight.dtype == x.dtype
         rows = plan.rows_of(math.prod(x.shape[:-1]))
-        if not mixable or plan.prefers_kernel(x, "layer_norm", rows, int(x.shape[-1])):
+        if not mixable or plan.prefers_kernel(x, "layer_norm", rows, index(x.shape[-1])):
             return layer_norm.run(x, weight, None, eps, rms=True)
     return reference(x, weight, eps)
 

@@ -19,6 +19,8 @@ Sources   Liu et al., Swin Transformer, arXiv:2103.14030, section 3.2 and eq. 4;
           arXiv:2111.09883, eq. 2. The value −100 and the padding are those of the authors' code.
 """
 
+from operator import index
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -96,7 +98,7 @@ def _kernel_is_chosen(qkv, window_size, shift_size):
     """True if the plan selects our kernels, not the reference; constant while tracing."""
     (B, H, W, width), (h, w) = qkv.shape, window_size
     padded = not torch.compiler.is_compiling() and bool(H % h or W % w)
-    sizes = plan.rows_of(B * H * W), width // 3, h * w, any(shift_size), padded
+    sizes = plan.rows_of(B * H * W), width // 3, index(h * w), any(map(index, shift_size)), padded
     return plan.prefers_kernel(qkv, "window_attention", *sizes)
 
 

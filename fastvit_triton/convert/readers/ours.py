@@ -74,8 +74,7 @@ def _is_chained(block: nn.Module) -> bool:
 
     A hook expects one tensor, and a block that was compiled by itself, `block.compile()`, is called.
     """
-    facts = block.__dict__
-    attached = "forward" in facts and facts.get("_compiled_call_impl") is None
+    attached = "forward" in block.__dict__ and block._compiled_call_impl is None
     return type(block) in BRANCHES and attached and not has_hooks(block)
 
 
