@@ -16,6 +16,7 @@ import contextlib
 import functools
 import json
 import math
+import operator
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -299,7 +300,8 @@ def prefers_kernel(x: Tensor, op: str, *sizes: int) -> bool:
         sizes: arguments of its function in `op_cost.OPS`.
     """
     dtype = x.dtype if op in KEEP_DTYPE else launch.product_dtype(x)
-    return _prefers(x.device, dtype, dtype.itemsize, torch.is_grad_enabled(), op, sizes)
+    fixed = tuple(map(operator.index, sizes))  # of weights, which may be symbolic
+    return _prefers(x.device, dtype, dtype.itemsize, torch.is_grad_enabled(), op, fixed)
 
 
 @backend.constant
