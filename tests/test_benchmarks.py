@@ -1,5 +1,6 @@
 """Tests of the benchmark harness: order, medians, verdicts, deadlines, files, tables. Oracle: artificial variants."""
 
+import contextlib
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
 
@@ -393,6 +395,25 @@ def test_launches_of_candidates_are_collected():
         _, configs = tuning.candidates_of(target, "cpu", lambda: outcome(arguments[0].run, arguments[1], None))
     blocks = [tuple(one.fixed[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")) for one in launches]
     assert blocks == [tuple(c[n] for n in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")) for c in configs]
+
+
+@pytest.mark.fast
+def test_candidates_that_spill_are_not_timed(monkeypatch):
+    """Oracle: a stand-in for the compiler, whose kernels of one candidate spill; the interpreter compiles none."""
+    target = next(target for target in targets(True) if target.row == "window.fwd")
+
+    @contextlib.contextmanager
+    def spilling(launches):
+        results = [Future() for _ in launches]
+        for launch_of, result in zip(launches, results, strict=True):
+            spilled = 4 * (launch_of.fixed["num_stages"] == 2)
+            result.set_result(SimpleNamespace(n_spills=spilled, _init_handles=lambda: None))
+        yield results
+
+    monkeypatch.setattr(tuning, "compiling", spilling)
+    tried = tuning.time_candidates(target, torch.float32, CPU, Deadline(60), interpreting, 2)["tried"]
+    assert [one["config"]["num_stages"] for one in tried] == [1, 2]
+    assert "error" not in tried[0] and tried[1]["error"] == "RuntimeError: spills 4 registers" and "us" not in tried[1]
 
 
 @pytest.mark.fast

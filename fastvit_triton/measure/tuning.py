@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..kernels import OPS
-from ..kernels.compiling import Collector, Launch
+from ..kernels.compiling import Collector, Launch, compiling
 from ..kernels.launch import architecture, overriding
 from ..kernels.op import Op
 from .candidates import CANDIDATES, Config, Target, candidates
@@ -82,7 +82,7 @@ def time_candidates(
     context: Callable[[], AbstractContextManager],
     most: int | None = None,
 ) -> dict:
-    """Times all candidates, or the first `most`, whose result matches the reference.
+    """Times all candidates, or the first `most`, that spill no registers and whose result matches the reference.
 
     Args:
         target: what is tuned.
@@ -114,6 +114,11 @@ def time_candidates(
             tried[key] = dict(config=config)
             failed: dict[str, str] = {}
             with capturing(failed, "error"), deadline, overriding({name: config}):
+                with Collector() as collected:
+                    outcome(op.run, arguments, learning)
+                with compiling(collected.launches) as futures:
+                    for future in futures:
+                        refuse_spills(future.result())
                 comparison = verdict(outcome(op.run, arguments, learning), truth, baseline, dtype)
                 tried[key] |= comparison.columns()
                 if comparison.match:
