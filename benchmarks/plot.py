@@ -386,8 +386,12 @@ def bars(results: Results, path: Path) -> bool:
             rows.append((case, by_variant["eager"] / min(ours), by_variant.get("torch.compile", math.nan) / min(ours)))
     if not rows:
         return False
-    figure, axis = _figure(7, 0.6 + 0.5 * len(rows))
-    for offset, column, label in ((-0.2, 1, "against eager"), (0.2, 2, "against torch.compile")):
+    figure, axis = _figure(7, 0.9 + 0.5 * len(rows))
+    compiled = any(math.isfinite(row[2]) for row in rows)
+    columns = (
+        ((-0.2, 1, "against eager"), (0.2, 2, "against torch.compile")) if compiled else ((0.0, 1, "against eager"),)
+    )
+    for offset, column, label in columns:
         values = [row[column] for row in rows]
         colors = ["#c44e52" if v < 1 else "#4c72b0" if column == 1 else "#8da9cf" for v in values]
         at = [i + offset for i in range(len(rows))]
@@ -398,7 +402,9 @@ def bars(results: Results, path: Path) -> bool:
     axis.set_yticks(range(len(rows)), [row[0] for row in rows], fontsize=8)
     axis.invert_yaxis()
     axis.axvline(1, color="black", linewidth=0.8)
-    axis.set_xlabel("times faster; upper bar: against eager, lower bar: against torch.compile; red: slower")
+    axis.set_xlim(0, 1.15 * max(v for row in rows for v in row[1:] if math.isfinite(v)))
+    which = "upper bar: against eager, lower bar: against torch.compile" if compiled else "against eager"
+    axis.set_xlabel(f"times faster, {which}; red: slower", fontsize=8)
     axis.set_title(results.models["gpu"], fontsize=9)
     return _saved(figure, path)
 
