@@ -30,6 +30,13 @@ from ..engine.source import Code, code_of
 KNOWN = Path(__file__).with_name("known.json")
 CALLERS = ("torch", "transformers")  # packages whose `__call__` a recognised class may have
 SKIPPED = ("type_comment", "type_params", "kind", "ctx", "returns", "annotation")  # fields of a syntax tree
+# objects of the standard library of newer Pythons → where older ones have them
+MOVED = {
+    "types.get_original_bases": "typing_extensions.get_original_bases",  # 3.12
+    "typing.override": "typing_extensions.override",  # 3.12
+    "warnings.deprecated": "typing_extensions.deprecated",  # 3.13
+    "pathlib._local.Path": "pathlib.Path",  # 3.13
+}
 LITERALS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 
 
@@ -128,7 +135,8 @@ class _Reader:
         if isinstance(value, FunctionType) and value.__module__.partition(".")[0] == self.package:
             return f"function:{self.function(value)}"
         if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
-            return f"object:{getattr(value, '__module__', '')}.{value.__qualname__}"
+            name = f"{getattr(value, '__module__', '')}.{value.__qualname__}"
+            return f"object:{MOVED.get(name, name)}"
         return f"instance:{type(value).__module__}.{type(value).__qualname__}"
 
 
