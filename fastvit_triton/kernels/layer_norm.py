@@ -49,10 +49,8 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     if kernels_available(x) and x.shape[-1] <= MAX_D:
         mixable = weight is None or weight.dtype == x.dtype  # otherwise PyTorch casts x
         rows = plan.rows_of(math.prod(x.shape[:-1]))
-        # in a trace, int leaves a size symbolic
-        if not mixable or plan.prefers_kernel(
-            x, "layer_norm", rows, index(x.shape[-1])
-        ):  # int stays symbolic in a trace
+        width = index(x.shape[-1])  # int leaves a size symbolic in a trace
+        if not mixable or plan.prefers_kernel(x, "layer_norm", rows, width):
             return run(x, weight, bias, eps)
     return reference(x, weight, bias, eps)
 

@@ -201,10 +201,8 @@ def in_graph(run: Callable, arguments: dict, want: Named) -> list[str]:
     along = list[torch.Tensor]()
     outcome(run, arguments, learning, lambda outputs: along.__iadd__(cotangents(outputs)))
 
-    def captured() -> Named:
-        return outcome(
-            run, arguments, learning, lambda outputs: [t.clone() for t in along]
-        )  # a result may be its input
+    def captured() -> Named:  # of copies, as the gradient of a residual is the output gradient itself
+        return outcome(run, arguments, learning, lambda outputs: [t.clone() for t in along])
 
     for t in tensors:
         t.zero_()
