@@ -699,9 +699,8 @@ def values(text: str, label: str) -> tuple[float, ...]:
 @pytest.mark.parametrize("model", ["timm:vit_small_patch16_224", "vit_small_patch16_224"])
 def test_doctor_predicts_the_default(gpu, architecture, batch, training, model, monkeypatch, capsys):
     """Oracle: `benchmarks.launches`; by hand, a block's times in three ways, and 16 or 10 saved values per token."""
-    monkeypatch.setattr(
-        plan, "measured_ways", functools.cache(lambda architecture: {})
-    )  # so that the expected times decide
+    nothing = functools.cache(lambda architecture: {})  # so that the expected times decide
+    monkeypatch.setattr(plan, "measured_ways", nothing)
     seen = []
     monkeypatch.setattr(count, "predict", lambda *given: seen.append(predict(*given)) or seen[0])
     words = ["--gpu", gpu, "--batch", str(batch), *(["--train"] if training else [])]
