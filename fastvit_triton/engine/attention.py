@@ -35,6 +35,7 @@ class DenseHeads:
         rope: (cos, sin, interleaved), tables that broadcast to [B, H, N − T, D]; the first T tokens are not rotated.
         norms: norms of each head's queries and keys.
         varlen: boundaries of images; all tokens are then one sequence.
+        causal: tokens see only themselves and earlier tokens.
     """
 
     num_heads: int
@@ -43,6 +44,7 @@ class DenseHeads:
     rope: Rope | None = None
     norms: tuple[nn.Module, nn.Module] | None = None
     varlen: Varlen | None = None
+    causal: bool = False
 
     def sizes(self, body: Body) -> Branch:
         """See `engine.body.Body`."""
@@ -61,12 +63,13 @@ class DenseHeads:
         rope = None if self.rope is None else _of_all(self.rope, qkv.shape[1])
         prefix = 0 if rope is None else qkv.shape[1] - rope[0].shape[-2]
         if self.norms is None or (q_norm is not None and k_norm is not None):
-            return attention_qkv(qkv, self.num_heads, self.scale, q_norm, k_norm, rope, prefix, self.bias)
+            options = q_norm, k_norm, rope, prefix, self.bias
+            return attention_qkv(qkv, self.num_heads, self.scale, *options, causal=self.causal)
         q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
         q, k = (norm(t) for norm, t in zip(self.norms, (q, k), strict=True))
         if rope is not None:
             q, k = (rotate(t, rope, prefix).to(v.dtype) for t in (q, k))
-        return attention(q, k, v, self.bias, self.scale).transpose(1, 2).flatten(2)
+        return attention(q, k, v, self.bias, self.scale, causal=self.causal).transpose(1, 2).flatten(2)
 
     def _attend_packed(self, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
         """Attention within images: [T, 3·H·d] → [T, H·d]."""
@@ -76,7 +79,8 @@ class DenseHeads:
             qkv = torch.stack((q, k, v), 1).flatten(1)
             q_norm = None
             k_norm = None
-        return attention_qkv(qkv, self.num_heads, self.scale, q_norm, k_norm, self.rope, varlen=self.varlen)
+        options = q_norm, k_norm, self.rope
+        return attention_qkv(qkv, self.num_heads, self.scale, *options, varlen=self.varlen, causal=self.causal)
 
 
 def attention_body(
@@ -91,6 +95,7 @@ def attention_body(
     last: nn.Module | None = None,
     drops: tuple[nn.Module | None] = (None,),
     varlen: Varlen | None = None,
+    causal: bool = False,
 ) -> Body:
     """The body of a self-attention.
 
@@ -106,9 +111,10 @@ def attention_body(
         last: norm before the output projection.
         drops: dropout after the output projection.
         varlen: boundaries of images; x may then be [T, D].
+        causal: tokens see only themselves and earlier tokens.
     """
     name = "attention" if varlen is None else "window attention"
-    heads = DenseHeads(num_heads, scale, bias, rope, norms, varlen)
+    heads = DenseHeads(num_heads, scale, bias, rope, norms, varlen, causal)
     return Body(name, projections, heads, proj, num_heads, first=first, last=last, drops=drops)
 
 

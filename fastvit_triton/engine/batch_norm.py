@@ -6,15 +6,17 @@ To fold one in each call would take more launches than it saves. PyTorch does no
 to the running statistics, but counts those to `num_batches_tracked`, which is therefore one of the fold's sources.
 """
 
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.batch_norm import batch_norm_act
+from .body import activate
 from .freeze import derived, keeps
 from .hooks import are_plain_tensors, can_fuse, has_hooks, has_type, type_name
-from .leaves import CONVOLUTIONS, Foreign, Layer, Packed, is_plain_module, is_readable
+from .leaves import CONVOLUTIONS, Foreign, Layer, Packed, activation_of, is_plain_module, is_readable
 
 BATCH_NORMS = tuple(f"torch.nn.modules.batchnorm.BatchNorm{axes}d" for axes in (1, 2))
 FROZEN_BATCH_NORMS: dict[str, float | None] = {  # type → ε, or None for its attribute; `convert` adds those of others
@@ -25,12 +27,77 @@ NORMED = {  # modules of a linear layer and the BatchNorm after it → their nam
 }
 
 
+class Shifted(NamedTuple):
+    """A map [B, C, H, W] without the shift [C] of its channels, and what that was computed from."""
+
+    map: Tensor
+    shift: Tensor
+    sources: tuple[Tensor, ...]
+
+    def added_to(self, owner: nn.Module, bias: Tensor) -> Tensor:
+        """The shift plus a bias [C], kept for the owner if it is frozen."""
+        return derived(owner, "bias and shift of the shortcut", (bias, *self.sources), lambda: bias + self.shift)
+
+
+def convolve_shifted(x: Tensor, owner: nn.Module, conv: Foreign, norm: Foreign) -> Tensor | Shifted:
+    """As `convolve`; a folded convolution leaves its bias to what is launched next."""
+    if not can_fuse(x) or not _is_plain(conv) or (fold := folded(owner, conv, norm)) is None or fold.bias is None:
+        return convolve(x, owner, conv, norm)
+    y = F.conv2d(x, fold.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
+    return Shifted(y, fold.bias, fold.sources or ())
+
+
+def _is_plain(conv: nn.Module) -> bool:
+    return is_plain_module(conv, CONVOLUTIONS) and conv.padding_mode == "zeros"
+
+
 def convolve(x: Tensor, owner: nn.Module, conv: Foreign, norm: Foreign) -> Tensor:
     """A convolution of x [B, C, H, W] and the BatchNorm after it, as one convolution where `folded` allows it."""
-    plain = is_plain_module(conv, CONVOLUTIONS) and conv.padding_mode == "zeros"
-    if plain and can_fuse(x) and (fold := folded(owner, conv, norm)) is not None:
+    if _is_plain(conv) and can_fuse(x) and (fold := folded(owner, conv, norm)) is not None:
         return F.conv2d(x, fold.weight, fold.bias, conv.stride, conv.padding, conv.dilation, conv.groups)
     return norm(conv(x))
+
+
+def convolve_act(
+    x: Tensor,
+    owner: nn.Module,
+    conv: Foreign,
+    norm: Foreign,
+    act: str | nn.Module,
+    residual: Tensor | Shifted | None = None,
+) -> Tensor:
+    """act(norm(conv(x)) + residual), of which all after the convolution is one launch where the norm may be read.
+
+    Args:
+        x: [B, C, H, W].
+        owner: the module that contains the layers.
+        conv: a convolution, which is called.
+        norm: a BatchNorm that uses its stored statistics, frozen or not; others are called.
+        act: name of an activation, or its module.
+        residual: of the shape of the convolution's output, perhaps without a shift of its channels.
+    """
+    late = residual if isinstance(residual, Shifted) else None
+    added = residual.map if isinstance(residual, Shifted) else residual
+    act = act if isinstance(act, str) else activation_of(act)
+    if isinstance(act, str) and can_fuse(x) and (is_frozen_norm(norm) or is_constant(norm)):
+        y = conv(x)
+        if _fits(y, norm, added):
+            bias = norm.bias if late is None else late.added_to(owner, norm.bias)
+            vectors = norm.running_mean, norm.running_var, norm.weight, bias
+            return batch_norm_act(y, *vectors, eps_of(norm), activation=act, residual=added)
+        y = norm(y)
+    else:
+        y = convolve(x, owner, conv, norm)
+    if added is not None:
+        y += added if late is None else added + late.shift[:, None, None]
+    return activate(y, act)
+
+
+def _fits(y: Tensor, norm: Foreign, residual: Tensor | None) -> bool:
+    """True if a norm of y, which may be read, and the residual have its dtype, which a norm of another one converts."""
+    vectors = norm.running_mean, norm.running_var, norm.weight, norm.bias
+    plain = are_plain_tensors(*vectors) and y.dim() == 4 and all(t.dtype == y.dtype for t in vectors)
+    return plain and (residual is None or (residual.dtype, residual.shape) == (y.dtype, y.shape))
 
 
 def normalize_frozen(x: Tensor, norm: Foreign) -> Tensor:
@@ -53,6 +120,41 @@ def folded(owner: nn.Module, layer: Foreign, norm: Foreign) -> Packed | None:
     weight = derived(owner, f"weight {eps_of(norm)}", sources, lambda: layer.weight * factor(norm).view(shape))
     bias = derived(owner, f"bias {eps_of(norm)}", sources, lambda: shift(layer, norm))
     return Packed(weight, bias, tuple(t for t in sources if t is not None))
+
+
+def convolve_merged(
+    x: Tensor, owner: nn.Module, large: tuple[Foreign, Foreign], small: tuple[Foreign, Foreign], act: nn.Module
+) -> Tensor | None:
+    """act(sum of a 3×3 and a 1×1 convolution, each with its BatchNorm) as one convolution; None if they are called.
+
+    Args:
+        x: [B, C, H, W], which both read.
+        owner: the module that contains the layers; the merged tensors are kept for it.
+        large: the 3×3 convolution and its BatchNorm.
+        small: the 1×1 convolution and its BatchNorm.
+        act: the activation.
+    """
+    name = activation_of(act)
+    if not isinstance(name, str) or not can_fuse(x):
+        return None
+    for (conv, _), side in ((large, 3), (small, 1)):
+        plain = is_plain_module(conv, CONVOLUTIONS) and conv.padding_mode == "zeros"
+        sizes = conv.kernel_size, conv.padding, conv.stride, conv.dilation, conv.groups
+        if not plain or sizes != ((side, side), (side // 2, side // 2), (1, 1), (1, 1), 1):
+            return None
+    first, second = (sources_of(owner, *layer) for layer in (large, small))
+    if first is None or second is None:
+        return None
+
+    def weight() -> Tensor:
+        wide, point = (conv.weight * factor(norm).view(-1, 1, 1, 1) for conv, norm in (large, small))
+        return wide + F.pad(point, (1, 1, 1, 1))
+
+    sources, key = (*first, *second), f"merged {eps_of(large[1])} {eps_of(small[1])}"
+    kernel = derived(owner, f"{key} weight", sources, weight)
+    mean = derived(owner, f"{key} mean", sources, lambda: -shift(*large) - shift(*small))
+    variance = derived(owner, f"{key} variance", sources, lambda: torch.zeros_like(large[1].running_var))
+    return batch_norm_act(F.conv2d(x, kernel, padding=1), mean, variance, None, None, 1.0, activation=name)
 
 
 def folded_linear(owner: Foreign, layer: Foreign, norm: Foreign) -> Packed | None:

@@ -7,7 +7,7 @@ as a module.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from .leaves import Layer, entry_of, is_inactive, is_readable, norm_of, width_of
 Before = FoldedNorm | Norm
 Given = Tensor | Normalized
 Drop = Callable[[Tensor], Tensor]  # a dropout
-Output = Tensor | tuple[Tensor, Given | None]  # the tuple with `return_stats` or `next_norm`
+Output = tuple[Tensor, Given | None]  # the result, and what the norm of the next branch reads instead of it
 
 
 class Body(NamedTuple):
@@ -91,32 +91,11 @@ class Body(NamedTuple):
         sizes = (channels, width, inner, self.num_heads)
         return Branch(kind, 0, 0, *sizes, keys=self.keys, decomposed=int(self.decomposed))
 
-    @overload
-    def __call__(
-        self,
-        x: Tensor,
-        norm: Before | None = None,
-        stats: Given | None = None,
-        way: str = "reference",
-        *,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """Without statistics."""
+    def __call__(self, x: Tensor, way: str = "reference", *, residual: Tensor | None = None) -> Tensor:
+        """The body of x [B, ..., D] plus the residual; for `way` see `run`."""
+        return self.run(x, way=way, residual=residual)[0]
 
-    @overload
-    def __call__(
-        self,
-        x: Tensor,
-        norm: Before | None = None,
-        stats: Given | None = None,
-        way: str = "reference",
-        *,
-        return_stats: bool,
-        **end: Any,
-    ) -> Output:
-        """With statistics, if asked for."""
-
-    def __call__(
+    def run(
         self,
         x: Tensor,
         norm: Before | None = None,
@@ -124,30 +103,40 @@ class Body(NamedTuple):
         way: str = "reference",
         **end: Any,
     ) -> Output:
-        """Applies the body to x [B, ..., D], after the norm.
+        """(the body of x after the norm, its statistics), see `finish_with_stats`.
 
         Args:
             x: [B, ..., D].
             norm: the norm folded into the projections; for "mixed" its parameters; None for no norm.
             stats: from the previous branch: row statistics of x; for "mixed" the normalized x.
             way: "fused" or "mixed" where the kernels run, "onednn" on a CPU, else "reference".
-            end: see `finish`.
+            **end: see `finish_with_stats`.
         """
         if self.first is not None and norm is None:
             x, norm = fold_or_normalize(x, self.first, self.projections, way)
         h = project(x, self.projections, norm, stats, way) if self.projections else x
         h = self.between(h, x, way) if getattr(self.between, "takes_input", False) else self.between(h)
-        return finish(h, self.proj, self.last, self.drop, way=way, **end)
+        return finish_with_stats(h, self.proj, self.last, self.drop, way=way, **end)
 
 
-def called(op: Callable, run: Callable, way: str, *operands: object, **named: object) -> Any:
-    """Calls `linear` or `mlp`: `op`, the public function, for "reference", else `run`, which launches the kernels."""
+def called(op: Callable, run: Callable, way: str, *operands: object, **named: Any) -> Output:
+    """(result, statistics or None) of `linear` or `mlp`.
+
+    Args:
+        op: the public function, called for "reference".
+        run: launches its kernels, called for every other way.
+        way: as in `Body`.
+        *operands: of both functions.
+        **named: of both functions, and `next_norm` of `finish_with_stats`.
+    """
     next_norm = named.pop("next_norm", None)
     if way == "reference":
-        return op(*operands, **named)
-    if next_norm is not None:
-        named["return_stats"] = next_norm
-    return run(*operands, **named, way=way)
+        result = op(*operands, **named)
+    elif next_norm is not None:
+        return run(*operands, **named | {"return_stats": next_norm}, way=way)
+    else:
+        result = run(*operands, **named, way=way)
+    return result if named.get("return_stats") else (result, None)
 
 
 def activate(h: Tensor, act: str | nn.Module, up: Tensor | None = None) -> Tensor:
@@ -173,7 +162,7 @@ def project(
     weight, bias = packed(tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers))
     if way is None or (way == "mixed" and norm is None):
         return linear(x, weight, bias) if way is None else nn.functional.linear(x, weight, bias)
-    return called(linear, linear_file.run, way, x, weight, bias, norm=norm, stats=stats)
+    return called(linear, linear_file.run, way, x, weight, bias, norm=norm, stats=stats)[0]
 
 
 def _project_on_cpu(x: Tensor, layers: tuple[Layer, ...]) -> Tensor:
@@ -184,44 +173,26 @@ def _project_on_cpu(x: Tensor, layers: tuple[Layer, ...]) -> Tensor:
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
 
-@overload
 def finish(
     x: Tensor,
     layer: Layer | None,
     norm: nn.Module | None = None,
     drop: Drop | None = None,
-    layer_scale: Tensor | None = None,
+    *,
     sample_scale: Tensor | None = None,
     residual: Tensor | None = None,
-    return_stats: Literal[False] = False,
-    next_norm: None = None,
     way: str = "reference",
 ) -> Tensor:
-    """Without statistics."""
+    """sample_scale · drop(layer(norm(x))) + residual; for the arguments see `finish_with_stats`."""
+    return finish_with_stats(x, layer, norm, drop, sample_scale=sample_scale, residual=residual, way=way)[0]
 
 
-@overload
-def finish(
+def finish_with_stats(
     x: Tensor,
     layer: Layer | None,
     norm: nn.Module | None = None,
     drop: Drop | None = None,
-    layer_scale: Tensor | None = None,
-    sample_scale: Tensor | None = None,
-    residual: Tensor | None = None,
     *,
-    return_stats: bool,
-    next_norm: NextNorm | None = None,
-    way: str = "reference",
-) -> Output:
-    """With statistics, if asked for."""
-
-
-def finish(
-    x: Tensor,
-    layer: Layer | None,
-    norm: nn.Module | None = None,
-    drop: Drop | None = None,
     layer_scale: Tensor | None = None,
     sample_scale: Tensor | None = None,
     residual: Tensor | None = None,
@@ -229,7 +200,7 @@ def finish(
     next_norm: NextNorm | None = None,
     way: str = "reference",
 ) -> Output:
-    """sample_scale · layer_scale · drop(layer(norm(x))) + residual; with `return_stats` also its row statistics.
+    """(sample_scale · layer_scale · drop(layer(norm(x))) + residual, its row statistics).
 
     Args:
         x: [B, ..., K].
@@ -239,8 +210,8 @@ def finish(
         layer_scale: [D].
         sample_scale: [B], drop-path factor of each image.
         residual: [B, ..., D].
-        return_stats: also return row statistics of the result, [M, tiles, 2] fp32, or for "mixed" the normalized
-            result; None if that takes another pass over it.
+        return_stats: compute row statistics of the result, [M, tiles, 2] fp32, or for "mixed" the normalized result;
+            else, and where that takes another pass over the result, they are None.
         next_norm: for "mixed", the norm of the next branch.
         way: as in `Body`.
     """
@@ -252,13 +223,12 @@ def finish(
         weight, bias, before = operands_of((layer,), x, folded, way, layer_scale if inactive else None)
         if inactive:
             return called(linear, linear_file.run, way, x, weight, bias, norm=before, **end)
-        y = called(linear, linear_file.run, way, x, weight, bias, norm=before)
+        y, _ = called(linear, linear_file.run, way, x, weight, bias, norm=before)
     else:
         x = x if norm is None else norm(x)
         y = x if layer is None else layer(x)
     y = scaled(y if drop is None else drop(y), layer_scale, sample_scale)
-    y = y if residual is None else y + residual
-    return (y, None) if return_stats else y
+    return (y if residual is None else y + residual), None
 
 
 def operands_of(

@@ -8,7 +8,7 @@ replaced layers run.
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from . import body as body_file
 from . import ways
 from .body import Before, Given, Output, normalize
 from .freeze import Entry, fold_norms, of_dtype
-from .hooks import are_plain_tensors, can_fuse, has_hooks
+from .hooks import are_plain_tensors, has_hooks
 from .leaves import (
     ConstantScale,
     entry_of,
@@ -63,25 +63,12 @@ class Branch(NamedTuple):
     post_norm: nn.Module | None = None
 
 
-@overload
-def add_branches(
-    x: Tensor, *branches: Branch, block: nn.Module | None = None, stats: Given | None = None, next_norm: None = None
-) -> Tensor:
-    """Without statistics."""
+def add_branches(x: Tensor, *branches: Branch, block: nn.Module | None = None) -> Tensor:
+    """x [B, ..., D] plus each branch in turn; for the arguments see `add_branches_with_stats`."""
+    return add_branches_with_stats(x, *branches, block=block)[0]
 
 
-@overload
-def add_branches(
-    x: Tensor,
-    *branches: Branch,
-    block: nn.Module | None = None,
-    stats: Given | None = None,
-    next_norm: nn.Module | None,
-) -> Output:
-    """With statistics, if asked for."""
-
-
-def add_branches(
+def add_branches_with_stats(
     x: Tensor,
     *branches: Branch,
     block: nn.Module | None = None,
@@ -94,15 +81,14 @@ def add_branches(
         x: [B, ..., D].
         *branches: attention and MLP of each block in order; the two LayerNorms of a block are folded in one launch.
         block: the module that they belong to; it caches their sizes for `choose_way`.
-        stats: from the previous block, see `engine.body.Body`.
-        next_norm: the norm of the next block, for which this one also returns the statistics.
+        stats: from the previous block, see `engine.body.Body.run`.
+        next_norm: the norm of the next block; None for no statistics.
 
     Returns:
-        [B, ..., D]; with `next_norm` also the next block's `stats`, or None.
+        [B, ..., D], and the next block's `stats` or None.
     """
     if ways.state.inside_plain:
-        x = _add_plainly(x, *branches)
-        return x if next_norm is None else (x, None)
+        return _add_plainly(x, *branches), None
     for i in range(0, len(branches), 2):
         pair = branches[i : i + 2]
         bodies = [_body(branch, x) for branch in pair]
@@ -126,7 +112,7 @@ def add_branches(
         readers = [*norms[1:], after]  # the norm that reads each branch's output
         for branch, body, norm, reader in zip(pair, bodies, norms, readers, strict=True):
             x, stats = _add(x, branch, body, norm, stats, reader, way)
-    return x if next_norm is None else (x, stats)
+    return x, None if next_norm is None else stats
 
 
 def runs_plain(x: Tensor, *branches: Branch, block: nn.Module | None = None) -> bool:
@@ -188,12 +174,10 @@ def _body(branch: Branch, x: Tensor) -> Body | None:
     """The body in a form that supports fusion; None where the module must be called."""
     if not isinstance(branch.body, nn.Module):
         return branch.body
-    body: Any = branch.body
-    if has_hooks(body):
-        return None
+    body = branch.body
     forward = body.__dict__.get("forward")
-    if forward is None:
-        return body if hasattr(type(body), "entering") and can_fuse(x) else None
+    if forward is None or has_hooks(body):
+        return None
     reader = getattr(forward.func, "read", None)  # bound by `optimize`
     parts = None if reader is None else reader(body, **branch.call or {})
     return None if isinstance(parts, str) else parts
@@ -215,7 +199,7 @@ def _add(
     stats: Given | None,
     reader: Before | NextNorm | None,
     way: str,
-) -> tuple[Tensor, Given | None]:
+) -> Output:
     """(x + branch, its statistics for `reader`, the norm of the next branch, or None)."""
     module, norm, scale, drop_path, layer_scale, drop, call, post_norm = branch
     if drop_path is not None and (images := kept_images(drop_path, x)) is not None:
@@ -238,7 +222,7 @@ def _add(
         drops = (*getattr(body, "drops", ()), drop)  # active dropout draws random numbers before stochastic depth
         ends = readable and are_plain_tensors(layer_scale) and has_sample_scale(drop_path)
         if ends and post_norm is None and all(is_inactive(d) for d in drops):
-            y = body(
+            return body.run(
                 entering,
                 norm=before,
                 stats=stats,
@@ -249,8 +233,7 @@ def _add(
                 next_norm=reader if isinstance(reader, NextNorm) else None,
                 way=way,
             )
-            return y if isinstance(y, tuple) else (y, None)
-        y = body(entering, norm=before, stats=stats, way=way)
+        y, _ = body.run(entering, norm=before, stats=stats, way=way)
     if post_norm is not None:
         y = post_norm(y) if way == "plain" else normalize(y, post_norm)
     y = y if drop is None else drop(y)

@@ -55,7 +55,7 @@ class Entry(NamedTuple):
 class Kept(NamedTuple):
     """A cached fold, packed weight or tensor of `derived`; weak references to its sources, and their state."""
 
-    folded: Any  # a `Folded`, an `onednn.Packed` or (tensor,)
+    folded: Any  # a `Folded`, an `onednn.Packed` or the tensors of `derived`
     sources: tuple[weakref.ref, ...]
     state: tuple
 
@@ -72,7 +72,8 @@ def freeze(model: nn.Module, precision: str = "float32") -> None:
     """Marks a model's weights as final: its LayerNorms are folded once, in the next inference call, and stay folded.
 
     In fused blocks this saves the launch that otherwise folds both LayerNorms in each call, or the two LayerNorm
-    launches of a batch with few rows; other blocks have nothing to fold. Each call checks that the weights are the
+    launches of a batch with few rows; a captured block also keeps all else that it computes from weights alone; other
+    blocks have nothing to fold. Each call checks that the weights are the
     same tensors at the same addresses, with the same dtype and no writes counted by PyTorch. If not, it folds again,
     into the same memory. Writes that PyTorch does not count (through `.data`, NumPy, DLPack, the storage, or to
     inference tensors) are not detected: call `freeze` again after them. Calls in training mode or with gradients for
@@ -216,18 +217,24 @@ def derived(owner: nn.Module, name: str, sources: tuple[Tensor | None, ...], mak
         make: computes it.
     """
     tensors = tuple(t for t in sources if t is not None)
-    if not keeps(owner, *tensors):
-        return make()
-    store = _frozen.get(owner, {})
-    key = (name, *map(id, tensors))
-    if not _is_fresh(store.get(key), tensors):
-        if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+    return all_derived(owner, name, tensors, lambda: (make(),))[0] if keeps(owner, *tensors) else make()
+
+
+def all_derived(
+    owner: nn.Module, name: str, sources: tuple[Tensor, ...], make: Callable[[], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """As `derived`, for several tensors; `keeps` is true of the owner and the sources."""
+    store = _frozen.get(owner, {})  # another thread may unfreeze concurrently
+    key = (name, *map(id, sources))
+    if not _is_fresh(store.get(key), sources):
+        if sources[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return make()
         with torch.inference_mode(False), torch.no_grad():
-            _store(store, key, (make().contiguous(),), tensors)
-        if tensors[0].is_cuda:
+            _store(store, key, tuple(t.contiguous() for t in make()), sources)
+        if sources[0].is_cuda:
             torch.cuda.current_stream().synchronize()
-    return store[key].folded[0]
+    found: tuple[Tensor, ...] = store[key].folded
+    return found
 
 
 def packed_weight(layers: tuple, x: Tensor, layer_scale: Tensor | None = None) -> onednn.Packed | None:
@@ -309,15 +316,20 @@ def _keep(x: Tensor, entries: list[Entry]) -> list[Folded]:
     return [store[key].folded for store, key in zip(stores, keys, strict=True)]
 
 
-def _store(store: dict, key: tuple, new: Folded | tuple[Tensor], sources: tuple[Tensor, ...]) -> None:
+def _store(store: dict, key: tuple, new: Folded | tuple[Tensor, ...], sources: tuple[Tensor, ...]) -> None:
     """Stores what was computed from these sources, into the memory of its predecessor if that has the same layout."""
     old = store.pop(key, None)
-    if old is not None and all(_like(a, b) for a, b in zip(old.folded[:3], new[:3], strict=True)):
-        for a, b in zip(old.folded[:3], new[:3], strict=True):
+    if old is not None and all(_like(a, b) for a, b in _pairs(old.folded, new)):
+        for a, b in _pairs(old.folded, new):
             a.copy_(b)
         new = old.folded
     _forget_lost(store)
     store[key] = Kept(new, tuple(map(weakref.ref, sources)), _state(sources))
+
+
+def _pairs(old: tuple, new: tuple) -> list[tuple[Tensor, Tensor]]:
+    """The tensors of two results of the same computation; a fold that is kept has no source."""
+    return [(a, b) for a, b in zip(old, new, strict=True) if a is not None]
 
 
 def _forget_lost(store: dict) -> None:

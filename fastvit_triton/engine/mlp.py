@@ -1,7 +1,7 @@
 """Bodies of MLPs: two linear layers with an activation between them, gated, or with a depthwise convolution."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -13,7 +13,19 @@ from ..kernels.depthwise import depthwise
 from ..kernels.linear import linear
 from ..kernels.mlp import mlp
 from .attention import as_map, as_tokens
-from .body import Before, Body, Drop, Given, Output, activate, called, finish, fold_or_normalize, operands_of, project
+from .body import (
+    Before,
+    Body,
+    Drop,
+    Given,
+    Output,
+    activate,
+    called,
+    finish_with_stats,
+    fold_or_normalize,
+    operands_of,
+    project,
+)
 from .freeze import derived
 from .leaves import Foreign, Layer, activation_of, is_depthwise_conv, is_identity, is_inactive, is_readable, width_of
 
@@ -59,32 +71,11 @@ class MlpBody(NamedTuple):
         width, channels = width_of(self.fc1)
         return Branch("mlp", 0, 0, channels, width, width // 2 if self.act in GATED else width)
 
-    @overload
-    def __call__(
-        self,
-        x: Tensor,
-        norm: Before | None = None,
-        stats: Given | None = None,
-        way: str = "reference",
-        *,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """Without statistics."""
+    def __call__(self, x: Tensor, way: str = "reference", *, residual: Tensor | None = None) -> Tensor:
+        """The MLP of x [..., D] plus the residual, see `engine.body.Body`."""
+        return self.run(x, way=way, residual=residual)[0]
 
-    @overload
-    def __call__(
-        self,
-        x: Tensor,
-        norm: Before | None = None,
-        stats: Given | None = None,
-        way: str = "reference",
-        *,
-        return_stats: bool,
-        **end: Any,
-    ) -> Output:
-        """With statistics, if asked for."""
-
-    def __call__(
+    def run(
         self,
         x: Tensor,
         norm: Before | None = None,
@@ -92,7 +83,7 @@ class MlpBody(NamedTuple):
         way: str = "reference",
         **end: Any,
     ) -> Output:
-        """MLP of x [..., D], see `engine.body.Body`."""
+        """(the MLP of x after the norm, its statistics), see `engine.body.Body.run`."""
         if self.first is not None and norm is None:
             x, norm = fold_or_normalize(x, self.first, self.fc1, way)
         inner, outer = self.drops
@@ -106,8 +97,8 @@ class MlpBody(NamedTuple):
             if bare and is_readable(self.fc2) and is_inactive(inner) and is_inactive(outer):
                 fc2 = operands_of((self.fc2,), x, None, way, end.get("layer_scale"))[:2]
                 return called(mlp, mlp_file.run, way, x, (weight, bias), fc2, **call, **end)
-            h = called(linear, linear_file.run, way, x, weight, bias, **call)
-        return finish(h if inner is None else inner(h), self.fc2, self.last, outer, way=way, **end)
+            h, _ = called(linear, linear_file.run, way, x, weight, bias, **call)
+        return finish_with_stats(h if inner is None else inner(h), self.fc2, self.last, outer, way=way, **end)
 
 
 def act_name(act: str | nn.Module) -> str:

@@ -65,9 +65,9 @@ def known_way(module: nn.Module, x: Tensor) -> tuple[str | None, Any]:
     if facts[SIZES].training is not facts["training"]:
         return None, None
     key = facts[SIZES], x.shape, x.dtype, x.device, settings.choices(x.device.type)
-    if key in _ways:
-        way = _ways[key]
-    else:
+    try:
+        way = _ways[key]  # one hash of the key, which is nested
+    except KeyError:
         if not plan.has_ways(x):
             return None, None
         if len(_ways) >= MAX_WAYS:

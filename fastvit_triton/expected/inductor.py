@@ -84,7 +84,7 @@ def _groups(events: list[Event]) -> list[int]:
 
 def _kernel(events: list[Event], group: int, readers: dict[int, set[int]]) -> Kernel:
     """One kernel: it reads external inputs, and writes what other kernels read or what is a result."""
-    own: dict[int, Piece] = {piece.storage: piece for event in events for piece in event.writes}
-    reads = {piece for event in events for piece in event.reads if piece.storage not in own}
-    writes = [piece for storage, piece in own.items() if readers[storage] != {group}]
+    written: dict[int, Piece] = {piece.storage: piece for event in events for piece in event.writes}
+    reads = {piece for event in events for piece in event.reads if piece.storage not in written}
+    writes = [piece for storage, piece in written.items() if readers[storage] != {group}]
     return Kernel(tuple(events), tuple(reads), tuple(writes))

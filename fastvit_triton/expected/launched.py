@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..kernels.cost import seen_pairs
+
 
 class Launched(NamedTuple):
     """A launch: name of the kernel as in "linear._fwd_kernel", its arguments by name, and number of programs."""
@@ -104,10 +106,14 @@ def _attention_work(launch: Launched) -> Work:
     if kernel == "_bwd_dbias_kernel":
         images = a["B"] / a["G"]
         padded = padded_pair * a["BLOCK_M"] * a["BLOCK_N"] * images
-        return Work(pair * a["B"] * a["H"] * a["Nq"] * a["Nk"], padded, images)
+        return Work(pair * a["B"] * a["H"] * seen_pairs(a["Nq"], a["Nk"], a["CAUSAL"]), padded, images)
+    causal = a.get("CAUSAL", False)
     heads = launch.programs / a["tiles"]
     Nq, Nk = sequence(launch)
-    flops = pair * heads * Nq * Nk
+    flops = pair * heads * seen_pairs(Nq, Nk, causal)
+    if causal:
+        blocks = _causal_blocks(kernel, Nq, Nk, a["BLOCK_M"], a["BLOCK_N"])
+        return Work(flops, padded_pair * blocks * a["BLOCK_M"] * a["BLOCK_N"], blocks)
     if kernel == "_bwd_kernel":
         blocks = math.ceil(Nk / a["BLOCK_N"])
         passes = Nq // a["BLOCK_M"]
@@ -121,6 +127,18 @@ def _attention_work(launch: Launched) -> Work:
         return Work(flops, (padded_pair + 2 * a["WIDTH"]) * a["BLOCK_M"] * passes * a["BLOCK_N"], passes)
     passes = Nk // a["BLOCK_N"]
     return Work(flops, padded_pair * a["BLOCK_M"] * (passes * a["BLOCK_N"] + a["TAIL"]), passes)
+
+
+def _causal_blocks(kernel: str, Nq: int, Nk: int, BLOCK_M: int, BLOCK_N: int) -> float:
+    """Blocks of the scores that a program of a causal kernel computes, on average."""
+    offset = Nk - Nq
+    if kernel in ("_fwd_kernel", "_bwd_dq_kernel"):
+        ends = [min(max(m + BLOCK_M + offset, 0), Nk) for m in range(0, Nq, BLOCK_M)]
+        return sum(math.ceil(end / BLOCK_N) for end in ends) / len(ends)
+    firsts = [max(n - offset, 0) // BLOCK_M for n in range(0, Nk, BLOCK_N)]
+    if kernel == "_bwd_kernel":  # one program; its first block of keys is met by all queries
+        return len(firsts) * math.ceil(Nq / BLOCK_M) - sum(firsts[1:])
+    return math.ceil(Nq / BLOCK_M) - sum(firsts) / len(firsts)
 
 
 def size(launch: Launched) -> tuple[int, int, int, int]:

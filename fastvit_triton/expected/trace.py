@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..engine.replay.recorder import ALLOCATE, READERS
 from ..kernels import launch, linear_backward, tile
+from ..kernels.cost import seen_pairs
 from ..kernels.op import REGISTERED
 from . import launched
 from .values import described, has_values, is_known, mark, positions, reserved, written_arguments
@@ -151,7 +152,7 @@ class _Tracer(TorchDispatchMode):
         if function.is_view or not _gives_tensors(function):
             return function(*arguments, **named)
         if name in ALLOCATE:
-            return mark(function(*arguments, **named), False)
+            return mark(function(*arguments, **named), False, empty=True)
         values_known = is_known(function, name, tensors)
         call = (arguments, named)
         if not values_known:
@@ -248,8 +249,14 @@ class _Tracer(TorchDispatchMode):
         if packet.__name__ in IN_PLACE:
             packet = getattr(torch.ops.aten, packet.__name__.removesuffix("_"))
         if packet in flop_registry:
-            return flop_registry[packet](*arguments, **named, out_val=outputs)
-        return _products(*arguments[:3]) if packet.__name__ in FLASH else 0
+            flops = flop_registry[packet](*arguments, **named, out_val=outputs)
+        else:
+            flops = _products(*arguments[:3]) if packet.__name__ in FLASH else 0
+        given = {a.name: value for a, value in zip(function._schema.arguments, arguments, strict=False)} | named
+        if given.get("is_causal"):  # PyTorch counts the pairs that the mask leaves out, and its kernels skip them
+            Nq, Nk = (given[name].shape[-2] for name in ("query", "key"))
+            flops = flops * seen_pairs(Nq, Nk, True) // max(Nq * Nk, 1)
+        return flops
 
 
 @contextlib.contextmanager
@@ -275,8 +282,8 @@ def tracing() -> Iterator[Trace]:
             yield tracer.trace
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        for (owner, name, _), own in zip(stand_ins, before, strict=True):
-            delattr(owner, name) if own is None else setattr(owner, name, own)
+        for (owner, name, _), original in zip(stand_ins, before, strict=True):
+            delattr(owner, name) if original is None else setattr(owner, name, original)
 
 
 def _tensors(structure: object) -> list[Tensor]:
@@ -311,9 +318,10 @@ def _launches(name: str, reads: tuple[Piece, ...], writes: tuple[Piece, ...]) ->
     return LAUNCHES.get(name, 1)
 
 
-def _products(q: Tensor, k: Tensor, v: Tensor) -> int:
+def _products(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> int:
     """Flops of q kᵀ and of the product of probabilities and v."""
-    return 2 * q.numel() // q.shape[-1] * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+    pairs = math.prod(q.shape[:-2]) * seen_pairs(q.shape[-2], k.shape[-2], causal)
+    return 2 * pairs * (q.shape[-1] + v.shape[-1])
 
 
 def _nbytes(t: Tensor) -> int:
@@ -322,7 +330,7 @@ def _nbytes(t: Tensor) -> int:
 
 
 OUR_FLOPS = {
-    "attention_fwd": lambda q, k, v, *_: _products(q, k, v),
+    "attention_fwd": lambda q, k, v, *rest: _products(q, k, v, rest[6:] == (True,)),
     "window_attention_fwd": lambda qkv, bias, scales, pad, heads, window, *_: 4 * qkv.numel() // 3 * math.prod(window),
     "linear_fwd": lambda x, weight, *_: 2 * x.numel() * len(weight),
     "mlp_fwd": lambda x, weight, *_: 4 * x.numel() * len(weight),  # both matmuls; input and output have x's width

@@ -19,9 +19,15 @@ OVERWRITES = ("fill_", "zero_", "copy_")
 WEIGHTS = (torch.empty, torch.rand, torch.randn, torch.normal)
 
 
-def mark(t: Tensor, known: bool) -> Tensor:
-    """Records whether the memory of a tensor holds its values; returns the tensor."""
-    vars(t.untyped_storage())["values"] = known  # of the same Python object while the storage exists
+def mark(t: Tensor, known: bool, empty: bool = False) -> Tensor:
+    """Records whether the memory of a tensor holds its values; returns the tensor.
+
+    Args:
+        t: the tensor.
+        known: False if the values are not known.
+        empty: nothing was written yet, and it is read only after all of it is; so the first known value makes it known.
+    """
+    vars(t.untyped_storage()).update(values=known, empty=empty)  # of the same Python object while the storage exists
     return t
 
 
@@ -49,8 +55,11 @@ def is_known(function: OpOverload, name: str, tensors: list[Tensor]) -> bool:
     """True if the results of this operator are computed from values that are known."""
     if torch.Tag.nondeterministic_seeded in function.tags:
         return False
-    if name in OVERWRITES and tensors[0].numel() * tensors[0].element_size() == tensors[0].untyped_storage().nbytes():
-        return all(has_values(t) for t in tensors[1:])
+    if name in OVERWRITES:
+        storage = tensors[0].untyped_storage()
+        whole = tensors[0].numel() * tensors[0].element_size() == storage.nbytes()
+        if whole or vars(storage).get("empty", False):
+            return all(has_values(t) for t in tensors[1:])
     return name in CONSTANTS or all(map(has_values, tensors))
 
 

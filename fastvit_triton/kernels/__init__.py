@@ -3,6 +3,7 @@
 from . import (
     attention,
     attention_qkv,
+    batch_norm,
     deformable,
     depthwise,
     fold,
@@ -29,4 +30,5 @@ OPS = (
     attention_qkv.OP,
     window.OP,
     deformable.OP,
+    batch_norm.OP,
 )

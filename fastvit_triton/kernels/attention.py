@@ -1,13 +1,15 @@
-"""Bidirectional attention for any numbers of queries and keys, with an optional bias, key lengths or packed images.
+"""Attention for any numbers of queries and keys, with an optional bias, causal mask, key lengths or packed images.
 
 Math      S = scale · Q Kᵀ + bias              [Nq, Nk]                          (1)
           O = softmax(S) V                     [Nq, Dv]                          (2)
           L = ln Σₙ exp(S)                     [Nq]      natural log, fp32       (3)
           axis_bias: bias[:, i·w + j] = row[:, i] + column[:, j] for the key in row i and column j of a map.
+          causal: query m sees key n only if n ≤ m + Nk − Nq, so the last query sees all keys.
           A row whose keys are all masked gives O = 0 and no gradient, and L = −inf.
 Backward  equations (4) to (8) of `attention_backward`.
 Kernels   Scores and L are kept in base 2, as S·log₂e and L·log₂e, because exp2 is one instruction.
-Cost      forward 2·B·H·Nq·Nk·(D + Dv) flops; bytes = q + k + v + o + 4·B·H·Nq.
+Cost      forward 2·B·H·Nq·Nk·(D + Dv) flops; bytes = q + k + v + o + 4·B·H·Nq. Causal attention skips blocks of
+          keys that no query of a tile sees, half of all if Nq = Nk, and masks only those on the diagonal.
 Saved     q, k, v, bias, o in storage dtype and L in fp32.
 Limits    D, Dv ≤ 256, held as two power-of-two tiles (80 = 64 + 16). Tensors are copied if their last axis is not
           contiguous. The backward pass computes the weights as exp(S − L) from L rounded to fp32, so their relative
@@ -39,6 +41,7 @@ from .attention_inner import (
     head_pointer,
     load_tiles,
     program_position,
+    seen_keys,
     store_tiles,
     zero_tiles,
 )
@@ -70,6 +73,7 @@ def attention(
     kv_lens: Tensor | None = None,
     return_lse: bool = False,
     axis_bias: tuple[Tensor, Tensor] | None = None,
+    causal: bool = False,
 ) -> Tensor | Any:
     """softmax(scale · q kᵀ + bias) v, for any numbers of queries and keys.
 
@@ -84,7 +88,9 @@ def attention(
         return_lse: also return L of equation (3), which has no gradient.
         axis_bias: (row [B, H, Nq, h], column [B, H, Nq, w]) for keys that are a map of h · w = Nk: the bias of a key is
             that of its row plus that of its column, as of decomposed relative positions. The kernels do not store the
-            sum if h + w ≤ 256. Not with bias or kv_lens.
+            sum if h + w ≤ 256. Not with bias, kv_lens or causal.
+        causal: query m sees key n only if n ≤ m + Nk − Nq: the last query sees all keys. PyTorch's `is_causal` is
+            n ≤ m, the same if Nq = Nk.
 
     Returns:
         [B, H, Nq, Dv]; with `return_lse` also L [B, H, Nq], fp32.
@@ -101,6 +107,8 @@ def attention(
     check.scores(q, (H, q.shape[2], k.shape[2]), bias, kv_lens, scale, return_lse)
     columns = 0
     bare = bias is kv_lens is None
+    if causal is not False:
+        check.causal(causal, axis_bias)
     if axis_bias is not None:
         check.axis_bias(q, (H, q.shape[2], k.shape[2]), axis_bias, bare)
         columns = axis_bias[1].shape[3]
@@ -110,12 +118,13 @@ def attention(
             axis_bias = None
             columns = 0
     if kernels_available(q, max(D, v.shape[3])) and (
-        return_lse or prefers_kernel(q, H, (q.shape[2], k.shape[2]), (D, v.shape[3]), bare, False)
+        return_lse or prefers_kernel(q, H, (q.shape[2], k.shape[2]), (D, v.shape[3]), bare, False, causal)
     ):
         bias = bias if axis_bias is None else torch.cat(axis_bias, -1)
-        o, lse = _Fn.apply(*cast(q, k, v), bias, kv_lens, None, 0, D**-0.5 if scale is None else scale, columns)
+        scale = D**-0.5 if scale is None else scale
+        o, lse = _Fn.apply(*cast(q, k, v), bias, kv_lens, None, 0, scale, columns, causal)
         return (o, lse * math.log(2)) if return_lse else o
-    return reference(q, k, v, bias, scale, kv_lens, return_lse, axis_bias)
+    return reference(q, k, v, bias, scale, kv_lens, return_lse, axis_bias, causal)
 
 
 def sum_of_axes(row: Tensor, column: Tensor) -> Tensor:
@@ -124,7 +133,13 @@ def sum_of_axes(row: Tensor, column: Tensor) -> Tensor:
 
 
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scale: float | None = None,
+    causal: bool = False,
 ) -> Tensor:
     """Attention within each image of a packed batch of images of different sizes (NaFlex, NaViT).
 
@@ -136,6 +151,7 @@ def varlen_attention(
             cu_seqlens[b + 1] − 1.
         max_seqlen: at least the number of tokens of the longest image; sets the size of the launch.
         scale: softmax scale; None means D^-0.5.
+        causal: tokens see only themselves and earlier tokens of their image.
 
     Returns:
         [T, H, Dv]; 0 for tokens that belong to no image.
@@ -154,15 +170,24 @@ def varlen_attention(
     check.images(cu_seqlens, q, max_seqlen)
     if scale is not None:
         expect_number("scale", scale)
+    if causal is not False:
+        check.causal(causal)
     if kernels_available(q, max(D, v.shape[2])):
         heads_first = (t.transpose(0, 1)[None] for t in cast(q, k, v))  # [1, H, T, D]
-        o, _ = _Fn.apply(*heads_first, None, None, cu_seqlens, max_seqlen, D**-0.5 if scale is None else scale)
+        scale = D**-0.5 if scale is None else scale
+        o, _ = _Fn.apply(*heads_first, None, None, cu_seqlens, max_seqlen, scale, 0, causal)
         return o[0].transpose(0, 1)
-    return reference_varlen(q, k, v, cu_seqlens, max_seqlen, scale)
+    return reference_varlen(q, k, v, cu_seqlens, max_seqlen, scale, causal)
 
 
 def prefers_kernel(
-    x: Tensor, heads: int, lengths: tuple[int, int], widths: tuple[int, int], bare: bool, packed: bool
+    x: Tensor,
+    heads: int,
+    lengths: tuple[int, int],
+    widths: tuple[int, int],
+    bare: bool,
+    packed: bool,
+    causal: bool = False,
 ) -> bool:
     """True if the plan selects our kernel for this attention, not the reference.
 
@@ -173,13 +198,17 @@ def prefers_kernel(
         widths: D and Dv.
         bare: no bias, key lengths, norms or rotary positions; only our kernel gives 0 for a row without keys.
         packed: the gradients of q, k and v are one tensor.
+        causal: queries see only earlier keys; PyTorch's kernels have this mask for Nq = Nk.
     """
     D, Dv = widths
     deterministic = torch.is_grad_enabled() and torch.are_deterministic_algorithms_enabled()
     empty = not torch.compiler.is_compiling() and 0 in (x.shape[0], *lengths)
     if not bare or D % 8 or D != Dv or deterministic or empty:  # SDPA pads odd widths, and its dq is not deterministic
         return True
-    return plan.prefers_kernel(x, "attention", *plan.lengths_of(x.shape[0], *lengths, int(heads)), int(D), packed)
+    sizes = (*plan.lengths_of(x.shape[0], *lengths, int(heads)), int(D), packed)
+    if causal:
+        return lengths[0] != lengths[1] or plan.prefers_kernel(x, "attention", *sizes, True)
+    return plan.prefers_kernel(x, "attention", *sizes)
 
 
 def reference(
@@ -191,11 +220,16 @@ def reference(
     kv_lens: Tensor | None = None,
     return_lse: bool = False,
     axis_bias: tuple[Tensor, Tensor] | None = None,
+    causal: bool = False,
 ) -> Tensor | Any:
     """Equations (1) and (2) by PyTorch's fused attention; written out if L or forward-mode AD is needed."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    mask = _mask(q, k, bias if axis_bias is None else sum_of_axes(*axis_bias), kv_lens)
-    if not return_lse and _fits_sdpa(q, k):
+    fused = not return_lse and _fits_sdpa(q, k)
+    # PyTorch masks before it scales: a negative scale turns -inf into +inf, and the output into NaN
+    if causal and fused and scale > 0 and bias is kv_lens is None and q.shape[2] == k.shape[2]:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=True)
+    mask = _mask(q, k, bias if axis_bias is None else sum_of_axes(*axis_bias), kv_lens, causal)
+    if fused:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     scores = scale * (q @ k.mT).float() if q.dtype != torch.float64 else scale * (q @ k.mT)  # (1) [B, H, Nq, Nk]
     if mask is not None:
@@ -208,7 +242,13 @@ def reference(
 
 
 def reference_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scale: float | None = None,
+    causal: bool = False,
 ) -> Tensor:
     """Attention on the images padded to max_seqlen tokens, so that no value of an image reaches another one."""
     T = len(q)
@@ -221,25 +261,31 @@ def reference_varlen(
     at = ends[:-1, None] + slots  # [B, M]
     inside = (at < ends[1:, None])[:, :, None, None]
     q, k, v = (torch.where(inside, t[at.clamp(max=T - 1)], 0.0).transpose(1, 2) for t in (q, k, v))  # [B, H, M, D]
-    o = reference(q, k, v, None, scale, kv_lens=ends.diff()).transpose(1, 2)  # [B, M, H, Dv]
+    o = reference(q, k, v, None, scale, kv_lens=ends.diff(), causal=causal).transpose(1, 2)  # [B, M, H, Dv]
     image = torch.searchsorted(ends[1:].contiguous(), tokens, right=True)  # [T]; B for tokens of no image
     slot = tokens - ends[image.clamp(max=images - 1)]
     belongs = ((image < images) & (slot < length))[:, None, None]
     return torch.where(belongs, o[image.clamp(max=images - 1), slot.clamp(max=length - 1)], 0.0)
 
 
-def _mask(q: Tensor, k: Tensor, bias: Tensor | None, kv_lens: Tensor | None) -> Tensor | None:
-    """bias and kv_lens as one mask, boolean or of q's dtype, that broadcasts to [B, H, Nq, Nk]; None without either."""
-    B = q.shape[0]
+def _mask(q: Tensor, k: Tensor, bias: Tensor | None, kv_lens: Tensor | None, causal: bool) -> Tensor | None:
+    """bias, kv_lens and causal as one mask, boolean or of q's dtype, that broadcasts to [B, H, Nq, Nk], or None."""
+    B, _, Nq, _ = q.shape
     Nk = k.shape[2]
     if bias is not None:
         groups = bias.shape[0]
         if groups != 1 and groups != B:
             bias = bias[torch.arange(B, device=bias.device) % groups]
         bias = bias if bias.dtype == torch.bool else bias.to(q.dtype)
-    if kv_lens is None:
+    valid = None
+    if kv_lens is not None:
+        valid = (torch.arange(Nk, device=k.device) < kv_lens[:, None])[:, None, None, :]  # [B, 1, 1, Nk]
+    if causal:
+        queries = torch.arange(Nq, device=q.device)[:, None]
+        earlier = torch.arange(Nk, device=k.device) <= queries + (Nk - Nq)  # [Nq, Nk]
+        valid = earlier if valid is None else valid & earlier
+    if valid is None:
         return bias
-    valid = (torch.arange(Nk, device=k.device) < kv_lens[:, None])[:, None, None, :]  # [B, 1, 1, Nk]
     if bias is None:
         return valid
     return bias & valid if bias.dtype == torch.bool else bias.masked_fill(~valid, float("-inf"))
@@ -251,10 +297,11 @@ def _fwd_kernel(
     q_strides, k_strides, v_strides, bias_strides, o_strides, l_strides, H, Nq, Nk, T, G, tiles, scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_KV_LENS: tl.constexpr,
-    HAS_CU_SEQLENS: tl.constexpr, PRECISION: tl.constexpr, SAFE: tl.constexpr, UNIT: tl.constexpr,
+    HAS_CU_SEQLENS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, SAFE: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries of one head. Loops over all keys. Equations (1) to (3)."""
+    """One program: BLOCK_M queries of one head. Loops over the keys that they see. Equations (1) to (3)."""
+    offset = Nk - Nq if CAUSAL and not HAS_CU_SEQLENS else 0  # of the tensors, not of kv_lens
     tile, b, h, start, Nq, Nk = program_position(
         tl.program_id(0), tiles, H, Nq, Nk, T, cu_seqlens_ptr, kv_lens_ptr, HAS_CU_SEQLENS, HAS_KV_LENS
     )
@@ -270,18 +317,26 @@ def _fwd_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     o0, o1 = zero_tiles(BLOCK_M, V0, V1)
-    full = Nk // BLOCK_N * BLOCK_N
+    seen = seen_keys(tile * BLOCK_M, offset, Nk) if CAUSAL else Nk  # by all queries of the tile
+    full = seen // BLOCK_N * BLOCK_N
     for first in range(0, full, BLOCK_N):
         row_max, row_sum, o0, o1 = fwd_step(
             q0, q1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides,
-            m, first + tl.arange(0, BLOCK_N), first, Nq, Nk, row_max, row_sum, o0, o1, scale,
-            D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, SAFE, False,
+            m, first + tl.arange(0, BLOCK_N), first, offset, Nq, Nk, row_max, row_sum, o0, o1, scale,
+            D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, SAFE, False, False,
         )  # fmt: skip
-    if TAIL > 0:  # 197 = 3·64 + 5: only the last block of keys is masked
+    if CAUSAL:
+        for first in range(full, seen_keys(tile * BLOCK_M + BLOCK_M - 1, offset, Nk), BLOCK_N):  # on the diagonal
+            row_max, row_sum, o0, o1 = fwd_step(
+                q0, q1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides,
+                m, first + tl.arange(0, BLOCK_N), first, offset, Nq, Nk, row_max, row_sum, o0, o1, scale,
+                D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, SAFE, True, True,
+            )  # fmt: skip
+    elif TAIL > 0:  # 197 = 3·64 + 5: only the last block of keys is masked
         row_max, row_sum, o0, o1 = fwd_step(
             q0, q1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides,
-            m, full + tl.arange(0, TAIL), full, Nq, Nk, row_max, row_sum, o0, o1, scale,
-            D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, SAFE, True,
+            m, full + tl.arange(0, TAIL), full, offset, Nq, Nk, row_max, row_sum, o0, o1, scale,
+            D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, SAFE, True, False,
         )  # fmt: skip
     nonzero_sum = row_sum
     if SAFE:
@@ -298,7 +353,7 @@ def _fwd_kernel(
     )
 
 
-def _fwd(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, columns=0):
+def _fwd(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, columns=0, causal=False):
     """(o [B, H, Nq, Dv] stored as [B, Nq, H, Dv], L [B, H, Nq] in base 2)."""
     o, lse = _fwd_fake(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale)
     if cu_seqlens is not None:
@@ -307,30 +362,31 @@ def _fwd(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, columns=0):
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     if o.numel():
         tensors = dict(q=q, k=k, v=v, bias=bias, kv_lens=kv_lens, cu_seqlens=cu_seqlens, o=o, l=lse)
-        for prepared_launch in prepared(_prepare, tensors, max_seqlen, scale, columns):
+        for prepared_launch in prepared(_prepare, tensors, max_seqlen, scale, columns, causal):
             start(prepared_launch, tensors)
     return o, lse
 
 
-def _prepare(tensors, max_seqlen, scale, columns):
+def _prepare(tensors, max_seqlen, scale, columns, causal):
     """The launch of the forward pass."""
     q, k, v, bias, kv_lens, cu_seqlens, *_ = tensors.values()
     images, Nq, Nk, width = sizes_of(q, k, v, cu_seqlens, max_seqlen)
-    blocks = blocks_of("fwd", q, bias_kind(bias, columns), images, Nq, Nk, width)
+    blocks = blocks_of("fwd", q, bias_kind(bias, columns, causal), images, Nq, Nk, width)
     tiles = cdiv(Nq, blocks["BLOCK_M"])
-    safe = bias is not None or kv_lens is not None or scale <= 0 or not Nk
+    safe = bias is not None or kv_lens is not None or scale <= 0 or not Nk or (causal and Nq > Nk)
     tail = tail_block(Nk, blocks["BLOCK_N"], kv_lens is not None or cu_seqlens is not None)
-    arguments = arguments_of(tensors, max_seqlen, scale, columns) | dict(tiles=tiles, SAFE=safe, TAIL=tail)
+    arguments = arguments_of(tensors, max_seqlen, scale, columns, causal) | dict(tiles=tiles, SAFE=safe, TAIL=tail)
     return [prepare(_fwd_kernel, tiles * images * q.shape[1], blocks, **arguments)]
 
 
-def _fwd_fake(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, columns=0):
+def _fwd_fake(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, columns=0, causal=False):
     B, H, Nq, _ = q.shape
     o = q.new_empty(B, Nq, H, v.shape[3]).transpose(1, 2)
     return o, q.new_empty(B, H, Nq, dtype=torch.float32)
 
 
-fwd_op = register("attention_fwd", f"({ARGUMENTS}, SymInt columns=0) -> (Tensor, Tensor)", _fwd, _fwd_fake)
+SCHEMA = f"({ARGUMENTS}, SymInt columns=0, bool causal=False) -> (Tensor, Tensor)"
+fwd_op = register("attention_fwd", SCHEMA, _fwd, _fwd_fake)
 
 
 def _fits_sdpa(q: Tensor, k: Tensor) -> bool:
@@ -343,11 +399,12 @@ class _Fn(torch.autograd.Function):
     """Autograd of attention_fwd by attention_bwd, for q, k, v [B, H, N, D]; saves the tensors listed in the header."""
 
     @staticmethod
-    def forward(ctx, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, columns=0):
-        o, lse = fwd_op(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, columns)
+    def forward(ctx, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, columns=0, causal=False):
+        o, lse = fwd_op(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, columns, causal)
         ctx.save_for_backward(q, k, v, bias, kv_lens, cu_seqlens, o, lse)
         ctx.sizes = (max_seqlen, scale)
         ctx.columns = columns
+        ctx.causal = causal
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(lse)
         return o, lse
@@ -356,11 +413,11 @@ class _Fn(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do, _):
         if do is None:
-            return (None,) * 9
+            return (None,) * 10
         *inputs, o, lse = ctx.saved_tensors
         learn_bias = ctx.needs_input_grad[3]
-        dq, dk, dv, dbias = bwd_op(do, *inputs, *ctx.sizes, o, lse, False, learn_bias, ctx.columns)
-        return dq, dk, dv, dbias if learn_bias else None, None, None, None, None, None
+        dq, dk, dv, dbias = bwd_op(do, *inputs, *ctx.sizes, o, lse, False, learn_bias, ctx.columns, ctx.causal)
+        return dq, dk, dv, dbias if learn_bias else None, *[None] * 6
 
 
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
@@ -377,6 +434,8 @@ def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str
     if "short" in case:
         lens = [Nk - case["short"] * (b % 2) for b in range(B)]
         arguments["kv_lens"] = torch.tensor(lens, dtype=torch.int64, device=device)
+    if "causal" in case:
+        arguments["causal"] = True
     return arguments
 
 
@@ -387,7 +446,8 @@ def _inputs_varlen(case: dict[str, int], dtype: torch.dtype, device: torch.devic
     lengths = [case["a"], case["b"], case["c"]]
     ends = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
     q, k, v = (randn(sum(lengths), H, D) for _ in range(3))
-    return {"q": q, "k": k, "v": v, "cu_seqlens": ends, "max_seqlen": max(lengths)}
+    causal = {"causal": True} if "causal" in case else {}
+    return {"q": q, "k": k, "v": v, "cu_seqlens": ends, "max_seqlen": max(lengths), **causal}
 
 
 OP = Op(
@@ -399,6 +459,8 @@ OP = Op(
         "padded": dict(B=2, H=1, Nq=3, Nk=9, D=4, Dv=4, short=4),
         "class_token": dict(B=2, H=3, Nq=1, Nk=17, D=8, Dv=8),
         "axes": dict(B=2, H=2, Nq=3, Nk=6, D=4, Dv=4, rows=2),
+        "causal": dict(B=2, H=1, Nq=5, Nk=5, D=3, Dv=2, causal=1),
+        "causal_later": dict(B=2, H=1, Nq=3, Nk=5, D=2, Dv=3, G=1, causal=1),
     },
     inputs=_inputs,
     ragged={
@@ -414,6 +476,14 @@ OP = Op(
         "axes": dict(B=1, H=2, Nq=70, Nk=70, D=32, Dv=32, rows=5),
         "axes_pooled": dict(B=2, H=1, Nq=33, Nk=18, D=24, Dv=40, rows=6),
         "axes_aligned": dict(B=1, H=1, Nq=17, Nk=128, D=16, Dv=16, rows=2),
+        "causal": dict(B=1, H=2, Nq=70, Nk=70, D=32, Dv=32, causal=1),
+        "causal_text": dict(B=1, H=1, Nq=150, Nk=150, D=64, Dv=64, causal=1),
+        "causal_long": dict(B=1, H=1, Nq=290, Nk=290, D=16, Dv=16, causal=1),
+        "causal_prefix": dict(B=1, H=2, Nq=33, Nk=140, D=48, Dv=48, causal=1),
+        "causal_late_keys": dict(B=1, H=2, Nq=140, Nk=40, D=32, Dv=32, causal=1),
+        "causal_step": dict(B=2, H=2, Nq=1, Nk=50, D=16, Dv=16, causal=1),
+        "causal_bias": dict(B=2, H=1, Nq=70, Nk=65, D=80, Dv=72, G=1, causal=1),
+        "causal_padded": dict(B=2, H=2, Nq=50, Nk=130, D=33, Dv=6, short=120, causal=1),
         "no_images": dict(B=0, H=2, Nq=4, Nk=4, D=8, Dv=8),
         "no_padded": dict(B=0, H=2, Nq=4, Nk=4, D=8, Dv=8, short=1),
         "no_queries": dict(B=2, H=2, Nq=0, Nk=4, D=8, Dv=8),
@@ -424,11 +494,12 @@ OP_VARLEN = Op(
     name="varlen_attention",
     run=varlen_attention,
     reference=reference_varlen,
-    cases={"three_images": dict(H=2, D=4, a=3, b=1, c=5)},
+    cases={"three_images": dict(H=2, D=4, a=3, b=1, c=5), "causal": dict(H=1, D=3, a=3, b=0, c=4, causal=1)},
     inputs=_inputs_varlen,
     ragged={
         "naflex": dict(H=2, D=32, a=70, b=1, c=129),
         "gap": dict(H=1, D=16, a=5, b=0, c=3),
+        "causal": dict(H=2, D=32, a=70, b=1, c=129, causal=1),
         "empty": dict(H=2, D=8, a=0, b=0, c=0),
     },
 )

@@ -4,6 +4,7 @@ Math      P = exp(S − L)                       recomputed, never stored       
           Δ = Σ_d dO ∘ O                       [Nq]      fp32                    (5)
           dS = P ∘ (dO Vᵀ − Δ)                                                   (6)
           dV = Pᵀ dO    dQ = scale · dS K    dK = scale · dSᵀ Q                  (7)
+          causal: P = 0 for the keys that a query does not see.
           dbias[g] = Σ dS over images b ≡ g (mod G), in order                    (8)
           d_row[:, i] = Σ dS over the keys in row i, d_column[:, j] likewise     (9)
 Kernels   If two blocks of keys cover all keys (197 ≤ 2·128), one program computes all gradients of a head, with five
@@ -22,12 +23,14 @@ from .attention_inner import (
     dkdv_step,
     dq_step,
     dqkv_step,
+    first_query,
     head_pointer,
     load_lse,
     load_tiles,
     num_keys,
     p_and_dp,
     program_position,
+    seen_keys,
     store_tiles,
     zero_tiles,
 )
@@ -55,10 +58,11 @@ def _bwd_dq_kernel(
     H, Nq, Nk, T, G, tiles, scale, softmax_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_KV_LENS: tl.constexpr,
-    HAS_CU_SEQLENS: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
+    HAS_CU_SEQLENS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head. Loops over keys; writes Δ of equation (5) and dQ of (7)."""
+    offset = Nk - Nq if CAUSAL and not HAS_CU_SEQLENS else 0  # of the tensors, not of kv_lens
     tile, b, h, start, Nq, Nk = program_position(
         tl.program_id(0), tiles, H, Nq, Nk, T, cu_seqlens_ptr, kv_lens_ptr, HAS_CU_SEQLENS, HAS_KV_LENS
     )
@@ -83,18 +87,26 @@ def _bwd_dq_kernel(
     tl.store(delta_ptr + l_at + m, delta, mask=m < Nq)
     lse = load_lse(l_ptr + l_at, m, Nq)
     dq0, dq1 = zero_tiles(BLOCK_M, D0, D1)
-    full = Nk // BLOCK_N * BLOCK_N
+    seen = seen_keys(tile * BLOCK_M, offset, Nk) if CAUSAL else Nk  # by all queries of the tile
+    full = seen // BLOCK_N * BLOCK_N
     for first in range(0, full, BLOCK_N):
         dq0, dq1 = dq_step(
             q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides,
-            m, first + tl.arange(0, BLOCK_N), first, Nq, Nk, lse, delta, dq0, dq1, scale,
-            D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, False,
+            m, first + tl.arange(0, BLOCK_N), first, offset, Nq, Nk, lse, delta, dq0, dq1, scale,
+            D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, False, False,
         )  # fmt: skip
-    if TAIL > 0:
+    if CAUSAL:
+        for first in range(full, seen_keys(tile * BLOCK_M + BLOCK_M - 1, offset, Nk), BLOCK_N):  # on the diagonal
+            dq0, dq1 = dq_step(
+                q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides,
+                m, first + tl.arange(0, BLOCK_N), first, offset, Nq, Nk, lse, delta, dq0, dq1, scale,
+                D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, True, True,
+            )  # fmt: skip
+    elif TAIL > 0:
         dq0, dq1 = dq_step(
             q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides,
-            m, full + tl.arange(0, TAIL), full, Nq, Nk, lse, delta, dq0, dq1, scale,
-            D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, True,
+            m, full + tl.arange(0, TAIL), full, offset, Nq, Nk, lse, delta, dq0, dq1, scale,
+            D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, True, False,
         )  # fmt: skip
     store_tiles(dq_ptr, dq0 * softmax_scale, dq1 * softmax_scale, m, dq_stride, Nq, D, D0, D1)
 
@@ -106,11 +118,12 @@ def _bwd_dkdv_kernel(
     H, Nq, Nk, T, G, tiles, scale, softmax_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_KV_LENS: tl.constexpr,
-    HAS_CU_SEQLENS: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
+    HAS_CU_SEQLENS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one head. Loops over queries; writes dK and dV of equation (7)."""
     keys = Nk  # rows to write, including those of masked keys
+    offset = Nk - Nq if CAUSAL and not HAS_CU_SEQLENS else 0  # of the tensors, not of kv_lens
     tile, b, h, start, Nq, Nk = program_position(
         tl.program_id(0), tiles, H, Nq, Nk, T, cu_seqlens_ptr, kv_lens_ptr, HAS_CU_SEQLENS, HAS_KV_LENS
     )
@@ -134,17 +147,20 @@ def _bwd_dkdv_kernel(
     dk0, dk1 = zero_tiles(BLOCK_N, D0, D1)
     dv0, dv1 = zero_tiles(BLOCK_N, V0, V1)
     full = Nq // BLOCK_M * BLOCK_M
-    for first in range(0, full, BLOCK_M):
+    begin = 0
+    if CAUSAL:  # a second loop, without the mask where all keys are seen, would spill registers
+        begin = first_query(tile * BLOCK_N, offset) // BLOCK_M * BLOCK_M
+    for first in range(begin, full, BLOCK_M):
         dk0, dk1, dv0, dv1 = dkdv_step(
             k0, k1, v0, v1, q_ptr, do_ptr, l_ptr, delta_ptr, bias_ptr, q_stride, do_stride, bias_strides,
-            first + tl.arange(0, BLOCK_M), n, tile * BLOCK_N, Nq, Nk, dk0, dk1, dv0, dv1, scale,
-            D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, False,
+            first + tl.arange(0, BLOCK_M), n, tile * BLOCK_N, offset, Nq, Nk, dk0, dk1, dv0, dv1, scale,
+            D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, False, CAUSAL,
         )  # fmt: skip
     if full < Nq:
         dk0, dk1, dv0, dv1 = dkdv_step(
             k0, k1, v0, v1, q_ptr, do_ptr, l_ptr, delta_ptr, bias_ptr, q_stride, do_stride, bias_strides,
-            full + tl.arange(0, BLOCK_M), n, tile * BLOCK_N, Nq, Nk, dk0, dk1, dv0, dv1, scale,
-            D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, True,
+            full + tl.arange(0, BLOCK_M), n, tile * BLOCK_N, offset, Nq, Nk, dk0, dk1, dv0, dv1, scale,
+            D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, True, CAUSAL,
         )  # fmt: skip
     if HAS_KV_LENS:
         valid = (n < Nk)[:, None]
@@ -160,7 +176,7 @@ def _bwd_kernel(
     q_strides, k_strides, v_strides, o_strides, do_strides, l_strides, dq_strides, dk_strides, dv_strides,
     H, Nq, Nk, T, tiles, scale, softmax_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    HAS_KV_LENS: tl.constexpr, HAS_CU_SEQLENS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_KV_LENS: tl.constexpr, HAS_CU_SEQLENS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """One program: all gradients of one head, in five products. Loops over blocks of keys, and over queries in each.
@@ -168,6 +184,7 @@ def _bwd_kernel(
     dQ of the first block of keys is stored in its final place and read back by the threads that wrote it.
     """
     keys = Nk  # rows to write, including those of masked keys
+    offset = Nk - Nq if CAUSAL and not HAS_CU_SEQLENS else 0  # of the tensors, not of kv_lens
     _, b, h, start, Nq, Nk = program_position(
         tl.program_id(0), tiles, H, Nq, Nk, T, cu_seqlens_ptr, kv_lens_ptr, HAS_CU_SEQLENS, HAS_KV_LENS
     )
@@ -189,17 +206,20 @@ def _bwd_kernel(
         v0, v1 = load_tiles(v_ptr, n, v_stride, Nk, Dv, V0, V1, True)  # [BLOCK_N, V0], [BLOCK_N, V1]
         dk0, dk1 = zero_tiles(BLOCK_N, D0, D1)
         dv0, dv1 = zero_tiles(BLOCK_N, V0, V1)
-        for first in tl.range(0, full, BLOCK_M, disable_licm=True):
+        begin = 0
+        if CAUSAL:  # the first block of keys stores dQ of all queries
+            begin = tl.where(block > 0, first_query(block, offset) // BLOCK_M * BLOCK_M, 0)
+        for first in tl.range(begin, full, BLOCK_M, disable_licm=True):
             dk0, dk1, dv0, dv1 = dqkv_step(
                 k0, k1, v0, v1, q_ptr, o_ptr, do_ptr, l_ptr, dq_ptr, q_stride, o_stride, do_stride, dq_stride,
-                first + tl.arange(0, BLOCK_M), n, block > 0, Nq, Nk, dk0, dk1, dv0, dv1, scale, softmax_scale,
-                D, D0, D1, Dv, V0, V1, HAS_KV_LENS, PRECISION, False,
+                first + tl.arange(0, BLOCK_M), n, block > 0, offset, Nq, Nk, dk0, dk1, dv0, dv1, scale, softmax_scale,
+                D, D0, D1, Dv, V0, V1, HAS_KV_LENS, PRECISION, False, CAUSAL,
             )  # fmt: skip
         if TAIL > 0:
             dk0, dk1, dv0, dv1 = dqkv_step(
                 k0, k1, v0, v1, q_ptr, o_ptr, do_ptr, l_ptr, dq_ptr, q_stride, o_stride, do_stride, dq_stride,
-                full + tl.arange(0, TAIL), n, block > 0, Nq, Nk, dk0, dk1, dv0, dv1, scale, softmax_scale,
-                D, D0, D1, Dv, V0, V1, HAS_KV_LENS, PRECISION, True,
+                full + tl.arange(0, TAIL), n, block > 0, offset, Nq, Nk, dk0, dk1, dv0, dv1, scale, softmax_scale,
+                D, D0, D1, Dv, V0, V1, HAS_KV_LENS, PRECISION, True, CAUSAL,
             )  # fmt: skip
         store_tiles(dk_ptr, dk0 * softmax_scale, dk1 * softmax_scale, n, dk_stride, keys, D, D0, D1)
         store_tiles(dv_ptr, dv0, dv1, n, dv_stride, keys, Dv, V0, V1)
@@ -211,7 +231,7 @@ def _bwd_dbias_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, kv_lens_ptr, do_ptr, l_ptr, delta_ptr, dbias_ptr,
     q_strides, k_strides, v_strides, bias_strides, do_strides, l_strides, B, H, Nq, Nk, G, tiles_m, tiles_n, scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    BIAS: tl.constexpr, HAS_KV_LENS: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, HAS_KV_LENS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of the bias of one head and group. Sums dS over the images of the group. Equation (8)."""
@@ -235,8 +255,8 @@ def _bwd_dbias_kernel(
         k0, k1 = load_tiles(k_at, n, k_stride, keys, D, D0, D1, True)
         do0, do1 = load_tiles(do_at, m, do_stride, Nq, Dv, V0, V1, True)
         p, dp = p_and_dp(
-            q0, q1, do0, do1, k0, k1, v_at, bias_ptr, v_stride, bias_strides, m, n, 0, Nq, keys,
-            load_lse(l_ptr + at, m, Nq), scale, D1, Dv, V0, V1, BIAS, 0, 0, PRECISION, True,
+            q0, q1, do0, do1, k0, k1, v_at, bias_ptr, v_stride, bias_strides, m, n, 0, Nk - Nq, Nq, keys,
+            load_lse(l_ptr + at, m, Nq), scale, D1, Dv, V0, V1, BIAS, 0, 0, PRECISION, True, CAUSAL,
         )  # fmt: skip
         dbias += p * (dp - tl.load(delta_ptr + at + m, mask=m < Nq, other=0.0)[:, None])
     at = dbias_ptr + ((g * H + h) * Nq + m)[:, None] * Nk + n[None, :]
@@ -271,8 +291,8 @@ def _bwd_axes_kernel(
         n = first + tl.arange(0, BLOCK_N)
         k0, k1 = load_tiles(k_ptr, n, k_stride, Nk, D, D0, D1, True)
         p, dp = p_and_dp(
-            q0, q1, do0, do1, k0, k1, v_ptr, bias_ptr, v_stride, bias_strides, m, n, first, Nq, Nk, lse, scale,
-            D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, True,
+            q0, q1, do0, do1, k0, k1, v_ptr, bias_ptr, v_stride, bias_strides, m, n, first, 0, Nq, Nk, lse, scale,
+            D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, True, False,
         )  # fmt: skip
         ds = (p * (dp - delta[:, None])).to(q0.dtype)  # (6)
         here = ((n // COLUMNS)[:, None] == axis) | ((ROWS + n % COLUMNS)[:, None] == axis)  # [BLOCK_N, WIDTH]
@@ -282,7 +302,9 @@ def _bwd_axes_kernel(
     tl.store(at, sums, mask=(m < Nq)[:, None] & (axis < ROWS + COLUMNS))
 
 
-def _bwd(do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse, packed, learn_bias, columns=0):
+def _bwd(
+    do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse, packed, learn_bias, columns=0, causal=False
+):
     """(dq, dk, dv, dbias); with `packed`, dq is dqkv [B, N, 3, H, D]. Outputs that are not needed are empty."""
     outputs = _bwd_fake(do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse, packed, learn_bias)
     dq, dk, dv, dbias = outputs
@@ -300,7 +322,7 @@ def _bwd(do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse, pack
     elif learn_bias:  # dbias is not broadcast over heads, queries and keys
         shape = (bias.shape[0], *q.shape[1:3], k.shape[2])
         tensors["dbias"] = torch.zeros(shape, dtype=torch.float32, device=q.device)
-    launches = prepared(_prepare, tensors, max_seqlen, scale, columns)
+    launches = prepared(_prepare, tensors, max_seqlen, scale, columns, causal)
     if any("delta" in prepared_launch.tensors for prepared_launch in launches):
         tensors["delta"] = torch.empty_like(lse)
     for prepared_launch in launches:
@@ -310,16 +332,16 @@ def _bwd(do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse, pack
     return outputs
 
 
-def _prepare(tensors, max_seqlen, scale, columns):
+def _prepare(tensors, max_seqlen, scale, columns, causal):
     """Launches of the backward pass: one if a program can hold a whole head, else one each for dq, dk/dv and dbias."""
     q, k, v, bias, kv_lens, cu_seqlens, *_ = tensors.values()
     images, Nq, Nk, width = sizes_of(q, k, v, cu_seqlens, max_seqlen)
     heads = images * q.shape[1]
     ragged = kv_lens is not None or cu_seqlens is not None
-    arguments = arguments_of(tensors, max_seqlen, scale, columns)
+    arguments = arguments_of(tensors, max_seqlen, scale, columns, causal)
     launches = []
-    kind = bias_kind(bias, columns)
-    blocks = whole_head_blocks(q, bias, ragged, images, Nq, Nk, width)
+    kind = bias_kind(bias, columns, causal)
+    blocks = whole_head_blocks(q, bias, ragged, causal, images, Nq, Nk, width)
     if blocks and q.numel() and k.numel():
         tail = tail_block(Nq, blocks["BLOCK_M"], cu_seqlens is not None)
         return [prepare(_bwd_kernel, heads, blocks, **arguments, tiles=1, TAIL=tail)]
@@ -329,7 +351,8 @@ def _prepare(tensors, max_seqlen, scale, columns):
         tail = tail_block(Nk, blocks["BLOCK_N"], ragged)
         launches += [prepare(_bwd_dq_kernel, tiles * heads, blocks, **arguments, tiles=tiles, TAIL=tail)]
     if k.numel():
-        blocks = blocks_of("bwd_dkdv", q, kind, images, Nq, Nk, width)
+        masked = "_bias" if causal and bias is None else kind  # the mask, too, takes registers
+        blocks = blocks_of("bwd_dkdv", q, masked, images, Nq, Nk, width)
         tiles = cdiv(Nk, blocks["BLOCK_N"])
         launches += [prepare(_bwd_dkdv_kernel, tiles * heads, blocks, **arguments, tiles=tiles)]
     if "dbias" in tensors and columns and q.numel() and k.numel():
@@ -344,7 +367,9 @@ def _prepare(tensors, max_seqlen, scale, columns):
     return launches
 
 
-def _bwd_fake(do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse, packed, learn_bias, columns=0):
+def _bwd_fake(
+    do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse, packed, learn_bias, columns=0, causal=False
+):
     B, H, N, D = q.shape
     dbias = q.new_empty(bias.shape, dtype=bias.dtype) if learn_bias else q.new_empty(0)
     if packed:
@@ -354,7 +379,7 @@ def _bwd_fake(do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse,
 
 bwd_op = register(
     "attention_bwd",
-    f"(Tensor do, {ARGUMENTS}, Tensor o, Tensor lse, bool packed, bool learn_bias, SymInt columns=0)"
+    f"(Tensor do, {ARGUMENTS}, Tensor o, Tensor lse, bool packed, bool learn_bias, SymInt columns=0, bool causal=False)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _bwd,
     _bwd_fake,

@@ -9,6 +9,7 @@ Flags     MASKED: indices may lie past Nq or Nk, so loads are masked.
           may have no keys.
           BIAS: 0 without a bias, 1 for a bias that is added, 2 for a boolean mask.
           ROWS, COLUMNS: of the map of keys, if the bias is that of a key's row plus that of its column; else 0.
+          CAUSAL: query m sees key n only if n ≤ m + offset; unused offsets are 0.
 """
 
 from .tile import jit, load_rows, store_rows, tl
@@ -39,6 +40,18 @@ def program_position(
 def num_keys(at, Nk):
     """Number of keys of an image: the length stored at `at`, clamped to 0 … Nk."""
     return tl.minimum(tl.maximum(tl.load(at).to(tl.int64), 0), Nk).to(tl.int32)
+
+
+@jit
+def seen_keys(m, offset, Nk):
+    """Number of keys, of Nk, that query m sees: those with n ≤ m + offset."""
+    return tl.minimum(tl.maximum(m + offset + 1, 0), Nk)
+
+
+@jit
+def first_query(n, offset):
+    """The first query that sees key n ≤ m + offset."""
+    return tl.maximum(n - offset, 0)
 
 
 @jit
@@ -118,11 +131,11 @@ def load_lse(l_ptr, m, Nq):
 
 @jit
 def fwd_step(
-    q0, q1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides, m, n, first, Nq, Nk, row_max, row_sum, o0, o1,
-    scale,
+    q0, q1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides, m, n, first, offset, Nq, Nk, row_max, row_sum,
+    o0, o1, scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, SAFE: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Forward step over one block of keys: equations (1) and (2) with a running row maximum and row sum."""
     if BIAS > 0:  # before Q Kᵀ, whose layout Triton then takes for row_max: else it computes each exponential twice
@@ -137,6 +150,8 @@ def fwd_step(
         scale = 1.0
     if MASKED:
         s = tl.where((n < Nk)[None, :], s, float("-inf"))
+    if CAUSAL:
+        s = tl.where(n[None, :] <= m[:, None] + offset, s, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(s, 1))
     shift = new_max * scale
     if SAFE:
@@ -150,9 +165,10 @@ def fwd_step(
 
 @jit
 def p_and_dp(
-    q0, q1, do0, do1, k0, k1, v_ptr, bias_ptr, v_stride, bias_strides, m, n, first, Nq, Nk, lse, scale,
+    q0, q1, do0, do1, k0, k1, v_ptr, bias_ptr, v_stride, bias_strides, m, n, first, offset, Nq, Nk, lse, scale,
     D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """(P of equation (4), dO Vᵀ), both [queries, keys]."""
     s = dot_transposed(q0, q1, k0, k1, D1, PRECISION) * scale  # [BLOCK_M, BLOCK_N]
@@ -162,22 +178,25 @@ def p_and_dp(
     p = tl.exp2(s - lse[:, None])
     if MASKED:
         p = tl.where((n < Nk)[None, :], p, 0.0)
+    if CAUSAL:
+        p = tl.where(n[None, :] <= m[:, None] + offset, p, 0.0)
     v0, v1 = load_tiles(v_ptr, n, v_stride, Nk, Dv, V0, V1, MASKED)
     return p, dot_transposed(do0, do1, v0, v1, V1, PRECISION)
 
 
 @jit
 def dq_step(
-    q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides, m, n, first, Nq, Nk, lse, delta,
+    q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides, m, n, first, offset, Nq, Nk, lse, delta,
     dq0, dq1, scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """dQ step over one block of keys: dS of equation (6), and dS K added to dQ."""
     k0, k1 = load_tiles(k_ptr, n, k_stride, Nk, D, D0, D1, MASKED)
     p, dp = p_and_dp(
-        q0, q1, do0, do1, k0, k1, v_ptr, bias_ptr, v_stride, bias_strides, m, n, first, Nq, Nk, lse, scale,
-        D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, MASKED,
+        q0, q1, do0, do1, k0, k1, v_ptr, bias_ptr, v_stride, bias_strides, m, n, first, offset, Nq, Nk, lse, scale,
+        D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, MASKED, CAUSAL,
     )  # fmt: skip
     return add_product(p * (dp - delta[:, None]), k0, k1, dq0, dq1, D1, PRECISION)
 
@@ -185,9 +204,10 @@ def dq_step(
 @jit
 def dkdv_step(
     k0, k1, v0, v1, q_ptr, do_ptr, l_ptr, delta_ptr, bias_ptr, q_stride, do_stride, bias_strides,
-    m, n, first, Nq, Nk, dk0, dk1, dv0, dv1, scale,
+    m, n, first, offset, Nq, Nk, dk0, dk1, dv0, dv1, scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """dK, dV step over one block of queries. Sᵀ and dPᵀ are computed directly, so P and dS are never transposed."""
     q0, q1 = load_tiles(q_ptr, m, q_stride, Nq, D, D0, D1, MASKED)
@@ -199,6 +219,8 @@ def dkdv_step(
         inside = (m < Nq)[None, :] & (n < Nk)[:, None] if MASKED else (n < Nk)[:, None]
         s += _load_bias(bias_ptr, m[None, :], n[:, None], first, inside, Nq, bias_strides, BIAS, ROWS, COLUMNS)
     p = tl.exp2(s - lse[None, :])  # (4); rows of keys past the end are not stored
+    if CAUSAL:
+        p = tl.where(n[:, None] <= m[None, :] + offset, p, 0.0)
     dv0, dv1 = add_product(p, do0, do1, dv0, dv1, V1, PRECISION)
     ds = p * (dot_transposed(v0, v1, do0, do1, V1, PRECISION) - delta[None, :])  # (6)
     dk0, dk1 = add_product(ds, q0, q1, dk0, dk1, D1, PRECISION)
@@ -219,10 +241,10 @@ def _add_rows(
 
 @jit
 def dqkv_step(
-    k0, k1, v0, v1, q_ptr, o_ptr, do_ptr, l_ptr, dq_ptr, q_stride, o_stride, do_stride, dq_stride, m, n, again, Nq, Nk,
-    dk0, dk1, dv0, dv1, scale, softmax_scale,
+    k0, k1, v0, v1, q_ptr, o_ptr, do_ptr, l_ptr, dq_ptr, q_stride, o_stride, do_stride, dq_stride, m, n, again, offset,
+    Nq, Nk, dk0, dk1, dv0, dv1, scale, softmax_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    HAS_KV_LENS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    HAS_KV_LENS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """`dkdv_step`, plus dQᵀ = Kᵀ dSᵀ of this block of queries, added to dQ of earlier blocks of keys if `again`."""
     q0, q1 = load_tiles(q_ptr, m, q_stride, Nq, D, D0, D1, MASKED)
@@ -237,6 +259,8 @@ def dqkv_step(
         lse = tl.load(l_ptr + m)
     p = tl.exp2(dot_transposed(k0, k1, q0, q1, D1, PRECISION) * scale - lse[None, :])  # [BLOCK_N, BLOCK_M], (4)
     p = tl.where((n < Nk)[:, None], p, 0.0)
+    if CAUSAL:
+        p = tl.where(n[:, None] <= m[None, :] + offset, p, 0.0)
     dv0, dv1 = add_product(p, do0, do1, dv0, dv1, V1, PRECISION)
     ds = (p * (dot_transposed(v0, v1, do0, do1, V1, PRECISION) - delta[None, :])).to(q0.dtype)  # (6)
     dk0, dk1 = add_product(ds, q0, q1, dk0, dk1, D1, PRECISION)

@@ -23,10 +23,10 @@ Tensors = dict[str, Any]  # by name: a tensor, or None
 
 _prepared: dict[tuple, list] = {}  # by layout of the tensors; see `prepared`
 
-# Default launch parameters by kernel, with separate entries for a bias, for biases of rows and columns ("axes"), and
-# for IEEE float32 products. The first row whose limit, in bytes, is at least the wider of q's and v's heads is used.
-# Every row fits every architecture; only rows for fp32 heads of more than 64 channels spill registers, and with axes
-# those for fp32 heads of more than 32, and for 256 channels.
+# Default launch parameters by kernel, with separate entries for a bias, for a bias and a causal mask, for biases of
+# rows and columns ("axes"), and for IEEE float32 products. The first row whose limit, in bytes, is at least the wider
+# of q's and v's heads is used. Every row fits every architecture; only rows for fp32 heads of more than 64 channels
+# spill registers, and with axes those for fp32 heads of more than 32, and for 256 channels.
 SPACE = {
     "fwd": (
         (64, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1)),
@@ -38,6 +38,13 @@ SPACE = {
     "fwd_bias": (
         (64, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)),
         (192, dict(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=2)),
+        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)),
+        (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
+    ),
+    "fwd_bias_causal": (
+        (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)),
+        (192, dict(BLOCK_M=32, BLOCK_N=16, num_warps=4, num_stages=2)),
         (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)),
         (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
         (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
@@ -72,6 +79,14 @@ SPACE = {
         (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
         (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
     ),
+    "bwd_dq_bias_causal": (
+        (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)),
+        (192, dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (256, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (320, dict(BLOCK_M=32, BLOCK_N=16, num_warps=8, num_stages=1)),
+        (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
     "bwd_dq_axes": (
         (128, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=1)),
         (160, dict(BLOCK_M=64, BLOCK_N=32, num_warps=8, num_stages=1)),
@@ -97,6 +112,12 @@ SPACE = {
     ),
     "bwd_dkdv_bias": (
         (192, dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=1)),
+        (256, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
+    "bwd_dkdv_bias_causal": (
+        (128, dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=1)),
+        (192, dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1)),
         (256, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
         (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
     ),
@@ -135,9 +156,11 @@ SPACE = {
 }
 
 
-def bias_kind(bias: Tensor | None, columns: int) -> str:
-    """ "_bias", "_axes" for biases of rows and columns, or "" without: part of a row's name."""
-    return "" if bias is None else "_axes" if columns else "_bias"
+def bias_kind(bias: Tensor | None, columns: int, causal: bool) -> str:
+    """ "_bias", "_bias_causal", "_axes" for biases of rows and columns, or "" without: part of a row's name."""
+    if bias is None:
+        return ""
+    return "_axes" if columns else "_bias_causal" if causal else "_bias"
 
 
 def tuned_row(kernel: str, q: Tensor, kind: str, width: int) -> tuple[str, dict[str, int]]:
@@ -160,17 +183,17 @@ def blocks_of(kernel: str, q: Tensor, kind: str, images: int, Nq: int, Nk: int, 
 
 
 def whole_head_blocks(
-    q: Tensor, bias: Tensor | None, ragged: bool, images: int, Nq: int, Nk: int, width: int
+    q: Tensor, bias: Tensor | None, ragged: bool, causal: bool, images: int, Nq: int, Nk: int, width: int
 ) -> dict[str, int] | None:
     """Launch parameters if one program computes all gradients of a head, None if two kernels do.
 
     dQ is rounded once per block of keys, so for more than two blocks two kernels are used. A row of tuned/ with
-    BLOCK_N = 0 selects two kernels for any Nk.
+    BLOCK_N = 0 selects two kernels for any Nk. Causal attention has rows of its own: the mask takes registers.
     """
     (limit, default), size = SPACE["bwd"][-1], width * q.element_size()
     if bias is not None or q.dtype == torch.float32 or size > limit or width != power_of_2(width):
         return None
-    row = f"attention.bwd.{'ragged.' if ragged else ''}{size}"
+    row = f"attention.bwd.{'causal.' if causal else 'ragged.' if ragged else ''}{size}"
     blocks = config(row, default, q.device, images * q.shape[1], Nq, Nk)
     return blocks if Nk <= 2 * blocks["BLOCK_N"] else None
 
@@ -181,7 +204,9 @@ def tail_block(N: int, block: int, ragged: bool) -> int:
     return block if ragged else (power_of_2(max(tail, 16)) if tail else 0)
 
 
-def arguments_of(tensors: Tensors, max_seqlen: int, scale: float, columns: int = 0) -> dict[str, object]:
+def arguments_of(
+    tensors: Tensors, max_seqlen: int, scale: float, columns: int = 0, causal: bool = False
+) -> dict[str, object]:
     """Arguments of the kernels by name, except pointers: strides, sizes and flags.
 
     Args:
@@ -189,6 +214,7 @@ def arguments_of(tensors: Tensors, max_seqlen: int, scale: float, columns: int =
         max_seqlen: of packed images.
         scale: softmax scale.
         columns: of the map of keys, if the bias is that of its rows and columns; else 0.
+        causal: True if queries see only earlier keys.
     """
     q, k, v, bias, kv_lens, cu_seqlens = (tensors[n] for n in ("q", "k", "v", "bias", "kv_lens", "cu_seqlens"))
     (_, H, Nq, D), Nk, Dv = q.shape, k.shape[2], v.shape[3]
@@ -208,7 +234,8 @@ def arguments_of(tensors: Tensors, max_seqlen: int, scale: float, columns: int =
         scale=scale * math.log2(math.e), softmax_scale=scale,
         D=D, D0=D0, D1=D1, Dv=Dv, V0=V0, V1=V1, BIAS=0 if bias is None else 2 if bias.dtype == torch.bool else 1,
         ROWS=rows, COLUMNS=columns, WIDTH=power_of_2(max(rows + columns, 16)),
-        HAS_KV_LENS=kv_lens is not None, HAS_CU_SEQLENS=cu_seqlens is not None, PRECISION=precision(q), UNIT=unit,
+        HAS_KV_LENS=kv_lens is not None, HAS_CU_SEQLENS=cu_seqlens is not None, CAUSAL=causal,
+        PRECISION=precision(q), UNIT=unit,
     )  # fmt: skip
 
 

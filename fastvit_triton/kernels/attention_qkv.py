@@ -46,6 +46,7 @@ def attention_qkv(
     kv_lens: Tensor | None = None,
     return_lse: bool = False,
     varlen: Varlen | None = None,
+    causal: bool = False,
 ) -> Tensor | Any:
     """Self-attention on the packed projection, as in every plain ViT.
 
@@ -65,6 +66,7 @@ def attention_qkv(
         return_lse: also return L [B, H, N].
         varlen: (cu_seqlens, max_seqlen) or `Varlen`: tokens attend to those of their own image. Tables of `rope` are
             [T, D] or [H, T, D]; prefix_tokens, bias, kv_lens and return_lse are not supported.
+        causal: tokens see only themselves and earlier tokens, with `varlen` of their image.
 
     Returns:
         [B, N, H·D], heads merged; with `return_lse` also L [B, H, N], fp32; with `varlen` [T, H·D], which is 0 for
@@ -74,34 +76,39 @@ def attention_qkv(
         ValueError: a size or device does not fit.
         TypeError: an argument is of another type or dtype.
     """
+    if causal is not False:
+        check.causal(causal)
     if varlen is not None:
-        return _varlen(qkv, num_heads, scale, q_norm, k_norm, rope, (prefix_tokens, bias, kv_lens, return_lse), varlen)
+        others = prefix_tokens, bias, kv_lens, return_lse
+        return _varlen(qkv, num_heads, scale, q_norm, k_norm, rope, others, varlen, causal)
     D = check.packed(qkv, num_heads, q_norm, k_norm, rope, prefix_tokens)
     check.scores(qkv, (num_heads, qkv.shape[1], qkv.shape[1]), bias, kv_lens, scale, return_lse)
     bare = bias is kv_lens is q_norm is k_norm is rope is None
     if (
         kernels_available(qkv, D)
         and (rope is None or not (rope[0].requires_grad or rope[1].requires_grad))
-        and (return_lse or attention.prefers_kernel(qkv, num_heads, (qkv.shape[1],) * 2, (D, D), bare, True))
+        and (return_lse or attention.prefers_kernel(qkv, num_heads, (qkv.shape[1],) * 2, (D, D), bare, True, causal))
     ):
-        o, lse = _apply(qkv, num_heads, scale, q_norm, k_norm, rope, prefix_tokens, bias, kv_lens)
+        o, lse = _apply(qkv, num_heads, scale, q_norm, k_norm, rope, prefix_tokens, bias, kv_lens, causal)
         return (o, lse * math.log(2)) if return_lse else o
-    return reference(qkv, num_heads, scale, q_norm, k_norm, rope, prefix_tokens, bias, kv_lens, return_lse)
+    options = prefix_tokens, bias, kv_lens, return_lse, None, causal
+    return reference(qkv, num_heads, scale, q_norm, k_norm, rope, *options)
 
 
-def _varlen(qkv, num_heads, scale, q_norm, k_norm, rope, others, varlen):
+def _varlen(qkv, num_heads, scale, q_norm, k_norm, rope, others, varlen, causal):
     """`attention_qkv` with `varlen`; `others` are arguments that it does not support."""
     cu_seqlens, max_seqlen = check.varlen(qkv, varlen, *others)
     D = check.packed(qkv[None], num_heads, q_norm, k_norm, rope, 0)
     if scale is not None:
         expect_number("scale", scale)
     if kernels_available(qkv, D) and (rope is None or not (rope[0].requires_grad or rope[1].requires_grad)):
-        return _apply(qkv[None], num_heads, scale, q_norm, k_norm, rope, 0, None, None, cu_seqlens, max_seqlen)[0][0]
-    return reference(qkv, num_heads, scale, q_norm, k_norm, rope, varlen=varlen)
+        options = 0, None, None, causal, cu_seqlens, max_seqlen
+        return _apply(qkv[None], num_heads, scale, q_norm, k_norm, rope, *options)[0][0]
+    return reference(qkv, num_heads, scale, q_norm, k_norm, rope, varlen=varlen, causal=causal)
 
 
 def _apply(
-    qkv, num_heads, scale, q_norm, k_norm, rope, prefix_tokens, bias, kv_lens, cu_seqlens=None, max_seqlen=0
+    qkv, num_heads, scale, q_norm, k_norm, rope, prefix_tokens, bias, kv_lens, causal, cu_seqlens=None, max_seqlen=0
 ):  # fmt: skip
     """(o [B, N, H·D], L [B, H, N] to base 2) by the kernels."""
     packed = cast(qkv)[0].unflatten(-1, (3, num_heads, -1))
@@ -114,7 +121,7 @@ def _apply(
         packed, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, bias, kv_lens, cu_seqlens,
         interleaved, prefix_tokens, q_eps, k_eps,
         q_norm is not None and kind_of(q_norm) == "rms_norm", k_norm is not None and kind_of(k_norm) == "rms_norm",
-        packed.shape[-1] ** -0.5 if scale is None else scale, max_seqlen,
+        packed.shape[-1] ** -0.5 if scale is None else scale, max_seqlen, causal,
     )  # fmt: skip
     return o.transpose(1, 2).flatten(2), lse
 
@@ -131,6 +138,7 @@ def reference(
     kv_lens: Tensor | None = None,
     return_lse: bool = False,
     varlen: Varlen | None = None,
+    causal: bool = False,
 ) -> Tensor | Any:
     """Equations (1) to (3): split, normalise, rotate, attend, merge heads."""
     if varlen is not None:
@@ -147,8 +155,8 @@ def reference(
         q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))  # [T, H, D] each
         cu_seqlens, longest = varlen
         longest = len(q) if longest is None else longest
-        return attention.reference_varlen(q, k, v, cu_seqlens, longest, scale).flatten(1)
-    o = attention.reference(q, k, v, bias, scale, kv_lens, return_lse)
+        return attention.reference_varlen(q, k, v, cu_seqlens, longest, scale, causal).flatten(1)
+    o = attention.reference(q, k, v, bias, scale, kv_lens, return_lse, causal=causal)
     return (o[0].transpose(1, 2).flatten(2), o[1]) if return_lse else o.transpose(1, 2).flatten(2)
 
 
@@ -404,16 +412,17 @@ class _Fn(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, bias, kv_lens, cu_seqlens,
-        interleaved, prefix, q_eps, k_eps, q_rms, k_rms, scale, max_seqlen,
+        interleaved, prefix, q_eps, k_eps, q_rms, k_rms, scale, max_seqlen, causal,
     ):  # fmt: skip
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         ctx.settings = (interleaved, prefix, q_eps, k_eps, q_rms, k_rms)
         ctx.sizes = (max_seqlen, scale)
+        ctx.causal = causal
         qk = None
         if q_eps is not None or k_eps is not None or cos is not None:
             qk = _fwd_op(qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, *ctx.settings)
             q, k = qk.permute(2, 0, 3, 1, 4).unbind(0)
-        o, lse = attention.fwd_op(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale)
+        o, lse = attention.fwd_op(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, 0, causal)
         ctx.save_for_backward(
             qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, qk, bias, kv_lens, cu_seqlens, o, lse
         )
@@ -425,21 +434,21 @@ class _Fn(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do, _):
         if do is None:
-            return (None,) * 18
+            return (None,) * 19
         qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, qk, *masks, o, lse = ctx.saved_tensors
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         if qk is not None:
             q, k = qk.permute(2, 0, 3, 1, 4).unbind(0)
         learn_bias = ctx.needs_input_grad[7]
         dnorms = [None] * 4
-        dqkv, _, _, dbias = attention.bwd_op(do, q, k, v, *masks, *ctx.sizes, o, lse, True, learn_bias)
+        dqkv, _, _, dbias = attention.bwd_op(do, q, k, v, *masks, *ctx.sizes, o, lse, True, learn_bias, 0, ctx.causal)
         if qk is not None:
             dqkv, sums = _bwd_op(dqkv, qkv, q_norm_weight, k_norm_weight, cos, sin, *ctx.settings)
             norms = zip(
                 (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias), sums.flatten(0, 1).unbind(0), strict=True
             )
             dnorms = [None if t is None else dt.to(t.dtype) for t, dt in norms]
-        return dqkv, *dnorms, None, None, dbias if learn_bias else None, *[None] * 10
+        return dqkv, *dnorms, None, None, dbias if learn_bias else None, *[None] * 11
 
 
 # norms of queries and of keys: weight (w), bias (b), RMSNorm (r), or None for no norm; cases use the index
@@ -466,6 +475,8 @@ def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str
         ends = torch.tensor([0, N // 3, N // 3, N - case["gap"]], dtype=torch.int32, device=device)
         arguments |= {"qkv": qkv[0].detach().requires_grad_(), "varlen": (ends, N)}
         arguments.pop("prefix_tokens", None)
+    if "causal" in case:
+        arguments["causal"] = True
     return arguments
 
 
@@ -477,6 +488,7 @@ OP = Op(
         "rope": dict(B=2, H=2, N=7, D=4, prefix=2, norms=1),
         "plain": dict(B=2, H=3, N=17, D=6),
         "varlen": dict(B=1, H=2, N=9, D=4, prefix=0, halves=1, norms=6, gap=0),
+        "causal": dict(B=2, H=1, N=5, D=4, norms=1, causal=1),
     },
     inputs=_inputs,
     ragged={
@@ -493,6 +505,8 @@ OP = Op(
         "varlen": dict(B=1, H=2, N=70, D=80, prefix=0, halves=1, gap=1),
         "varlen_plain": dict(B=1, H=2, N=19, D=16, norms=6, gap=3),
         "images": dict(B=3, H=2, N=9, D=16, prefix=1, images=1),
+        "causal": dict(B=1, H=3, N=77, D=64, causal=1),
+        "causal_varlen": dict(B=1, H=2, N=70, D=16, gap=1, causal=1),
         "empty": dict(B=0, H=2, N=5, D=8, prefix=1, norms=1),
     },
 )

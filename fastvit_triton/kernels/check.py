@@ -188,6 +188,13 @@ def scores(
     expect_bool("return_lse", return_lse)
 
 
+def causal(value: bool, axis_bias: object = None) -> None:
+    """Raises TypeError unless the value is True or False, ValueError if it is True and axis_bias is given."""
+    expect_bool("causal", value)
+    if axis_bias is not None and value:
+        raise ValueError("causal is True, and axis_bias is given; give their sum as bias instead")
+
+
 def axis_bias(x: Tensor, sizes: tuple[int, int, int], value: object, bare: bool) -> None:
     """Raises ValueError or TypeError unless the biases of rows and columns fit x [B, ...] and sizes H, Nq, Nk."""
     H, Nq, Nk = sizes

@@ -266,6 +266,14 @@ def one_pass(branch: Branch, values: float, kind: str = "pass") -> Launch:
     return Launch(kind, 0.0, branch.itemsize * values)
 
 
+def seen_pairs(queries: int, keys: int, causal: bool) -> int:
+    """Pairs of a query and a key that it sees; if causal, query m sees keys n ≤ m + keys − queries."""
+    if not causal:
+        return queries * keys
+    rows = min(queries, keys)  # the last ones, which see a key; each sees one more than the one before
+    return rows * keys - rows * (rows - 1) // 2
+
+
 def attention_launch(branch: Branch, ours: bool, backward: bool = False) -> Launch:
     """The launch of a branch's attention, by our kernel or PyTorch's."""
     M = branch.images * branch.tokens

@@ -97,15 +97,13 @@ def reference(
     value: Tensor, shapes: Maps, locations: Tensor, weights: Tensor, reference: Tensor | None = None
 ) -> Tensor:
     """Equations (1) to (5), a map at a time, in float32 at least."""
-    (B, _, H, D), (_, Nq, _, L, P, _) = value.shape, locations.shape
+    B, _, H, D = value.shape
+    Nq, P = locations.shape[1], locations.shape[4]
     dtype = torch.promote_types(value.dtype, torch.float32)
     locations = locations.to(dtype)
     weights = weights.to(dtype)
-    if reference is not None:  # (2)
-        place = reference.to(dtype)[:, :, None, :, None]
-        sides = sides_of(shapes, locations)[:, None]
-        locations = place[..., :2] + (locations / sides if place.shape[-1] == 2 else locations / P * place[..., 2:] / 2)
-        weights = weights.flatten(3).softmax(-1).unflatten(3, (L, P))
+    if reference is not None:
+        locations, weights = sampling_points(shapes, locations, weights, reference.to(dtype))
     if not value.numel() or not locations.numel():  # grid_sample refuses empty maps
         return _nothing(value, locations, weights)
     y = value.new_zeros((), dtype=dtype)
@@ -118,6 +116,18 @@ def reference(
         found = F.grid_sample(image, grid, padding_mode="zeros", align_corners=False)  # (3), (4): [B·H, D, Nq, P]
         y = y + (found * weight.transpose(1, 2).reshape(B * H, 1, Nq, P)).sum(-1)  # (5)
     return y.view(B, H * D, Nq).transpose(1, 2).to(value.dtype).contiguous()
+
+
+def sampling_points(shapes: Maps, offsets: Tensor, logits: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+    """Equation (2): locations [B, Nq, H, L, P, 2] in fractions of the maps, and weights [B, Nq, H, L, P].
+
+    The arguments are those of `deformable_attention` with a reference, in float32 or float64.
+    """
+    L, P = logits.shape[3:5]
+    place = reference[:, :, None, :, None]
+    sides = sides_of(shapes, offsets)[:, None]
+    locations = place[..., :2] + (offsets / sides if place.shape[-1] == 2 else offsets / P * place[..., 2:] / 2)
+    return locations, logits.flatten(3).softmax(-1).unflatten(3, (L, P))
 
 
 def sides_of(shapes: Maps, like: Tensor) -> Tensor:

@@ -103,7 +103,8 @@ def kind_of(facts: dict[str, object]) -> str:
 def facts_of(device: torch.device, pretended: bool = False) -> dict[str, object]:
     """GPU or CPU, and software, for which a measurement is valid; that of a `pretended` GPU has the name "cpu"."""
     if device.type == "cpu" and not pretended:
-        return dict(cpu=cpu_name(), cores=os.cpu_count(), torch=torch.__version__, sources=sources())
+        threads = torch.get_num_threads()  # when the file is written or first read
+        return dict(cpu=cpu_name(), cores=os.cpu_count(), threads=threads, torch=torch.__version__, sources=sources())
     gpu = device.type == "cuda"
     properties: Any = torch.cuda.get_device_properties(device) if gpu else None
     return dict(
@@ -121,17 +122,25 @@ def facts_of(device: torch.device, pretended: bool = False) -> dict[str, object]
 
 @functools.cache
 def cpu_name() -> str:
-    """Vendor, family and vector instructions of this machine's CPU, as in "AuthenticAMD 25 AVX512"."""
-    return f"{_cpu_model()} {torch.backends.cpu.get_cpu_capability()}"
+    """Vendor, family and instruction sets of this machine's CPU, as in "AuthenticAMD 25 AVX512" or "… AVX512 AMX"."""
+    facts = _cpu_facts()
+    amx = " AMX" if "amx_tile" in facts.get("flags", "").split() else ""  # on matrix tiles products differ most
+    return f"{_cpu_model(facts)} {torch.backends.cpu.get_cpu_capability()}{amx}"
 
 
-def _cpu_model() -> str:
-    """Vendor and family of the CPU; on systems without /proc/cpuinfo what Python calls it."""
+def _cpu_facts() -> dict[str, str]:
+    """Lines of /proc/cpuinfo by their names; empty on systems that have no such file."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
+        return {}
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+
+
+def _cpu_model(facts: dict[str, str]) -> str:
+    """Vendor and family of the CPU; on systems without /proc/cpuinfo what Python calls it."""
+    if not facts:
         return platform.processor() or platform.machine()
-    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     if "vendor_id" in facts:
         return f"{facts['vendor_id']} {facts.get('cpu family', '?')}"
     return f"{platform.machine()} {facts.get('CPU implementer', '?')} {facts.get('CPU part', '?')}"

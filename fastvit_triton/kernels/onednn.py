@@ -270,12 +270,14 @@ def rule(device: torch.device, dtype: torch.dtype) -> Rule:
     ways = set(measured.of(device).ways.values())
     if "onednn" in ways:
         return Rule(True, "in blocks for which `fastvit-triton tune` measured that it is faster")
-    limits = row().get(_name_of(dtype), {})
+    limits = row().get(_name_of(dtype))
     if limits:
-        sizes = ", ".join(f"{phase} from {macs:,.0f}" for phase, macs in limits.items())
-        return Rule(True, f"by the number of multiplications of a block's mean product: {sizes}")
+        sizes = ", ".join(f"{macs:,.0f} in {phase}" for phase, macs in limits.items()).replace("in frozen", "if frozen")
+        return Rule(True, f"where a block's mean GEMM has at least this many multiplications: {sizes}")
     if ways:
         return Rule(False, "`fastvit-triton tune` measured that PyTorch's products are faster")
+    if limits is not None:
+        return Rule(False, "measurements on this CPU say that PyTorch's products are faster")
     return Rule(False, f"there is no row for this CPU: {REMEDY}")
 
 
@@ -305,7 +307,7 @@ def unlisted(device: torch.device, dtype: torch.dtype) -> str | None:
         return "FASTVIT_TRITON_BACKEND excludes oneDNN's products"
     if forced() or settings.reduced:
         return None
-    listed = settings.forced is None and (_name_of(dtype) in row() or bool(measured.of(device).ways))
+    listed = settings.forced is None and (row().get(_name_of(dtype)) or measured.of(device).ways)
     return None if listed else "no measurement says that oneDNN's products are faster on this CPU"
 
 

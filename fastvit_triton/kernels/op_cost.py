@@ -6,7 +6,7 @@ Rates and the cost of single launches are in `cost`.
 import math
 from collections.abc import Callable
 
-from .cost import Branch, Launch, attention_launch, forward, one_pass, product
+from .cost import Branch, Launch, attention_launch, forward, one_pass, product, seen_pairs
 
 Pair = tuple[list[Launch], list[Launch]]  # (launches of our kernels, launches of PyTorch's operators)
 
@@ -21,12 +21,20 @@ def _linear(size: int, training: bool, M: int, K: int, F: int, norm: bool, resid
 
 
 def _attention_pair(
-    size: int, training: bool, images: int, heads: int, queries: int, keys: int, D: int, packed: bool
+    size: int,
+    training: bool,
+    images: int,
+    heads: int,
+    queries: int,
+    keys: int,
+    D: int,
+    packed: bool,
+    causal: bool = False,
 ) -> Pair:
     """`attention`, or `attention_qkv` if packed; then the gradient of the projections is one tensor."""
     b = Branch("attention", images, keys, heads * D, (2 * keys + queries) * heads * D // max(keys, 1), heads * D, heads,
                itemsize=size)  # fmt: skip
-    flops = 4.0 * images * heads * queries * keys * D
+    flops = 4.0 * images * heads * seen_pairs(queries, keys, causal) * D
     pair = [Launch(kind, flops, attention_launch(b, False).nbytes) for kind in ("fused attention", "attention")]
     ours, theirs = [[launch] for launch in pair]
     if training:
@@ -132,7 +140,20 @@ def _deformable_attention(size: int, training: bool, M: int, C: int, heads: int,
     return ours, theirs * 3
 
 
+def _batch_norm_act(size: int, training: bool, M: int, C: int, activation: bool, residual: bool) -> Pair:
+    """`batch_norm_act` of M pixels of C channels; PyTorch normalises, adds and activates in passes of their own."""
+    b = Branch("norm", 1, M, C, C, C, itemsize=size)
+    y = M * C
+    ours = [one_pass(b, (2 + residual) * y)]
+    theirs = [one_pass(b, 2 * y)] + [one_pass(b, 3 * y)] * residual + [one_pass(b, 2 * y)] * activation
+    if training:
+        ours += [one_pass(b, (3 + 2 * residual) * y)]
+        theirs += [one_pass(b, 3 * y)] * (1 + activation)
+    return ours, theirs
+
+
 OPS: dict[str, Callable[..., Pair]] = dict(
     linear=_linear, attention=_attention_pair, patch_embed=_patch_embed, layer_norm=_layer_norm, mlp=_mlp,
     depthwise=_depthwise, window_attention=_window_attention, deformable_attention=_deformable_attention,
+    batch_norm_act=_batch_norm_act,
 )  # fmt: skip

@@ -29,7 +29,8 @@ from .op_cost import OPS
 
 TRACED = (256, 197)  # (images, tokens) assumed while tracing
 MAX_CHOICES = 4096  # cached choices
-KEEP_DTYPE = ("layer_norm", "depthwise", "deformable_attention")  # ops whose operands autocast does not cast
+# ops whose operands autocast does not cast
+KEEP_DTYPE = ("layer_norm", "depthwise", "deformable_attention", "batch_norm_act")
 
 
 def has_ways(x: Tensor) -> bool:

@@ -66,8 +66,8 @@ class Blocks(Fusable, nn.Sequential):
 
     def __getitem__(self, at: int | slice) -> Any:
         """A block or, for a slice, a sequence of blocks that passes statistics on if this one does."""
-        found = super().__getitem__(at)
-        return bound_as(found, self) if isinstance(at, slice) else found
+        item = super().__getitem__(at)
+        return bound_as(item, self) if isinstance(at, slice) else item
 
     def forward(self, x: Tensor, after: Sequence[Callable[[Tensor], Tensor]] = (), recompute: bool = False) -> Tensor:
         """[B, N, D] → [B, N, D]; for the other arguments see `outputs`."""

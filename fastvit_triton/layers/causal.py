@@ -1,26 +1,6 @@
-"""Causal attention, and the cache of its keys and values for sampling one position after another."""
+"""The cache of keys and values of causal attention, for sampling one position after another."""
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q kᵀ / √d) v, in which query m sees the keys n ≤ m + Nk − Nq: the queries are the last positions.
-
-    Args:
-        q: [B, H, Nq, d].
-        k, v: [B, H, Nk, d] with Nk ≥ Nq.
-
-    Returns:
-        [B, H, Nq, d].
-    """
-    Nq = q.shape[2]
-    Nk = k.shape[2]
-    if Nq == Nk:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    visible = torch.ones(Nq, Nk, dtype=torch.bool, device=q.device).tril(Nk - Nq)
-    return F.scaled_dot_product_attention(q, k, v, visible)
 
 
 class KeyValues:

@@ -2,7 +2,8 @@
 
 A module's state is its type, the code that calls of the type run (see `engine.source`), and its `__dict__`: parameters
 and buffers by identity, hooks, children, settings, a forward set on the instance. Objects in it, such as a
-configuration, are compared by attributes. Constants of classes and modules are not compared.
+configuration, are compared by attributes, except for the state of FSDP2, which changes in each call and decides when
+parameters are gathered, not what a forward computes. Constants of classes and modules are not compared.
 """
 
 import weakref
@@ -96,6 +97,11 @@ class Uncompared:
         return isinstance(other, Uncompared)
 
 
+def is_distributed(value: object) -> bool:
+    """True for an object of torch.distributed, such as FSDP2's state, which gathers parameters before the forward."""
+    return type(value).__module__.startswith("torch.distributed.")
+
+
 def _copied(value: Any) -> Any:
     """A copy for comparison: copies dicts, lists, tuples and sets at any depth, and shares all other objects."""
     if isinstance(value, dict):
@@ -112,7 +118,8 @@ def _collect(value: Any, objects: dict[int, object]) -> None:
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, (list, tuple, set)):
-        if not isinstance(value, (*_PLAIN, Uncompared)) and id(value) not in objects and hasattr(value, "__dict__"):
+        compared = not isinstance(value, (*_PLAIN, Uncompared)) and not is_distributed(value)
+        if compared and id(value) not in objects and hasattr(value, "__dict__"):
             objects[id(value)] = value
             _collect(value.__dict__, objects)
         return
