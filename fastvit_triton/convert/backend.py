@@ -27,7 +27,7 @@ from .reporting import Report, Row
 NAME = "fastvit_triton"
 UNFUSED = "left to the compiler"
 CANDIDATES = (
-    *("conv2d", "encoder_layer", "gelu", "layer_norm", "linear", "multi_head_attention", "relu", "silu"),
+    *("addmm", "conv2d", "encoder_layer", "gelu", "layer_norm", "linear", "multi_head_attention", "relu", "silu"),
     *("scaled_dot_product_attention", "softmax"),
 )
 
@@ -135,7 +135,7 @@ def _rewritten(graph: fx.Graph, rows: list[Row], anywhere: bool) -> fx.Graph | N
     if not candidates or not (kernels or products):
         rows += [Row(path, call, why=otherwise) for _, path, call in candidates]
         return None
-    rewriter = Rewriter(_copied(graph), (lambda *_: None) if anywhere else why_not)
+    rewriter = Rewriter(copied(graph), (lambda *_: None) if anywhere else why_not)
     if kernels:
         rewriter.run()
     if anywhere:
@@ -155,7 +155,7 @@ def _candidate(node: fx.Node) -> str | None:
     return name if name in CANDIDATES and not (name == "softmax" and len(shape(node)) < 3) else None
 
 
-def _copied(graph: fx.Graph) -> fx.Graph:
+def copied(graph: fx.Graph) -> fx.Graph:
     """A copy of a graph with all attributes of its nodes, such as those that Dynamo gives to inputs."""
     twin = copy.deepcopy(graph)
     for old, new in zip(graph.nodes, twin.nodes, strict=True):

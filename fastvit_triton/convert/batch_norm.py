@@ -1,13 +1,27 @@
 """Layers with a BatchNorm, which `engine.batch_norm` folds in evaluation after `freeze`, and frozen BatchNorms."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from ..engine.batch_norm import FROZEN_BATCH_NORMS, NORMED, convolve, folded_taps, is_frozen_norm, normalize_frozen
-from ..engine.leaves import Foreign, Layer, Packed, activation_of
+from ..engine.batch_norm import (
+    FROZEN_BATCH_NORMS,
+    NORMED,
+    Shifted,
+    convolve,
+    convolve_act,
+    convolve_merged,
+    convolve_shifted,
+    folded_taps,
+    is_frozen_norm,
+    normalize_frozen,
+)
+from ..engine.hooks import has_hooks
+from ..engine.leaves import Foreign, Layer, Packed, activation_of, is_identity
 from ..engine.mlp import MlpBody, taps_of
 from ..kernels.depthwise import depthwise
-from .forwards import fused_forward, original
+from .forwards import fused_forward, known_type, original
 from .third_party import is_fusable
 
 NORMED |= {
@@ -36,6 +50,14 @@ FROZEN_BATCH_NORMS |= {
     for folder, prefix in TRANSFORMERS.items()
 }
 FROZEN_BATCH_NORMS["torchvision.ops.misc.FrozenBatchNorm2d"] = None
+
+
+def classes(*names: str) -> tuple[str, ...]:
+    """Full names of transformers' classes from "model.Class"."""
+    parts = (name.split(".") for name in names)
+    return tuple(f"transformers.models.{model}.modeling_{model}.{cls}" for model, cls in parts)
+
+
 RESNETS = [
     f"transformers.models.{name}.{prefix}ResNet"
     for name, prefix in (
@@ -43,6 +65,8 @@ RESNETS = [
         ("rt_detr.modeling_rt_detr_resnet", "RTDetr"),
     )
 ]
+CSP = "rt_detr.RTDetr", "d_fine.DFine"  # detectors with these layers in their encoders; others are recognised
+NORM_LAYER = "conv norm activation"
 UNFOLDED = "it runs fused in evaluation after `freeze`, which folds its BatchNorms, if no layer was replaced"
 
 
@@ -82,7 +106,7 @@ def convolution_layer(self: Foreign, x: Tensor) -> Tensor:
     """The BatchNorm is folded in evaluation after `freeze`; [B, C, H, W] → [B, C', H', W']."""
     if not is_fusable(self, x):
         return original(self, x)
-    return self.activation(convolve(x, self, self.convolution, self.normalization))
+    return convolve_act(x, self, self.convolution, self.normalization, self.activation)
 
 
 @fused_forward(
@@ -96,3 +120,148 @@ def shortcut(self: Foreign, x: Tensor) -> Tensor:
     if not is_fusable(self, x):
         return original(self, x)
     return convolve(x, self, self.convolution, self.normalization)
+
+
+@fused_forward(
+    "",
+    "timm.models.resnet.BasicBlock",
+    "timm.models.resnet.Bottleneck",
+    needs="conv1 bn1 act1 conv2 bn2 act2 drop_block aa se drop_path downsample",
+    takes="",
+)
+def timm_residual_block(self: Foreign, x: Tensor) -> Tensor:
+    """BatchNorm, addition and activation are one launch after each convolution; [B, C, H, W] → [B, C', H', W']."""
+    if not is_fusable(self, x):
+        return original(self, x)
+    if hasattr(self, "conv3"):
+        y = convolve_act(x, self, self.conv1, self.bn1, self.act1)
+        y = self.aa(_dropped(y, self, self.conv2, self.bn2, self.act2))
+        conv, norm, act = self.conv3, self.bn3, self.act3
+    else:
+        y = self.aa(_dropped(x, self, self.conv1, self.bn1, self.act1))
+        conv, norm, act = self.conv2, self.bn2, self.act2
+    if self.se is None and self.drop_path is None:
+        return convolve_act(y, self, conv, norm, act, _downsampled(self, x))
+    y = convolve(y, self, conv, norm)
+    y = y if self.se is None else self.se(y)
+    y = y if self.drop_path is None else self.drop_path(y)
+    shortcut = _downsampled(self, x)
+    y += shortcut if isinstance(shortcut, Tensor) else shortcut.map + shortcut.shift[:, None, None]
+    return act(y)
+
+
+def _dropped(x: Tensor, self: Foreign, conv: Foreign, norm: Foreign, act: nn.Module) -> Tensor:
+    """A convolution, its BatchNorm, the module that may drop blocks of the map, and the activation."""
+    if is_identity(self.drop_block):
+        return convolve_act(x, self, conv, norm, act)
+    return act(self.drop_block(convolve(x, self, conv, norm)))
+
+
+@fused_forward(
+    "",
+    "torchvision.models.resnet.BasicBlock",
+    "torchvision.models.resnet.Bottleneck",
+    needs="conv1 bn1 conv2 bn2 relu downsample",
+    takes="",
+)
+def torchvision_residual_block(self: Foreign, x: Tensor) -> Tensor:
+    """As `timm_residual_block`."""
+    return _residual(self, x, self.relu) if is_fusable(self, x) else original(self, x)
+
+
+@fused_forward(
+    "",
+    "fastvit_triton.layers.frozen_resnet.FrozenBasicBlock",
+    "fastvit_triton.layers.frozen_resnet.FrozenBottleneck",
+    needs="conv1 bn1 conv2 bn2 downsample",
+    takes="",
+)
+def frozen_residual_block(self: Foreign, x: Tensor) -> Tensor:
+    """As `timm_residual_block`."""
+    return _residual(self, x, "relu") if is_fusable(self, x) else original(self, x)
+
+
+def _residual(self: Foreign, x: Tensor, act: str | nn.Module) -> Tensor:
+    """act(two or three convolutions with their BatchNorms, and act between them, + shortcut)."""
+    y = convolve_act(x, self, self.conv1, self.bn1, act)
+    conv, norm = self.conv2, self.bn2
+    if hasattr(self, "conv3"):
+        y = convolve_act(y, self, conv, norm, act)
+        conv, norm = self.conv3, self.bn3
+    return convolve_act(y, self, conv, norm, act, _downsampled(self, x))
+
+
+@fused_forward(
+    "",
+    *(f"{name}{kind}Layer" for name in RESNETS for kind in ("Basic", "BottleNeck")),
+    needs="layer shortcut activation",
+    takes="",
+)
+def transformers_residual_block(self: Foreign, x: Tensor) -> Tensor:
+    """As `timm_residual_block`; the last convolution layer has no activation of its own."""
+    if not is_fusable(self, x):
+        return original(self, x)
+    parts: list[Any] = list(self.layer) if type(self.layer) is nn.Sequential and not has_hooks(self.layer) else []
+    if not parts or not _is_layer_without_activation(parts[-1], x):
+        y = self.layer(x)
+        y += self.shortcut(x)
+        return self.activation(y)
+    *before, last = parts
+    y = x
+    for layer in before:
+        y = layer(y)
+    return convolve_act(y, last, last.convolution, last.normalization, self.activation, self.shortcut(x))
+
+
+def _is_layer_without_activation(layer: Foreign, x: Tensor) -> bool:
+    """True for one of `convolution_layer` that may be read and has no activation."""
+    known = known_type(layer) in {f"{name}ConvLayer" for name in RESNETS}
+    return known and not has_hooks(layer) and is_fusable(layer, x) and is_identity(layer.activation)
+
+
+@fused_forward(
+    "convolution, BatchNorm and activation",
+    *classes(*(f"{name}ConvNormLayer" for name in CSP)),
+    needs=NORM_LAYER,
+    takes="",
+)
+def convolution_norm_layer(self: Foreign, x: Tensor) -> Tensor:
+    """As `convolution_layer`."""
+    if not is_fusable(self, x):
+        return original(self, x)
+    return convolve_act(x, self, self.conv, self.norm, self.activation)
+
+
+@fused_forward("", *classes(*(f"{name}RepVggBlock" for name in CSP)), needs="conv1 conv2 activation", takes="")
+def rep_vgg_block(self: Foreign, x: Tensor) -> Tensor:
+    """activation(conv1(x) + conv2(x)); after `freeze` the two are one convolution; [B, C, H, W] → [B, C, H, W]."""
+    if not is_fusable(self, x):
+        return original(self, x)
+    if not _is_norm_layer_without_activation(self.conv1, x):
+        return self.activation(self.conv1(x) + self.conv2(x))
+    large = self.conv1.conv, self.conv1.norm
+    if _is_norm_layer_without_activation(self.conv2, x):
+        y = convolve_merged(x, self, large, (self.conv2.conv, self.conv2.norm), self.activation)
+        if y is not None:
+            return y
+    return convolve_act(x, self.conv1, *large, self.activation, self.conv2(x))
+
+
+def _is_norm_layer_without_activation(layer: Foreign, x: Tensor) -> bool:
+    """As `_is_layer_without_activation`, for one of `convolution_norm_layer`."""
+    known = known_type(layer) in classes(*(f"{name}ConvNormLayer" for name in CSP))
+    return known and not has_hooks(layer) and is_fusable(layer, x) and is_identity(layer.activation)
+
+
+def _downsampled(self: Foreign, x: Tensor) -> Tensor | Shifted:
+    """The shortcut of a residual block: x, or its convolution and BatchNorm, perhaps after pooling."""
+    layers: nn.Module | None = self.downsample
+    if layers is None:
+        return x
+    if type(layers) is not nn.Sequential or has_hooks(layers) or len(layers) < 2:
+        return layers(x)
+    parts: list[Any] = list(layers)
+    *before, conv, norm = parts
+    for layer in before:
+        x = layer(x)
+    return convolve_shifted(x, layers, conv, norm)

@@ -6,6 +6,7 @@ autograd records its operators. What the graph depends on besides the structure 
 """
 
 import contextlib
+import itertools
 import logging
 import re
 import warnings
@@ -22,20 +23,30 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from torch._dynamo.variables.builder import VariableBuilder
 from torch.fx.experimental import _config as shapes_config
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+from ..engine.freeze import all_derived, keeps
 from ..engine.hooks import PACKAGE
-from .backend import rewrite
+from ..kernels.backend import kernels_available
+from .backend import copied, rewrite
 from .graph.nodes import up
+from .graph.weights import Split, split
 from .reporting import Row
+from .third_party import is_rate
 
 log = logging.getLogger(__name__)
 
 OURS = f"{PACKAGE}."
 ATTRIBUTE = re.compile(r"L\['module'\](\.\w+|\['\w+'\]|\[\d+\])*$")  # compared by the caller
+HELD = re.compile(r"module(\._modules\['\w+'\])*(\.\w+|\._(parameters|buffers)\['\w+'\])$")  # sizes, by the caller
 COMPARED = ("CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH")
+# private: the setting `specialize_float` is for all numbers, and a softmax whose scale is an input is not fused
+WRAP = getattr(VariableBuilder, "wrap_symfloat", None)
+RATES = f"its rates are constants, as torch {torch.__version__} has no VariableBuilder.wrap_symfloat"
 PYTORCH = re.compile(r"G\['__import_torch(_dot_|'\])|G\['__builtins|__import__\('torch'\)|G\['torch'\]")
 
 
@@ -51,7 +62,8 @@ class Capture(NamedTuple):
     """A rewritten graph and what it holds for.
 
     Attributes:
-        run: (module, positional arguments, keyword arguments) → its outputs.
+        run: (module, positional arguments, keyword arguments) → its outputs. If the module is frozen, what the graph
+            computes from weights alone is kept.
         fits: the same arguments → True if the graph holds for their sizes.
         constants: globals and attributes of classes that the graph has as constants: (how to read it, its value).
         writes: True if it writes any tensor in place.
@@ -132,15 +144,24 @@ def _call(module, args, named):
 
 @contextlib.contextmanager
 def _settings(ones: bool) -> Iterator[None]:
-    """Context in which all sizes are symbols, with `ones` also those of 1, and all other numbers are constants.
+    """Context in which rates and all sizes are symbols, with `ones` also those of 1, and other numbers are constants.
 
     A tensor that is broadcast has a size of 1 that must be a constant. `sdp_kernel`, which Dynamo does not trace, only
-    chooses among PyTorch's implementations of an attention.
+    chooses among PyTorch's implementations of an attention. Without `WRAP` rates are constants, too.
     """
+
+    def wrapped(builder: VariableBuilder, value: float) -> Any:
+        assert WRAP is not None  # as it is replaced
+        with torch._dynamo.config.patch(specialize_float=not is_rate(builder.source.name, value)):
+            return WRAP(builder, value)
+
+    wrapping = contextlib.nullcontext() if WRAP is None else patch.object(VariableBuilder, "wrap_symfloat", wrapped)
+
     with (
         warnings.catch_warnings(),
+        wrapping,
         patch.object(torch.backends.cuda, "sdp_kernel", lambda *flags, **named: contextlib.nullcontext()),
-        torch._dynamo.config.patch(specialize_float=True),
+        torch._dynamo.config.patch(specialize_float=WRAP is None),
         shapes_config.patch(  # type: ignore[attr-defined]
             use_duck_shape=False, backed_size_oblivious=ones
         ),
@@ -159,6 +180,7 @@ def _captured(
 ) -> Capture:
     """Makes a capture of Dynamo's graph; called within Dynamo's compilation."""
     _check_effects(graph)
+    _pass_rates(graph.graph)
     sources = {node: _source(node) for node in graph.graph.find_nodes(op="placeholder")}
     fits = _conditions(sources)
     constants = _constants(scope, module)
@@ -172,9 +194,42 @@ def _captured(
     calls = Counter(f.__name__ for f in functions if (getattr(f, "__module__", None) or "").startswith(OURS))
     if not calls:
         raise Refusal("it has nothing to fuse")
-    for node in graph.graph.nodes:
-        node.meta.clear()  # fake tensors and stack traces
-    return Capture(_runner(graph, list(sources.values()), result), fits, constants, writes, calls, unfused)
+    for node in graph.graph.find_nodes(op="call_function", target=torch.sym_sum):
+        node.target = sum  # the same of numbers, which an outer torch.compile traces
+    texts = list(sources.values())
+    parts = None
+    if not (writes or module.training or any(map(_changes_modes, graph.graph.nodes)) or _casts(graph.graph)):
+        parts = split(copied(graph.graph), {node.name for node, text in sources.items() if text.startswith("module")})
+    for part in (graph.graph, *(parts[1:] if parts else ())):
+        for node in part.nodes:
+            node.meta.clear()  # fake tensors and stack traces
+    if WRAP is None and module.training and any(is_rate(*fact) for m in module.modules() for fact in vars(m).items()):
+        unfused += (Row("", "rate", why=RATES),)
+    return Capture(_runner(graph, texts, result, parts), fits, constants, writes, calls, unfused)
+
+
+def _changes_modes(node: fx.Node) -> bool:
+    """True for a call without a result, such as one that enables gradients or autocast."""
+    return node.op.startswith("call_") and node.meta.get("example_value") is None
+
+
+def _casts(graph: fx.Graph) -> bool:
+    """True if autocast is enabled on the device of the graph's tensors."""
+    tensors = (node.meta.get("example_value") for node in graph.find_nodes(op="placeholder"))
+    return any(torch.is_autocast_enabled(t.device.type) for t in tensors if isinstance(t, Tensor))
+
+
+def _pass_rates(graph: fx.Graph) -> None:
+    """Makes rates numbers among the graph's inputs, as the module has them; Dynamo passes a tensor and reads it."""
+    for node in graph.find_nodes(op="placeholder"):
+        argument = node.meta.get("grapharg")
+        for reader in list(node.users) if argument is not None and argument.pass_arg_as_tensor else ():
+            number = reader.meta.get("example_value")
+            if not isinstance(number, torch.SymFloat):
+                raise Refusal("it reads a probability of dropping as a tensor")
+            node.meta["example_value"] = number
+            reader.replace_all_uses_with(node)
+            graph.erase_node(reader)
 
 
 def _check_effects(graph: fx.GraphModule) -> None:
@@ -228,12 +283,12 @@ def _source(node: fx.Node) -> str:
 
 
 def _conditions(sources: dict[fx.Node, str]) -> Callable[[nn.Module, tuple, dict], bool]:
-    """The function that tells if a graph holds for the sizes of its inputs."""
-    symbols: dict[str, torch.SymInt] = {}  # by expression
+    """The function that tells if a graph holds for the sizes of its inputs, and for rates."""
+    symbols: dict[str, Any] = {}  # by expression
     static: list[str] = []
     for node, source in sources.items():
         example = node.meta["example_value"]
-        if isinstance(example, torch.SymInt):
+        if isinstance(example, (torch.SymInt, torch.SymFloat)):
             symbols.setdefault(source, example)
         elif isinstance(example, Tensor):
             sizes: list[tuple[str, int | torch.SymInt]] = [
@@ -246,11 +301,16 @@ def _conditions(sources: dict[fx.Node, str]) -> Callable[[nn.Module, tuple, dict
             for name, size in sizes:
                 if isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None:
                     symbols.setdefault(name, size)
-                elif not source.startswith("module"):  # the caller compares those of the module
+                elif not HELD.match(source):
                     static.append(f"{name} == {int(size)}")
     mode = torch._guards.TracingContext.get().fake_mode
     assert mode is not None and mode.shape_env is not None  # as Dynamo traces with symbolic sizes
     env = mode.shape_env
+    for symbol in set().union(*(guard.expr.free_symbols for guard in env.guards)):
+        places = [s for s in env.var_to_sources.get(symbol, []) if s.name.startswith("L['module']")]
+        if places and symbol_is_type(symbol, SymT.FLOAT):  # a rate that is only compared
+            rate = env.create_symfloatnode(symbol, hint=None, source=places[0])
+            symbols.setdefault(places[0].name.replace("L['module']", "module"), rate)
     input_symbols = set().union(*(size.node.expr.free_symbols for size in symbols.values()))
     guards = [guard for guard in env.guards if guard.expr.free_symbols <= input_symbols]
     for symbol in set().union(*(guard.expr.free_symbols for guard in env.guards)) - input_symbols:
@@ -273,11 +333,18 @@ def _constants(scope: dict[str, Any], module: nn.Module) -> list[tuple[Callable[
     """
     names: dict[str, None] = {}
     for guard in torch._guards.TracingContext.get().guards_context.dynamo_guards:
-        if guard.create_fn_name() in COMPARED and not ATTRIBUTE.match(guard.name) and not PYTORCH.match(guard.name):
+        if guard.create_fn_name() in COMPARED and not PYTORCH.match(guard.name):
             names[guard.name] = None
-    texts = (name.replace("L['module']", "module") for name in names)
-    reads = [eval(f"lambda module: {text}", {"G": scope, **scope}) for text in texts if "L[" not in text]
-    return [(read, read(module)) for read in reads]  # the caller compares arguments, L[...]
+    found = []
+    for name in names:
+        text = name.replace("L['module']", "module")
+        if "L[" in text:
+            continue  # the caller compares arguments
+        read = eval(f"lambda module: {text}", {"G": scope, **scope})
+        value = read(module)
+        if not ATTRIBUTE.match(name) or is_rate(name, value):  # the caller compares other attributes
+            found.append((read, value))
+    return found
 
 
 def _result(outputs: Any, args: tuple, named: dict[str, Any], number: int) -> Callable[[tuple, tuple, dict], Any]:
@@ -314,15 +381,45 @@ def _result(outputs: Any, args: tuple, named: dict[str, Any], number: int) -> Ca
     return result
 
 
-def _runner(graph: fx.GraphModule, sources: list[str], result: Callable) -> Callable[[nn.Module, tuple, dict], Any]:
-    """The function that calls a graph with its inputs, each of which a Python expression reads."""
-    holds_none = not any(node.op in ("get_attr", "call_module") for node in graph.graph.nodes)
-    # without `self`, as torch.compile does not trace a method of a module that the model does not hold
-    recompiled = fx.GraphModule(graph, graph.graph)  # Dynamo's own is compiled on its first call
-    body = partial(type(recompiled).forward, None) if holds_none else recompiled.forward
+_numbers = itertools.count()  # of split graphs
+
+
+def _runner(
+    graph: fx.GraphModule, sources: list[str], result: Callable, parts: Split | None
+) -> Callable[[nn.Module, tuple, dict], Any]:
+    """The function that calls a graph with its inputs, each of which a Python expression reads.
+
+    Args:
+        graph: the whole graph.
+        sources: the expressions.
+        result: makes the result of a call, see `_result`.
+        parts: the graph in two parts, for frozen modules; None if none is to be kept.
+    """
     read_inputs = eval(f"lambda module, args, named: ({''.join(f'{source}, ' for source in sources)})", {})
+    body = _callable(graph, graph.graph)
 
     def run(module: nn.Module, args: tuple, named: dict) -> Any:
         return result(body(*read_inputs(module, args, named)), args, named)
 
-    return run
+    if parts is None:
+        return run
+    kept, rest = _callable(graph, parts.kept), _callable(graph, parts.rest)
+    name = f"graph {next(_numbers)}"
+
+    def run_in_parts(module: nn.Module, args: tuple, named: dict) -> Any:
+        inputs = read_inputs(module, args, named)
+        weights = tuple(inputs[i] for i in parts.reads)
+        if not (keeps(module, *weights) and kernels_available(weights[0])):
+            return result(body(*inputs), args, named)
+        constants = all_derived(module, name, weights, lambda: kept(*weights))
+        return result(rest(*inputs, *constants), args, named)
+
+    return run_in_parts
+
+
+def _callable(owner: fx.GraphModule, graph: fx.Graph) -> Callable:
+    """The function that a graph computes; what it reads besides its inputs is an attribute of the owner."""
+    holds_none = not any(node.op in ("get_attr", "call_module") for node in graph.nodes)
+    # without `self`, as torch.compile does not trace a method of a module that the model does not hold
+    recompiled = fx.GraphModule(owner, graph)  # Dynamo's own is compiled on its first call
+    return partial(type(recompiled).forward, None) if holds_none else recompiled.forward

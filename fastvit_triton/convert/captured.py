@@ -22,14 +22,14 @@ from torch import Tensor, nn
 
 from ..engine import replay, ways
 from ..engine.hooks import has_global_hooks, has_hooks, is_our_forward, runs_other_code
-from ..engine.replay.guard import Guard
+from ..engine.replay.guard import Guard, is_distributed
 from ..engine.replay.record import Condition
 from ..engine.source import code_of
 from ..kernels import plan, settings
 from ..kernels.backend import constant, kernels_available, transparent
 from .example import arguments, unchanged
-from .shares import enclosing
-from .third_party import can_run
+from .flop_shares import enclosing
+from .third_party import can_run, is_rate
 
 if TYPE_CHECKING:
     from .capture import Capture
@@ -102,9 +102,14 @@ class Graphs:
     def fitting(self, module: nn.Module, args: tuple, named: dict) -> "Capture | None":
         """The capture that holds for a call; None if there is none."""
         for capture in self.captures:
-            if capture.fits(module, args, named) and all(read(module) == value for read, value in capture.constants):
+            if capture.fits(module, args, named) and _has_constants(module, capture):
                 return capture
         return None
+
+
+def _has_constants(module: nn.Module, capture: "Capture") -> bool:
+    """True if the globals that a graph has as constants are as they were; torch.compile guards what is read here."""
+    return all(read(module) == value for read, value in capture.constants)
 
 
 _table: dict[Hashable, dict[Form, Graphs]] = {}  # by structure, then by form of call
@@ -168,8 +173,9 @@ def _traced(module: nn.Module, args: tuple, named: dict[str, Any]) -> Any:
     watched = any(has_hooks(m) for m in module.modules() if m is not module)
     if x is not None and kernels_available(x) and not torch.is_autocast_enabled(x.device.type) and not watched:
         number = _number(id(module), x.dtype, torch.is_grad_enabled())  # a module is no constant before torch 2.13
-        if number is not None and _numbered[number].fits(module, args, named):
-            return _numbered[number].run(module, args, named)
+        if number is not None and _has_constants(module, _numbered[number]):
+            if _numbered[number].fits(module, args, named):
+                return _numbered[number].run(module, args, named)
     return type(module).forward(module, *args, **named)
 
 
@@ -179,10 +185,12 @@ def _number(identity: int, dtype: torch.dtype, grad: bool) -> int | None:
     module = next((m for m in (*_asked, *_readings) if id(m) == identity), None)
     if module is None:  # a copy that was not called yet
         module = next((o for o in gc.get_objects() if id(o) == identity and isinstance(o, nn.Module)), None)
-    graphs = None if module is None else read(module).graphs
+    if module is None:
+        return None
+    graphs = read(module).graphs
     for form, same_form in (graphs or {}).items():
         for capture in same_form.captures if (form.dtype, form.grad) == (dtype, grad) else ():
-            if capture.constants or form.autocast is not None:
+            if form.autocast is not None or not _has_constants(module, capture):
                 continue
             if capture not in _numbered:
                 _numbered.append(capture)
@@ -240,8 +248,8 @@ def is_bound(module: nn.Module) -> bool:
 
 def captures_of(module: nn.Module) -> "list[Capture]":
     """All captures that a module can run now."""
-    reading = _readings.get(module)
-    graphs = () if reading is None or reading.graphs is None else reading.graphs.values()
+    reading = _readings.get(module) or read(module)  # of a copy that was not called
+    graphs = () if reading.graphs is None else reading.graphs.values()
     return [capture for each in graphs for capture in each.captures]
 
 
@@ -256,8 +264,11 @@ def why_none(module: nn.Module) -> str:
 
 def _capture(module: nn.Module, graphs: Graphs, args: tuple, named: dict, outputs: Any) -> None:
     """Adds a capture of a call to those of its structure and form, or the reason why there is none."""
-    from .capture import Refusal, capture  # here, as it imports Dynamo
-
+    try:
+        from .capture import Refusal, capture  # here, as it imports Dynamo, also private parts of it
+    except ImportError as error:
+        graphs.why = f"torch {torch.__version__} does not have what captures use: {error}"
+        return
     modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
     if modes or torch._C._are_functorch_transforms_active():
         return  # Dynamo skips such a call
@@ -363,12 +374,13 @@ def structure_of(module: nn.Module) -> Hashable:
     parts: list[Hashable] = []
     for path, m in module.named_modules(remove_duplicate=False):
         facts = m.__dict__
-        own = {k: v for k, v in facts.items() if k not in INTERNAL and not k.startswith(PRIVATE)}
-        if is_our_forward(own.get("forward")):
-            del own["forward"]
+        attributes = {k: v for k, v in facts.items() if k not in INTERNAL and not k.startswith(PRIVATE)}
+        attributes |= dict.fromkeys((k for k, v in attributes.items() if is_rate(k, v)), "rate")
+        if is_our_forward(attributes.get("forward")):
+            del attributes["forward"]
         tensors = [_described(facts[kind], numbers) for kind in ("_parameters", "_buffers")]
         number = numbers.setdefault(id(m), len(numbers))
-        parts.append((path, number, type(m), code_of(type(m)), *tensors, _described(own, numbers)))
+        parts.append((path, number, type(m), code_of(type(m)), *tensors, _described(attributes, numbers)))
     return tuple(parts)
 
 
@@ -392,8 +404,8 @@ def _described(value: Any, numbers: dict[int, int]) -> Hashable:
         return partial, _described(value.func, numbers), *(_described(v, numbers) for v in (value.args, value.keywords))
     if isinstance(value, nn.Module):
         return nn.Module, numbers.setdefault(id(value), len(numbers))
-    if type(value).__module__.startswith("torch.distributed."):
-        return str(type(value))  # the state of FSDP2, which gathers the parameters before the forward runs
+    if is_distributed(value):
+        return str(type(value))
     if not hasattr(value, "__dict__"):
         raise Unreadable(f"an attribute is a {type(value).__name__}, whose state cannot be compared")
     if id(value) in numbers:

@@ -23,7 +23,7 @@ from ..engine.source import defines
 from ..kernels import plan
 from ..kernels.backend import constant, transparent
 from .recognition import recognised
-from .third_party import FUSED, inherited, is_fusable, runs_original
+from .third_party import FUSED, can_run, inherited, is_fusable, runs_original
 
 Parts = Body | MlpBody
 Reader = Callable[..., Parts | str]
@@ -215,7 +215,7 @@ def _chosen(forward: Callable) -> Callable:
             return type(module).forward(module, *inputs, **named)
         x = inputs[0] if inputs else None
         way, settings = ways.known_way(module, x) if type(x) is Tensor else (None, ())
-        if way == "plain":
+        if way == "plain" or (way is None and type(x) is Tensor and _never_fuses(module, x)):
             return ways.plainly(type(module).forward, module, *inputs, **named)
         if way is None:
             run_now = original if has_watched_child(module) else _own(forward, type(module))
@@ -223,6 +223,12 @@ def _chosen(forward: Callable) -> Callable:
         return replay.call(settings, fused, module, *inputs, **named)
 
     return run
+
+
+def _never_fuses(module: nn.Module, x: Tensor) -> bool:
+    """True on a CPU if nothing of ours runs for x: the original runs, and no module inside it has to find out."""
+    chosen = ways.SIZES in module.__dict__  # then they ran before, and this call asks where it reads the module
+    return not chosen and not torch.compiler.is_compiling() and x.device.type == "cpu" and not can_run(x, module)
 
 
 @transparent
@@ -271,7 +277,7 @@ class FusedBody:
             named = {name: value for name, value in named.items() if name != "hidden_states"}
         if inputs and isinstance(inputs[0], Tensor):
             way, settings = ways.known_way(module, inputs[0])
-            if way == "plain":
+            if way == "plain" or (way is None and _never_fuses(module, inputs[0])):
                 return ways.plainly(type(module).forward, module, *inputs, **named)
             if way is not None:
                 return replay.call(settings, self._fused, module, *inputs, **named)

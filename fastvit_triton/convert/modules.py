@@ -14,8 +14,8 @@ from ..engine.batch_norm import NORMED
 from ..engine.body import Body
 from ..engine.freeze import freeze as freeze_weights
 from ..engine.freeze import is_frozen, unfreeze
-from ..engine.hooks import PACKAGE, has_hooks, has_type, is_our_forward, type_name
-from ..engine.leaves import CONVOLUTIONS, VOLUME_CONVOLUTIONS, is_readable, norm_of
+from ..engine.hooks import PACKAGE, are_plain_tensors, has_hooks, has_type, is_our_forward, type_name
+from ..engine.leaves import CONVOLUTIONS, LINEARS, VOLUME_CONVOLUTIONS, is_readable, norm_of
 from ..engine.source import code_of
 from ..engine.ways import SIZES
 from ..kernels import onednn
@@ -24,12 +24,13 @@ from . import (
     captured,
     readers,  # noqa: F401  (registers the fused forwards)
 )
+from .flop_shares import Subject
 from .forwards import FORWARDS, INNER, METHODS, Forward, Parts, bind, forward_for, known_type
 from .readers.torch import STEMS, stems_of
 from .readers.transformers import attention_interface
 from .recognition import forget, is_ours
 from .reporting import OURS, UNKNOWN, Report, Row
-from .shares import Subject
+from .sharded import as_gathered
 from .third_party import inherited
 from .verify import TOLERANCE, as_double, differences
 
@@ -38,6 +39,7 @@ LEFT: dict[str, str | None] = {
 }  # type → why it is not converted
 LEFT |= dict.fromkeys(INNER)  # submodules of a candidate
 NEEDS_EXAMPLE = "it needs an example: optimize(model, example=images)"
+NO_GRAPH = "it has no graph in this process, so it runs as it is written until `warmup`, or `optimize` with an example"
 WORDS = ("attention", "attn", "mlp", "feedforward", "layernorm")  # in names of unknown classes that are reported
 
 
@@ -93,7 +95,8 @@ def optimize(
 
     Raises:
         TypeError: model is not an nn.Module, filter_fn cannot be called, freeze is not a bool, or verify is one.
-        Exception: whatever the model raises on the example or on the input to verify.
+        ValueError: the model does not run on the input to verify.
+        Exception: whatever the model raises on the example.
     """
     _check(model)
     if filter_fn is not None and not callable(filter_fn):
@@ -108,7 +111,9 @@ def optimize(
     with _all_or_nothing(model):
         if freeze:  # first, as only frozen BatchNorms are folded
             freeze_weights(model)
-        rows = _with_captured(model, _rows(model, filter_fn), filter_fn, example)
+        with as_gathered(model):
+            rows = _rows(model, filter_fn)
+        rows = _with_captured(model, rows, filter_fn, example)
         if verify is not None:
             rows = _verified(model, rows, verify)
     parameter = next(model.parameters(), None)
@@ -244,6 +249,12 @@ def _with_captured(
             module = model.get_submodule(path)
             if filter_fn is not None and not filter_fn(module, path):
                 by_path[path] = Row(path, type(module).__name__, why="excluded by filter_fn")
+            elif example is None and captured.is_bound(module):  # a copy, or unpickled
+                known = captured.captures_of(module) != []
+                row = (
+                    _captured_row(module, path, converted) if known else Row(path, type(module).__name__, why=NO_GRAPH)
+                )
+                by_path[path] = row
             elif example is None:
                 by_path[path] = Row(path, type(module).__name__, why=NEEDS_EXAMPLE)
             elif "forward" in module.__dict__ and not captured.is_bound(module):
@@ -274,7 +285,7 @@ def _captured_row(module: nn.Module, path: str, converted: set[str]) -> Row:
     for capture in captures:
         calls |= capture.calls
         unfused |= dict.fromkeys(f"{row.type}: {row.why}" for row in capture.left)
-    layers = {row.type for capture in captures for row in capture.left} - {"layer_norm", "gelu", "relu", "silu"}
+    layers = {row.type for capture in captures for row in capture.left} - {"layer_norm", "gelu", "relu", "silu", "rate"}
     if layers and any(other.startswith(f"{path}.") for other in converted):
         return Row(path, name, why=f"what it holds is fused instead, as its graph leaves {', '.join(sorted(layers))}")
     kind = "block" if re.search("Block|Layer", name) else "module"
@@ -298,7 +309,11 @@ def _verified(model: nn.Module, rows: tuple[Row, ...], inputs: Any) -> tuple[Row
     for module in filter(captured.is_bound, converted.modules()):
         captured.ask(module)
     paths = [row.path for row in rows if row.became is not None and "the same module as" not in (row.why or "")]
-    errors = differences(original, converted, paths, inputs)
+    try:
+        errors = differences(original, converted, paths, inputs)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        text = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"verify: the model does not run on this input: {text}") from error
     wrong = {path: by for path, by in errors.items() if not by <= TOLERANCE}
     for path in wrong:
         del model.get_submodule(path).__dict__["forward"]
@@ -397,9 +412,7 @@ def _notes(forward: Forward, module: nn.Module, parts: Parts | None) -> Iterator
     if parts is not None:
         for layer in parts.layers():
             if layer is not None and not is_readable(layer):
-                normed = has_type(layer, NORMED) and not has_hooks(layer)
-                cause = "its BatchNorm is folded after `freeze`" if normed else "replaced, quantised or hooked"
-                yield f"{type(layer).__name__} is called: {cause}"
+                yield f"{type(layer).__name__} is called: {_why_called(layer)}"
         for norm in parts.norms():
             if norm is not None and norm_of(norm) is None:
                 yield f"{type(norm).__name__} is called"
@@ -415,6 +428,17 @@ def _notes(forward: Forward, module: nn.Module, parts: Parts | None) -> Iterator
             m.training = training
         if isinstance(why, str):
             yield f"own forward while training: {why}"
+
+
+def _why_called(layer: Any) -> str:
+    """Why a linear layer is called, when its weight cannot be read."""
+    if has_type(layer, NORMED) and not has_hooks(layer):
+        return "its BatchNorm is folded after `freeze`"
+    weight = getattr(layer, "weight", None)
+    if has_type(layer, LINEARS) and not has_hooks(layer) and not are_plain_tensors(weight):
+        fused = "so that what would be fused with it runs in launches of its own"
+        return f"its weight is of {type(weight).__name__}, {fused}"
+    return "replaced, quantised or hooked"
 
 
 def _check(model: nn.Module) -> None:

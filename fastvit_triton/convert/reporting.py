@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from .shares import Shares, Subject, enclosing
+from .flop_shares import Shares, Subject, enclosing
 
 OURS = "it calls the kernels itself"  # why a module of ours is not converted
 UNKNOWN = "unknown type"

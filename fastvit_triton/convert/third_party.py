@@ -1,6 +1,7 @@
 """Third-party modules: the types whose weights may be read, and conversion of their attention masks."""
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -138,3 +139,15 @@ def scores_mask(mask: Tensor | None) -> Tensor | None:
 def head_norms(q_norm: nn.Module, k_norm: nn.Module) -> tuple[nn.Module, nn.Module] | None:
     """The norms of queries and keys; None if both are identities."""
     return None if parts.is_identity(q_norm) and parts.is_identity(k_norm) else (q_norm, k_norm)
+
+
+def is_rate(name: str, value: Any) -> bool:
+    """True for a probability of dropping, such as that of stochastic depth: an input of the graph, not a constant.
+
+    Blocks of a class differ in it. Of those that it is 0 for, nothing is dropped.
+
+    Args:
+        name: of the attribute, or an expression that ends with it.
+        value: its value.
+    """
+    return type(value) is float and 0 < value < 1 and "drop" in name.rpartition(".")[2]

@@ -4,7 +4,6 @@ A stage that fails or does not end within its budget leaves the reason, and the 
 variants alternate in one process, host time included, and ratios are paired by round.
 """
 
-import contextlib
 import copy
 import time
 from collections import Counter
@@ -21,7 +20,7 @@ from ..kernels import launch
 from ..kernels.backend import using_backend
 from ..kernels.plan import Choice, observing
 from .compare import Named
-from .libraries import ModelCall, build_variant, optimized_variant
+from .libraries import MEDIUM, ModelCall, build_variant, medium_variant, optimized_variant
 from .timeout import Deadline, capturing
 from .timing import Timing
 from .variants import Case, Variant, compiled, measure, without_times
@@ -34,7 +33,6 @@ WRONG = "gives a wrong result"
 FEWEST = 3  # rounds of a ratio with a spread
 OURS = ("ours eager", "optimized by us")  # variants: a model of ours, and one of another package
 FROZEN = "ours frozen"
-MEDIUM = 'torch.set_float32_matmul_precision("medium")'
 
 
 @dataclass(frozen=True)
@@ -197,18 +195,7 @@ def _on_a_cpu(subject: Subject, contexts: tuple, auto: Callable) -> Iterator[Var
     if not subject.model.training:
         yield build_variant(FROZEN, None, frozen)
     if subject.dtype == torch.float32:
-        yield Variant(MEDIUM, None, ModelCall(subject.model, *contexts, medium), reduced=True)
-
-
-@contextlib.contextmanager
-def medium() -> Iterator[None]:
-    """Context of PyTorch's float32 products in lower precision, such as bfloat16 on CPUs that have it."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+        yield medium_variant(subject.model, subject.dtype, *contexts)
 
 
 def _eager(name: str) -> str:
@@ -314,10 +301,17 @@ def verdict(stages: Mapping[str, dict]) -> str:
     by_onednn = ", linear layers run by oneDNN" if "onednn" in ways else ""
     notes = [f"the kernels do not run on this machine{by_onednn}"] * ("skipped" in stages.get("selftest", {}))
     notes += [f"{name} {row['error']}" for name, row in stages.items() if "error" in row]
+    notes += [text for text in (_not_used(stages.get("tune", {}), ways),) if text]
     ours_missing = [missing.pop(name) for name in OURS if name in missing]
-    if not ratios or any(why.startswith(WRONG) for why in ours_missing):  # also if it was right in another stage
+    wrong_once = any(why.startswith(WRONG) for why in ours_missing)  # also if it was right in another stage
+    untimed = not any("ratios" in row for row in compared) or any(name.startswith(COMPILE) for name in missing)
+    if not ratios and untimed and not wrong_once:
+        why = [f"ours {text}" for text in ours_missing] + [f"{name} {text}" for name, text in missing.items()] + notes
+        reasons = f" ({'; '.join(why)})" if why else ""
+        return f"no verdict: too little was timed{reasons}; try a smaller --model or --batch, or an idle machine"
+    if not ratios or wrong_once:
         why = [f"it {text}" for text in ours_missing] + notes
-        return f"keep torch.compile: ours could not be measured ({'; '.join(why) or 'nothing was timed'})"
+        return f"keep torch.compile: ours could not be measured ({'; '.join(why)})"
     rivals = {name: ratio for name, ratio in ratios.items() if name.startswith(COMPILE)} or ratios
     rival, ratio = min(rivals.items(), key=lambda item: item[1][0])
     ours = "ours" if ways == ["plain"] or by_onednn else " and ".join(ways) or "ours"
@@ -327,6 +321,18 @@ def verdict(stages: Mapping[str, dict]) -> str:
         tie = ", no measurable difference" if ratio[2] >= 1 else ""
         advice = f"keep {_rival(rival)}: ours is {_speed(ratio)}{tie}"
     return "; ".join([advice, *(f"{name} {why}" for name, why in missing.items()), *notes])
+
+
+def _not_used(tuned: dict, ways: Sequence[str]) -> str | None:
+    """A note if the way that tuning chose for most blocks is none of those in which they ran when compared."""
+    chosen: Counter[str] = Counter()
+    for part in tuned.get("parts", []):
+        if part["after"] is not None:
+            chosen[part["after"]] += part["count"]
+    if not chosen or not ways:
+        return None
+    ((way, _),) = chosen.most_common(1)
+    return None if way in ways else f"tuning chose {way} blocks, and the comparison ran {' and '.join(ways)} ones"
 
 
 def contribution(

@@ -22,6 +22,7 @@ from .timeout import capturing
 from .variants import Variant, absent, compiled
 
 TORCHVISION = {"vit_base_patch16_224": "vit_b_16", "vit_large_patch16_224": "vit_l_16"}
+MEDIUM = 'torch.set_float32_matmul_precision("medium")'
 
 
 class ModelCall:
@@ -40,6 +41,23 @@ class ModelCall:
             for context in self._contexts:
                 stack.enter_context(context())
             return next(leaves(self._run(*(() if image is None else (image,)), **named)))
+
+
+@contextlib.contextmanager
+def medium() -> Iterator[None]:
+    """Context of PyTorch's float32 products in lower precision, such as TF32, or bfloat16 on CPUs that have it."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def medium_variant(module: nn.Module, dtype: torch.dtype, *contexts: Callable) -> Variant:
+    """PyTorch's own operators in `contexts` and in `medium`; it is timed also if its result does not match."""
+    why = None if dtype == torch.float32 else "its products are not float32"
+    return Variant(MEDIUM, why, ModelCall(module, *contexts, medium), reduced=True)
 
 
 class _Outputs(nn.Module):

@@ -22,10 +22,12 @@ from ..models.transformer import VisionTransformer
 from ..models.weights.load import load_weights
 from .compare import Named
 from .libraries import (
+    MEDIUM,
     TORCHVISION,
     Encoder,
     ModelCall,
     build_variant,
+    medium_variant,
     no_fast_path,
     optimized_variant,
     timm_variants,
@@ -37,7 +39,7 @@ from .variants import Case, Variant, absent, compiled
 VIT_PYTORCH = {"vit-pytorch SimpleViT-B": (768, 12, 12), "vit-pytorch SimpleViT-S": (384, 12, 6)}
 OPEN_CLIP = {"open_clip ViT-B-16": (768, 12, 12)}  # width, depth, heads of CLIP's image encoder
 GRAPH = "ours, CUDA graph"
-FOREIGN = ("eager", "optimized by us", "torch.compile", "optimized, compiled", "compiled, our backend")
+FOREIGN = ("eager", MEDIUM, "optimized by us", "torch.compile", "optimized, compiled", "compiled, our backend")
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def variant_names(run: Run) -> tuple[str, ...]:
     theirs = ["timm", "timm AMP", "optimized by us", "compiled, our backend", "transformers"]
     theirs += ["torchvision"] * (run.model in TORCHVISION) + ["nn.TransformerEncoder"] * (not run.training)
     kernels = ("our kernels", "our kernels, compiled", *[GRAPH] * (not run.training))
-    return ("eager", "ours eager", "torch.compile", "ours compiled", *kernels, *modes, *theirs)
+    return ("eager", MEDIUM, "ours eager", "torch.compile", "ours compiled", *kernels, *modes, *theirs)
 
 
 def case(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
@@ -146,7 +148,7 @@ def _foreign(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
         example = torch.zeros(run.batch, *size, dtype=dtype) if run.model in OPEN_CLIP else None
         fast = optimized_variant(base, example)
         graphed = copy.deepcopy(base)
-        variants = [Variant("eager", None, ModelCall(base)), fast]
+        variants = [Variant("eager", None, ModelCall(base)), medium_variant(base, dtype), fast]
         variants.append(Variant("torch.compile", None, ModelCall(base, run=compiled(base))))
         both = ModelCall(fast.call.module, run=compiled(fast.call.module)) if fast.reason is None else None
         variants.append(Variant("optimized, compiled", fast.reason, both))
@@ -236,6 +238,7 @@ def _variants(
     auto = partial(using_backend, "auto")
     kernels = partial(forcing, "fused")
     yield Variant("eager", None, ModelCall(base, plain))
+    yield medium_variant(base, dtype, plain)
     yield Variant("ours eager", None, ModelCall(base, auto))
     yield Variant("torch.compile", None, ModelCall(base, plain, run=compiled(base)))
     ours = compiled(base)

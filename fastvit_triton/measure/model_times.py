@@ -30,21 +30,26 @@ def time_attention(calls: list[Call], after: Measured, device: torch.device, dea
     """Times distinct attention calls: our kernel, and each available backend of PyTorch's attention. Returns rows.
 
     Args:
-        calls: calls of our ops; attention with key lengths or packed images is skipped, as PyTorch has no counterpart.
+        calls: calls of our ops; attention that PyTorch cannot compute without a mask of its own is skipped.
         after: launch parameters of our kernel.
         device: where it runs.
         deadline: no round starts after it, except the first.
     """
     rows = []
     for call in (call for call in calls if call.op == "attention_fwd"):
-        q, k, v, bias, kv_lens, cu_seqlens, _, scale = call.arguments
-        if kv_lens is not None or cu_seqlens is not None:
+        q, k, v, bias, kv_lens, cu_seqlens, _, scale, *rest = call.arguments
+        columns = rest[0] if rest else 0
+        causal = len(rest) > 1 and rest[1]
+        own = causal and (bias is not None or q.shape[2] != k.shape[2])  # a mask that PyTorch's kernels do not have
+        if kv_lens is not None or cu_seqlens is not None or columns or own:
             continue
 
-        def backend(which: SDPBackend, index: int, q=q, k=k, v=v, bias=bias, scale=scale) -> Callable[[], object]:
+        def backend(
+            which: SDPBackend, index: int, q=q, k=k, v=v, bias=bias, scale=scale, causal=causal
+        ) -> Callable[[], object]:
             def timed() -> Tensor:
                 with sdpa_kernel(which), torch.no_grad():
-                    return F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
+                    return F.scaled_dot_product_attention(q, k, v, bias, is_causal=causal, scale=scale)
 
             return timed
 

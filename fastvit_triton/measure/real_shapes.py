@@ -31,6 +31,11 @@ REAL = {
     "add_layer_norm": {"ViT-B": dict(B=8, N=197, D=768), "ViT-H": dict(B=4, N=257, D=1280)},
     "rms_norm": {"Qwen2.5-VL": dict(B=1, N=4096, D=1280), "InternVL-6B": dict(B=4, N=257, D=3200)},
     "add_rms_norm": {"Qwen2.5-VL": dict(B=1, N=4096, D=1280), "InternVL-6B": dict(B=4, N=257, D=3200)},
+    "batch_norm_act": {
+        "ResNet-50 stage 1": dict(B=4, C=64, H=56, W=56, relu=1),
+        "ResNet-50 stage 3": dict(B=8, C=1024, H=14, W=14, relu=1, residual=1),
+        "channels last": dict(B=8, C=256, H=28, W=28, silu=1, residual=1, last=1),
+    },
     "fold": {"ViT-B qkv": dict(F=2304, K=768, parts=1), "ViT-B q, k, v": dict(F=768, K=768, parts=3)},
     "linear": {
         "ViT-B qkv": dict(B=8, N=197, K=768, F=2304, norm=1),

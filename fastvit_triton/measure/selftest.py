@@ -162,10 +162,10 @@ def _mode(mode: Callable[[Callable, dict, Named], list[str]], op: Op, case: dict
     with launching():
         want = outcome(op.run, arguments, named_leaves(arguments))
         wait(device)
-        found = mode(op.run, arguments, want)
-        row["bitwise"] = found == []
-        if found:
-            row["worst"] = ", ".join(found)
+        differing = mode(op.run, arguments, want)
+        row["bitwise"] = differing == []
+        if differing:
+            row["worst"] = ", ".join(differing)
             theirs = outcome(op.reference, arguments, named_leaves(arguments))
             row["eager"] = ", ".join(mode(op.reference, arguments, theirs))  # what differs of PyTorch's operators
     return row
@@ -228,7 +228,7 @@ def in_threads(run: Callable, arguments: dict, want: Named) -> list[str]:
             return [name for each in results for name in different(each, want)]
 
     with ThreadPoolExecutor(THREADS) as pool:
-        return sorted({name for found in pool.map(work, range(THREADS)) for name in found})
+        return sorted({name for names in pool.map(work, range(THREADS)) for name in names})
 
 
 def check_memory(model: str, batch: int, device: torch.device) -> dict:

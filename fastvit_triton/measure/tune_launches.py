@@ -50,12 +50,12 @@ def tune_launches(
 
 def rows_of(launches: list[dict]) -> dict[str, dict]:
     """File entries for launch parameters, by row name with exact sizes and with their size class."""
-    found: dict[str, dict] = {}
+    entries: dict[str, dict] = {}
     for one in reversed(launches):  # of entries with the same name, the most frequent call is written last
         if one["best"] is not None:
             entry = dict(config=one["best"], us=one["us"], us_before=one["us_before"])
-            found |= dict.fromkeys(_class_first(one["row"]), entry)
-    return found
+            entries |= dict.fromkeys(_class_first(one["row"]), entry)
+    return entries
 
 
 def _class_first(name: str) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ def _time(calls: list[Call], device: torch.device, deadline: Deadline, on_progre
     """Times the candidates of all distinct launches while others compile; returns rows."""
     arch = launch.architecture(device)
     choices = [one for call in calls for one in row_candidates(call, arch)]
-    every = [(one, text, launch) for one in choices for text, found in one.launches().items() for launch in found]
+    every = [(one, text, launch) for one in choices for text, group in one.launches().items() for launch in group]
     rows = []
     with compiling([launch for *_, launch in every]) as futures:
         for (one, text, _), future in zip(every, futures, strict=True):

@@ -157,37 +157,31 @@ def step_of(case: Case, call: Callable, sets: list[dict], phase: str) -> Setup:
 
 
 def compare_variants(
-    case: Case, arguments: dict, phase: str, deadline: Deadline, on_progress: Callable[[str], None] = lambda stage: None
-) -> tuple[dict[str, Verdict], dict[str, str]]:
-    """Compares all variants of a case with float64.
+    case: Case, arguments: dict, phase: str, deadline: Deadline
+) -> Iterator[tuple[str, Verdict | str]]:
+    """Yields each variant's name, and its comparison with float64, or the error of one that failed.
+
+    Errors of the truth or the baseline are raised.
 
     Args:
         case: the computation.
         arguments: arguments of its variants.
         phase: one of its phases.
         deadline: variants that are not finished by then fail.
-        on_progress: called with "float64" and then with each variant's name when its comparison begins.
-
-    Returns:
-        Verdicts by variant, and the errors of variants that failed. Errors of the truth or the baseline are raised.
     """
 
     def outcome_of(call: Callable, inputs: dict) -> Named:
         return outcome(call, inputs, None if phase == "forward" else case.learning(call, inputs))
 
-    on_progress("float64")
     truth = outcome_of(case.truth, converted(arguments, torch.float64))
-    on_progress(case.variants[0].name)
     baseline = outcome_of(case.variants[0].call, arguments)
-    verdicts = {case.variants[0].name: verdict(baseline, truth, baseline, case.dtype, case.deep)}
-    errors: dict[str, str] = {}
+    yield case.variants[0].name, verdict(baseline, truth, baseline, case.dtype, case.deep)
     for variant in (a for a in case.variants[1:] if a.reason is None):
-        on_progress(variant.name)
+        errors: dict[str, str] = {}
+        compared: Verdict | None = None
         with capturing(errors, variant.name), deadline:
-            verdicts[variant.name] = verdict(
-                outcome_of(variant.call, arguments), truth, baseline, case.dtype, case.deep
-            )
-    return verdicts, errors
+            compared = verdict(outcome_of(variant.call, arguments), truth, baseline, case.dtype, case.deep)
+        yield variant.name, errors.get(variant.name, "") if compared is None else compared
 
 
 @dataclass
@@ -206,7 +200,6 @@ def measure(
     seconds: float,
     copies: int = 3,
     latency: bool = False,
-    on_progress: Callable[[str], None] = lambda stage: None,
     share: float = 0.8,
 ) -> Measured:
     """Compares every variant with float64, then times those that match, and those of reduced precision.
@@ -215,30 +208,80 @@ def measure(
         case: the computation.
         phase: one of its phases.
         device, deadline, seconds, copies, latency: as in `samples_of`.
-        on_progress: called with "compiling kernels" on a GPU, "float64", the name of each variant as its comparison
-            begins, and "timing".
         share: fraction of the remaining time after which comparisons end; variants not compared by then are not timed.
     """
-    sets = [case.inputs(seed) for seed in range(copies)]
+    sets = _prepare(case, phase, device, copies)
     rows = {variant.name: _row(case, phase, variant) for variant in case.variants}
-    calls = {a.name: a.call for a in case.variants}
-    if device.type == "cuda":
-        on_progress("compiling kernels")
-        compile_kernels(case, sets[0], phase)
-    torch.compiler.reset()  # Dynamo limits recompilations of one function, and cases share functions
-    verdicts, errors = compare_variants(case, sets[0], phase, deadline.sooner(share * deadline.left), on_progress)
-    for name, compared in verdicts.items():
-        rows[name] |= compared.columns() | _memory(case, calls[name], sets[0], device, phase)
-    reduced = {a.name for a in case.variants if a.reduced}
-    timed = [name for name, compared in verdicts.items() if compared.match or name in reduced]
-    right = {name: step_of(case, calls[name], sets, phase) for name in timed}
-    on_progress("timing")
+    right = {}
+    for name, compared in compare_variants(case, sets[0], phase, deadline.sooner(share * deadline.left)):
+        rows[name] |= _compared(case, name, compared, sets[0], phase, device)
+        if _is_timed(case, name, compared):
+            right[name] = step_of(case, _call(case, name), sets, phase)
     samples, failed = samples_of(right, device, deadline, seconds, copies=copies, latency=latency)
-    for name, text in (errors | failed).items():
+    for name, text in failed.items():
         rows[name]["error"] = text
     for name, times in samples.items():
         rows[name] |= _timing_columns(case, times, samples.get(case.variants[0].name), phase)
     return Measured(rows, samples)
+
+
+def rows_of(
+    case: Case, phase: str, device: torch.device, deadline: Deadline, seconds: float, copies: int = 3
+) -> Iterator[dict]:
+    """Yields the row of each variant as soon as it was compared with float64 and timed beside the baseline.
+
+    Each variant alternates with the baseline, so a row is complete without those that come later; `measure` alternates
+    all of them. Variants that cannot run here come first, after the baseline.
+
+    Args:
+        case: the computation.
+        phase: one of its phases.
+        device, deadline, copies: as in `samples_of`.
+        seconds: about how long to time each variant.
+    """
+    sets = _prepare(case, phase, device, copies)
+    rows = {variant.name: _row(case, phase, variant) for variant in case.variants}
+    base = case.variants[0].name
+    for name, compared in compare_variants(case, sets[0], phase, deadline):
+        rows[name] |= _compared(case, name, compared, sets[0], phase, device)
+        if _is_timed(case, name, compared):
+            steps = {each: step_of(case, _call(case, each), sets, phase) for each in dict.fromkeys((base, name))}
+            samples, failed = samples_of(steps, device, deadline, seconds, copies=copies)
+            if name in samples:
+                rows[name] |= _timing_columns(case, samples[name], samples.get(base), phase)
+            if name in failed:
+                rows[name]["error"] = failed[name]
+        yield rows[name]
+        if name == base:
+            yield from (rows[variant.name] for variant in case.variants[1:] if variant.reason is not None)
+
+
+def _prepare(case: Case, phase: str, device: torch.device, copies: int) -> list[dict]:
+    """Sets of arguments, after the kernels are compiled."""
+    sets = [case.inputs(seed) for seed in range(copies)]
+    if device.type == "cuda":
+        compile_kernels(case, sets[0], phase)
+    torch.compiler.reset()  # Dynamo limits recompilations of one function, and cases share functions
+    return sets
+
+
+def _call(case: Case, name: str) -> Callable:
+    return next(variant.call for variant in case.variants if variant.name == name)
+
+
+def _is_timed(case: Case, name: str, compared: Verdict | str) -> bool:
+    """True for a variant that matches, or of reduced precision."""
+    reduced = any(variant.reduced for variant in case.variants if variant.name == name)
+    return not isinstance(compared, str) and (compared.match or reduced)
+
+
+def _compared(
+    case: Case, name: str, compared: Verdict | str, arguments: dict, phase: str, device: torch.device
+) -> dict:
+    """Columns of a comparison, with memory, or the error."""
+    if isinstance(compared, str):
+        return dict(error=compared)
+    return compared.columns() | _memory(case, _call(case, name), arguments, device, phase)
 
 
 def without_times(rows: list[dict]) -> list[dict]:

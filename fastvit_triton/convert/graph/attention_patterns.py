@@ -22,6 +22,12 @@ class AttentionPattern(NamedTuple):
     scale: float | None
     inner: list[fx.Node]
     axis_bias: tuple[Call, Call] | None = None
+    causal: bool = False
+
+    @property
+    def mask(self) -> dict[str, bool]:
+        """The argument that makes a call causal, or none."""
+        return dict(causal=True) if self.causal else {}
 
 
 class Scores(NamedTuple):
@@ -41,6 +47,7 @@ def attention_of_axes(
     v: Tensor,
     scale: float | None = None,
     axis_bias: tuple[Tensor, Tensor] | None = None,
+    causal: bool = False,
 ) -> Tensor:
     """`attention` for tensors with three axes [B, N, D] or five [B, H, W, N, D]; returns [B, Nq, Dv] or [B, H, W, …].
 
@@ -50,14 +57,15 @@ def attention_of_axes(
         v: values.
         scale: as in `attention`.
         axis_bias: for three axes, (row [B, Nq, h], column [B, Nq, w]).
+        causal: as in `attention`.
     """
     if q.dim() == 3:
         axes = None if axis_bias is None else (axis_bias[0].unsqueeze(1), axis_bias[1].unsqueeze(1))
         q, k, v = (t.unsqueeze(1) for t in (q, k, v))
-        return attention(q, k, v, scale=scale, axis_bias=axes).squeeze(1)
+        return attention(q, k, v, scale=scale, axis_bias=axes, causal=causal).squeeze(1)
     sizes = q.shape[1:3]
     q, k, v = (t.flatten(1, 2) for t in (q, k, v))
-    return attention(q, k, v, scale=scale).unflatten(1, sizes)
+    return attention(q, k, v, scale=scale, causal=causal).unflatten(1, sizes)
 
 
 attention_of_axes.__name__ = "attention"  # in reports
@@ -67,10 +75,10 @@ def attend(anchor: fx.Node) -> Iterator[Match | str]:
     """Matches of attention: scaled_dot_product_attention, or matmul, softmax, matmul."""
     pattern = _attention(anchor)
     if isinstance(pattern, AttentionPattern) and len(shape(pattern.q)) == 4:
-        options = dict(bias=pattern.bias, scale=pattern.scale)
+        options = dict(bias=pattern.bias, scale=pattern.scale) | pattern.mask
         yield Match(anchor, attention, pattern[:3], options, pattern.inner, _head_dim(pattern))
     elif isinstance(pattern, AttentionPattern):
-        axes = dict(scale=pattern.scale, axis_bias=pattern.axis_bias)
+        axes = dict(scale=pattern.scale, axis_bias=pattern.axis_bias) | pattern.mask
         yield Match(anchor, attention_of_axes, pattern[:3], axes, pattern.inner, _head_dim(pattern))
     elif pattern is not None:
         yield pattern
@@ -91,7 +99,7 @@ def attend_packed(anchor: fx.Node) -> Iterator[Match | str]:
     B, H, N, D = shape(pattern.q)
     split = _unpacked(pattern, inner)
     if split is not None and equal(shape(split), (B, N, 3 * H * D)) and equal(shape(anchor), (B, N, H * D)):
-        options = dict(bias=pattern.bias, scale=pattern.scale)
+        options = dict(bias=pattern.bias, scale=pattern.scale) | pattern.mask
         inner += [merged, core, *pattern.inner]
         yield Match(anchor, attention_qkv, (split, H), options, inner, _head_dim(pattern))
 
@@ -103,6 +111,7 @@ def _head_dim(pattern: AttentionPattern) -> int:
 
 def _attention(node: fx.Node) -> AttentionPattern | str | None:
     """The attention whose output is this node; a reason (str) if it is unsupported; None if it is not attention."""
+    causal = False
     if kind(node) == "scaled_dot_product_attention":
         arguments = read(node)
         inner: list[fx.Node] = []
@@ -113,8 +122,11 @@ def _attention(node: fx.Node) -> AttentionPattern | str | None:
         scale = arguments.get("scale")
         if arguments.get("dropout_p", 0.0) != 0.0:
             return "it drops attention probabilities"
-        if arguments.get("is_causal", False) is not False or arguments.get("enable_gqa", False) is not False:
-            return "it is causal or uses grouped-query attention"
+        if arguments.get("enable_gqa", False) is not False:
+            return "it uses grouped-query attention"
+        causal = arguments.get("is_causal", False) is not False
+        if causal and (bias is not None or not equal(shape(q)[-2:-1], shape(k)[-2:-1])):
+            return "it is causal, and has a mask or other queries than keys"  # whose first is PyTorch's first key
     elif kind(node) == "matmul":
         parts = _written_out(node)
         if parts is None:
@@ -134,7 +146,7 @@ def _attention(node: fx.Node) -> AttentionPattern | str | None:
     if len(outer) != 2:
         if bias is not None or windows is not None:
             return "its tensors have no axes [B, H, N, D], and it has a mask"
-        return AttentionPattern(q, k, v, None, scale, inner, axes)
+        return AttentionPattern(q, k, v, None, scale, inner, axes, causal)
     B, H = outer
     summands = [t for t in (bias, windows) if t is not None]
     if kind(node) == "matmul" and not all(_is_float(t, like=q) for t in summands):
@@ -146,7 +158,7 @@ def _attention(node: fx.Node) -> AttentionPattern | str | None:
     if windows is not None:
         windows = Call(torch.flatten, (windows, 0, 1))  # [W, 1, Nq, Nk]: image b of the batch is in window b mod W
         bias = windows if bias is None else Call(torch.add, (bias, windows))
-    return AttentionPattern(q, k, v, bias, scale, inner)
+    return AttentionPattern(q, k, v, bias, scale, inner, causal=causal)
 
 
 def _written_out(node: fx.Node) -> tuple[Scores, fx.Node, list[fx.Node]] | None:
@@ -355,8 +367,10 @@ def why_not_expanded(node: fx.Node) -> str | None:
         return "it has a mask of keys, or separate keys and values"
     if mask is not None and (len(shape(mask)) != 2 or value(mask).dtype not in (torch.bool, value(query).dtype)):
         return "its mask has not the axes [Nq, Nk], or another dtype"
-    if arguments.get("add_zero_attn") or arguments.get("use_separate_proj_weight") or arguments.get("is_causal"):
-        return "it is causal, or has separate projections"
+    if arguments.get("is_causal") and mask is None:
+        return "it is causal without a mask"
+    if arguments.get("add_zero_attn") or arguments.get("use_separate_proj_weight"):
+        return "it has separate projections, or added keys"
     if arguments["dropout_p"] != 0 and arguments.get("training", True):
         return "it drops attention probabilities"
     if any(kind(user) != "getitem" or read(user)["index"] != 0 for user in node.users):

@@ -20,6 +20,7 @@ Argument = Any  # of a node: another node, a value, or a tuple of these; a patte
 # arguments, positional or by keyword; patterns read them only where `order` does.
 ARGUMENTS: dict[str | None, tuple[str, ...]] = {
     "add": ("input", "other", "alpha"),
+    "addmm": ("input", "mat1", "mat2", "beta", "alpha"),
     "cat": ("tensors", "dim"),
     "chunk": ("input", "chunks", "dim"),
     "contiguous": ("input", "*others"),
@@ -58,6 +59,7 @@ ARGUMENTS: dict[str | None, tuple[str, ...]] = {
 }
 FUNCTIONS = {
     "add": (operator.add, torch.add),
+    "addmm": (torch.addmm,),
     "cat": (torch.cat, torch.concat),
     "chunk": (torch.chunk,),
     "conv2d": (F.conv2d,),

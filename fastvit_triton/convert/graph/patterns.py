@@ -190,7 +190,17 @@ def single(anchor: fx.Node) -> Iterator[Match]:
 
 
 def multiply(anchor: fx.Node) -> Iterator[Match | str]:
-    """Matches of a linear layer by itself, which oneDNN can run on a CPU."""
+    """Matches of a linear layer by itself, or of bias + x Wᵀ as GPT-2 writes it, which oneDNN can run on a CPU."""
+    if kind(anchor) == "addmm":
+        arguments = read(anchor)
+        bias, x, columns = arguments["input"], arguments["mat1"], arguments["mat2"]
+        unscaled = arguments.get("alpha", 1) == 1 == arguments.get("beta", 1)
+        if unscaled and equal(shape(bias), shape(columns)[1:]):
+            weight = Call(torch.t, (columns,))
+            yield Match(anchor, onednn.product_in_graph, (x, weight, bias), name="product by oneDNN")
+        else:
+            yield "it scales its terms, or does not add a bias [F]"
+        return
     if kind(anchor) != "linear":
         return
     if _plain(anchor):

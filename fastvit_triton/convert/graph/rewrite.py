@@ -68,8 +68,17 @@ class Rewriter:
         self.graph.lint()
 
     def insert_products(self) -> None:
-        """Replaces linear layers by oneDNN's product, where it is chosen."""
-        for node in self._all("linear"):
+        """Replaces linear layers, also those inside PyTorch's attention, by oneDNN's product, where it is chosen."""
+        for name, expand in (("multi_head_attention", self._expand), ("encoder_layer", self._expand_layer)):
+            for node in self._all(name):
+                arguments = read(node)
+                x = arguments["query" if name == "multi_head_attention" else "src"]
+                reason = self._product_refusal(node, x, arguments["in_proj_weight"])
+                if reason is None:
+                    expand(node, kernels=False)
+                else:
+                    self.why[node.name] = reason
+        for node in (*self._all("linear"), *self._all("addmm")):
             self._first(node, (multiply,))
         self.graph.lint()
 
@@ -135,11 +144,19 @@ class Rewriter:
 
     def _refusal(self, match: Match) -> str | None:
         """Why the kernel or the product that a match calls does not run; None if it does."""
-        x, *others = map(value, match.args)
-        if match.function is not onednn.product_in_graph:
-            return self.refuses(x.device, x.dtype, match.head_dim)
-        with self.regions.modes(match.anchor):
-            return plan.product_refusal(x, others[0], value(match.anchor).requires_grad)
+        x, *others = match.args
+        if match.function is onednn.product_in_graph:
+            return self._product_refusal(match.anchor, x, next(iter(others)))
+        return self.refuses(value(x).device, value(x).dtype, match.head_dim)
+
+    def _product_refusal(self, node: fx.Node, x: fx.Node, weight: fx.Node | Call | None) -> str | None:
+        """Why oneDNN's product of x and a weight, of which the node computes a result, does not run."""
+        source = next(iter(weight.args)) if isinstance(weight, Call) else weight  # of its transpose
+        if value(x) is None or value(source) is None:
+            return "it reads a subclass of Tensor"
+        outputs = [t for t in (node, *node.users) if value(t) is not None]
+        with self.regions.modes(node):
+            return plan.product_refusal(value(x), value(source), any(value(t).requires_grad for t in outputs))
 
     def _insert(self, anchor: fx.Node, function: Callable, *args: Any, **kwargs: Any) -> fx.Node:
         """Inserts a call before the anchor, with its example value."""
@@ -183,10 +200,12 @@ class Rewriter:
             node.args = (source, *sizes)
             node.kwargs = {"dtype": like.dtype, **node.kwargs}
 
-    def _unusable(self, node: fx.Node, x: fx.Node, arguments: dict) -> str | None:
+    def _unusable(self, node: fx.Node, x: fx.Node, arguments: dict, kernels: bool) -> str | None:
         dtypes = {t.dtype for t in tensors({k: v for k, v in arguments.items() if k != "attn_mask"})}
         if dtypes - {torch.float32, torch.bfloat16, torch.float16} if self.regions.casts(node) else len(dtypes) > 1:
             return "its tensors differ in dtype"
+        if not kernels:
+            return None
         return self.refuses(value(x).device, value(x).dtype, arguments["embed_dim_to_check"] // arguments["num_heads"])
 
     def _attention(self, before: fx.Node, x: fx.Node, arguments: dict, memory: fx.Node | None = None) -> fx.Node:
@@ -212,17 +231,21 @@ class Rewriter:
 
         q, k, v = project(x, 0, 3) if memory is None else (*project(x, 0, 1), *project(memory, 1, 3))
         mask = arguments.get("attn_mask")
+        causal = bool(arguments.get("is_causal")) and not arguments.get("need_weights", True)
+        if causal:  # PyTorch does not read the mask
+            mask = None
         if mask is not None and value(mask).dtype == torch.bool:
             mask = call(torch.logical_not, mask)  # True keeps a key, in the function that is called
-        o = call(F.scaled_dot_product_attention, q, k, v, *(() if mask is None else (mask,)))
+        masks = {} if mask is None else dict(attn_mask=mask)
+        o = call(F.scaled_dot_product_attention, q, k, v, **masks, **(dict(is_causal=True) if causal else {}))
         merged = call(torch.flatten, call(torch.transpose, o, 1, 2), 2)
         return call(F.linear, merged, arguments["out_proj_weight"], arguments["out_proj_bias"])
 
-    def _expand(self, node: fx.Node) -> None:
-        """Expands a call of `F.multi_head_attention_forward` into its inner calls."""
+    def _expand(self, node: fx.Node, kernels: bool = True) -> None:
+        """Expands a call of `F.multi_head_attention_forward` into its inner calls, for kernels or oneDNN's products."""
         arguments = read(node)
         query = arguments["query"]
-        reason = why_not_expanded(node) or self._unusable(node, query, arguments)
+        reason = why_not_expanded(node) or self._unusable(node, query, arguments, kernels)
         if reason is not None:
             self.why[node.name] = reason
             return
@@ -240,20 +263,21 @@ class Rewriter:
             if item.users:
                 self._replace(item, self._insert(node, torch.transpose, y, 0, 1))
             self.graph.erase_node(item)
-        self.became[node.name] = "attention_qkv" if memory is None else "attention"
+        attended = "attention_qkv" if memory is None else "attention"
+        self.became[node.name] = attended if kernels else "products by oneDNN"
         self.graph.erase_node(node)
         for operand in dict.fromkeys((query, arguments["key"])):
             if not operand.users and operand.op != "placeholder":
                 self.graph.erase_node(operand)
 
-    def _expand_layer(self, node: fx.Node) -> None:
+    def _expand_layer(self, node: fx.Node, kernels: bool = True) -> None:
         """Expands the single op of `nn.TransformerEncoderLayer` in inference into the calls made in training."""
         arguments = read(node)
         call = partial(self._insert, node)
         x = arguments["src"]
         width = arguments["embed_dim_to_check"]
         masked = arguments.get("mask") is not None or len(shape(x)) != 3
-        reason = "it has a mask, or no axes [B, N, D]" if masked else self._unusable(node, x, arguments)
+        reason = "it has a mask, or no axes [B, N, D]" if masked else self._unusable(node, x, arguments, kernels)
         if self.regions.casts(node):
             reason = "autocast is enabled, which casts within it"
         if reason is not None:
@@ -275,7 +299,7 @@ class Rewriter:
             x = norm(call(operator.add, x, self._attention(node, x, arguments)), 1)
             x = norm(call(operator.add, x, hidden(x)), 2)
         self._replace(node, x)
-        self.became[node.name] = "attention_qkv, mlp"
+        self.became[node.name] = "attention_qkv, mlp" if kernels else "products by oneDNN"
         self.graph.erase_node(node)
 
     def _pack(self, norm: fx.Node) -> None:
@@ -300,7 +324,7 @@ class Rewriter:
             return
         bias = None
         if any(b is not None for b in biases):
-            filled = (Call(_zeros, (w,)) if b is None else b for w, b in zip(weights, biases, strict=True))
+            filled = (Call(zeros_for, (w,)) if b is None else b for w, b in zip(weights, biases, strict=True))
             bias = Call(torch.cat, (tuple(filled),))
         packed = self._insert(first, F.linear, norm, Call(torch.cat, (weights,)), bias)
         chunks = self._insert(first, torch.chunk, packed, len(users), -1)
@@ -342,7 +366,7 @@ class Rewriter:
         return y, stats
 
 
-def _zeros(weight: torch.Tensor) -> torch.Tensor:
+def zeros_for(weight: torch.Tensor) -> torch.Tensor:
     """A zero bias [F] for a layer without one, merged with layers that have one."""
     return weight.new_zeros(weight.shape[0])
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...engine import replay
 from ...engine.attention import attend, attention_body
 from ...engine.body import Body, Given, Output, normalize, project
-from ...engine.branch import Branch, add_branches
+from ...engine.branch import Branch, add_branches, add_branches_with_stats
 from ...engine.hooks import can_fuse, has_hooks
 from ...engine.leaves import Foreign
 from ...engine.ways import known_way, plainly
@@ -86,18 +86,15 @@ def run_chained(
     if way == "plain":
         return plainly(type(block).forward, block, x), None
     if way is None:
-        y = _run(block, x, stats, next_norm)
-    else:
-        y = replay.call(settings, _run, block, x, stats, next_norm)
-    return y if isinstance(y, tuple) else (y, None)
+        return _run(block, x, stats, next_norm)
+    return replay.call(settings, _run, block, x, stats, next_norm)
 
 
 def _run(block: nn.Module, x: Tensor, stats: Given | None, next_norm: nn.Module | None) -> Output:
     if not is_fusable(block, x):
-        x = plainly(type(block).forward, block, x)
-        return x if next_norm is None else (x, None)
+        return plainly(type(block).forward, block, x), None
     branches = BRANCHES[type(block)](block, x)
-    return add_branches(x, *branches, block=block, stats=stats, next_norm=next_norm)
+    return add_branches_with_stats(x, *branches, block=block, stats=stats, next_norm=next_norm)
 
 
 @fused_body(

@@ -208,18 +208,17 @@ def attend_to_all(x: Tensor, score: Layer) -> Tensor:
     folds=lambda self: [(self.ln_1, self.attn), (self.ln_2, self.mlp)],
 )
 def colour_block(self: Foreign, x: Tensor, past: object = None) -> Tensor:
-    """iGPT's block; with a cache of keys and values the module's own forward runs. [B, n, D] → [B, n, D]."""
-    if past is not None or not is_fusable(self, x):
+    """iGPT's block; [B, n, D] → [B, n, D]."""
+    if not is_fusable(self, x):
         return original(self, x, past)
-    return add_branches(x, Branch(self.attn, self.ln_1), Branch(self.mlp, self.ln_2), block=self)
+    attn = Branch(self.attn, self.ln_1, call={"past": past})
+    return add_branches(x, attn, Branch(self.mlp, self.ln_2), block=self)
 
 
 @fused_body(f"{MODELS}.igpt.CausalAttention", needs="c_attn num_heads c_proj", takes="past")
-def causal_parts(self: Foreign, past: object = None) -> Body | str:
-    """The body of iGPT's attention."""
-    if past is not None:
-        return "keys and values are cached"
-    return Body("attention", (self.c_attn,), self.attend, self.c_proj, self.num_heads)
+def causal_parts(self: Foreign, past: object = None) -> Body:
+    """The body of iGPT's attention; with a cache it is not replayed, see `replay.call`."""
+    return Body("attention", (self.c_attn,), partial(self.attend, past=past), self.c_proj, self.num_heads)
 
 
 @fused_body(f"{MODELS}.igpt.ColourMlp", needs="c_fc c_proj", takes="")
@@ -230,19 +229,18 @@ def colour_mlp_parts(self: Foreign) -> MlpBody:
 
 @fused_forward("post-norm block", f"{MODELS}.image_transformer.LocalBlock", needs="attn norm1 mlp norm2", takes="past")
 def local_block(self: Foreign, x: Tensor, past: object = None) -> Tensor:
-    """Image Transformer's block; with a cache the module's own forward runs. [B, n, D] → [B, n, D]."""
-    if past is not None or not is_fusable(self, x):
+    """Image Transformer's block; [B, n, D] → [B, n, D]."""
+    if not is_fusable(self, x):
         return original(self, x, past)
-    x = normalize(add_branches(x, Branch(self.attn)), self.norm1)
+    x = normalize(add_branches(x, Branch(self.attn, call={"past": past})), self.norm1)
     return normalize(add_branches(x, Branch(self.mlp)), self.norm2)
 
 
 @fused_body(f"{MODELS}.image_transformer.LocalAttention", needs="wq wk wv num_heads wo drop", takes="past")
-def local_parts(self: Foreign, past: object = None) -> Body | str:
-    """The body of Image Transformer's attention."""
-    if past is not None:
-        return "keys and values are cached"
-    return Body("attention", (self.wq, self.wk, self.wv), self.attend, self.wo, self.num_heads, drops=(self.drop,))
+def local_parts(self: Foreign, past: object = None) -> Body:
+    """The body of Image Transformer's attention; with a cache it is not replayed, see `replay.call`."""
+    attend = partial(self.attend, past=past)
+    return Body("attention", (self.wq, self.wk, self.wv), attend, self.wo, self.num_heads, drops=(self.drop,))
 
 
 @fused_forward(
@@ -277,8 +275,8 @@ def restoration_decoder_layer(self: Foreign, x: Tensor, memory: Tensor, task: Te
         return original(self, x, memory, task)
     D = x.shape[-1]
     H = attn.num_heads
-    own = Body("attention", (Packed(attn.in_proj_weight, None),), _Tasked(attn, task, H), attn.out_proj, H)
-    other = Body(
+    self_attention = Body("attention", (Packed(attn.in_proj_weight, None),), _Tasked(attn, task, H), attn.out_proj, H)
+    cross_attention = Body(
         "attention",
         (Packed(cross.in_proj_weight[:D], None, (cross.in_proj_weight,)),),
         _Crossed(cross, task, memory, H),
@@ -287,8 +285,8 @@ def restoration_decoder_layer(self: Foreign, x: Tensor, memory: Tensor, task: Te
     )
     hidden = MlpBody((self.linear1,), "relu", self.linear2, (self.dropout, self.dropout3))
     branches = (
-        Branch(own._replace(drops=(self.dropout1,)), self.norm1),
-        Branch(other._replace(drops=(self.dropout2,)), self.norm2),
+        Branch(self_attention._replace(drops=(self.dropout1,)), self.norm1),
+        Branch(cross_attention._replace(drops=(self.dropout2,)), self.norm2),
         Branch(hidden, self.norm3),
     )
     if runs_plain(x, *branches, block=self):

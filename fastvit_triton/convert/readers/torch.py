@@ -62,15 +62,18 @@ def sequential_parts(self: nn.Sequential) -> MlpBody | str:
 
 
 def multihead_parts(
-    self: nn.MultiheadAttention, attn_mask: Tensor | None = None, key_padding_mask: Tensor | None = None
+    self: nn.MultiheadAttention,
+    attn_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    is_causal: bool = False,
 ) -> Body | str:
     """Parts of a self-attention by a batch-first nn.MultiheadAttention; masks as in its forward."""
     why = multihead_reason(self)
     if why is not None:
         return why
     qkv = Packed(self.in_proj_weight, self.in_proj_bias)
-    bias = _allowed(self, attn_mask, key_padding_mask)
-    return attention_body((qkv,), self.out_proj, self.num_heads, None, bias)
+    bias, causal = _masks(self, attn_mask, key_padding_mask, is_causal)
+    return attention_body((qkv,), self.out_proj, self.num_heads, None, bias, causal=causal)
 
 
 def multihead_reason(self: nn.MultiheadAttention) -> str | None:
@@ -106,17 +109,19 @@ def multihead(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of queries [B, N, D] to keys and values; runs the original if attention weights are requested."""
     usual = query.dim() == 3 and not need_weights and not (is_causal and attn_mask is None)
+    if usual and is_causal:  # with fewer queries than keys PyTorch's are the first positions, the kernels' the last
+        usual = query is key or query.shape[self.batch_first] == key.shape[self.batch_first]
     if not usual or not is_fusable(self, query) or key.is_nested or multihead_reason(self) is not None:
         options = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
         return original(self, query, key, value, *options)
-    bias = _allowed(self, attn_mask, key_padding_mask)
+    bias, causal = _masks(self, attn_mask, key_padding_mask, is_causal)
     turn = (lambda t: t) if self.batch_first else (lambda t: t.transpose(0, 1))
     if query is key and key is value:
         qkv = (Packed(self.in_proj_weight, self.in_proj_bias),)
-        parts = attention_body(qkv, self.out_proj, self.num_heads, None, bias)
+        parts = attention_body(qkv, self.out_proj, self.num_heads, None, bias, causal=causal)
         y = parts(turn(query))
     else:
-        y = cross_attend(self, turn(query), turn(key), turn(value), bias)
+        y = cross_attend(self, turn(query), turn(key), turn(value), bias, causal)
     return turn(_tokens_first(y) if self.training else y), None  # its caller may apply dropout
 
 
@@ -136,7 +141,12 @@ def drawn_tokens_first(drop: Drop) -> Drop:
 
 
 def cross_attend(
-    self: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
+    self: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None = None,
+    causal: bool = False,
 ) -> Tensor:
     """Queries [B, Nq, D] of one sequence attend to keys and values [B, Nk, D] of another."""
     weights = self.in_proj_weight.chunk(3)
@@ -144,7 +154,16 @@ def cross_attend(
     layers = [Packed(*pair) for pair in zip(weights, biases, strict=True)]
     q, k, v = (project(x, (layer,)) for x, layer in zip((query, key, value), layers, strict=True))
     q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
-    return finish(attention(q, k, v, bias).transpose(1, 2).flatten(2), self.out_proj)
+    return finish(attention(q, k, v, bias, causal=causal).transpose(1, 2).flatten(2), self.out_proj)
+
+
+def _masks(
+    self: nn.MultiheadAttention, mask: Tensor | None, padding: Tensor | None, is_causal: bool
+) -> tuple[Tensor | None, bool]:
+    """(bias, causal) of the kernels: with `is_causal` and without padding PyTorch, too, does not read the mask."""
+    if is_causal and mask is not None and padding is None:
+        return None, True
+    return _allowed(self, mask, padding), False
 
 
 def _allowed(self: nn.MultiheadAttention, mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
@@ -212,7 +231,7 @@ def encoder_layer(
     parts: Body | str = "unbatched, nested, or causal without a mask"
     causal = is_causal and src_mask is None
     if src.dim() == 3 and is_fusable(self, src) and not causal and not has_hooks(self.self_attn):
-        parts = multihead_parts(self.self_attn, src_mask, src_key_padding_mask)
+        parts = multihead_parts(self.self_attn, src_mask, src_key_padding_mask, is_causal)
     if isinstance(parts, str):
         return original(self, src, src_mask, src_key_padding_mask, is_causal)
     parts = parts._replace(drops=(drawn_tokens_first(self.dropout1),))

@@ -55,8 +55,8 @@ def scale_of(module: Foreign) -> float | None:
 
 def _reason(module: Foreign, mask: Tensor | None, is_causal: bool) -> str | None:
     """Why an attention must run its own forward now, or None."""
-    if is_causal:
-        return "causal mask"
+    if is_causal and mask is not None:
+        return "a mask, and causal"
     if getattr(module, "gate", None) is not None:
         return "gated attention"
     if mask is not None and not module.fused_attn:  # releases interpret such a mask differently
@@ -87,6 +87,7 @@ def attention_parts(self: Foreign, attn_mask: Tensor | None = None, is_causal: b
         norms=_norms(self),
         last=_present(self),
         drops=(self.proj_drop,),
+        causal=is_causal,
     )
 
 
@@ -167,6 +168,7 @@ def rope_parts(
         norms=_norms(self),
         last=_present(self),
         drops=(self.proj_drop,),
+        causal=is_causal,
     )
 
 

@@ -68,15 +68,14 @@ def attention_forward(
     """Attention as transformers' AttentionInterface calls it: [B, H, N, D] each → ([B, Nq, H, Dv], no weights).
 
     With cu_seq_lens_q the tokens of a batch of one are those of several images, and each attends to its own image.
-    What no kernel computes, such as causal attention, grouped heads and dropout, runs transformers' "sdpa", and a
-    warning says so once.
+    What no kernel computes, such as grouped heads and dropout, runs transformers' "sdpa", and a warning says so once.
 
     Raises:
         ValueError: images are packed in a batch of more than one, or with other lengths for keys than for queries; or
             attention has sinks, or a sliding window that no mask holds.
     """
-    given = more.get("cu_seq_lens_q")
-    starts = given if isinstance(given, Tensor) else None
+    cu_seqlens = more.get("cu_seq_lens_q")
+    starts = cu_seqlens if isinstance(cu_seqlens, Tensor) else None
     packed = starts is not None
     padding = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
     causal = query.shape[2] > 1 and (attention_mask is None or padding is not None)  # other masks hold causality
@@ -89,7 +88,7 @@ def attention_forward(
         what = "a sliding window without a mask" if hidden else "attention sinks"
         raise ValueError(f"{NAME} does not support {what}; give {type(module).__name__} attn_implementation='eager'")
     asked = {
-        "causal attention": causal,
+        "causal attention to other tokens": causal and query.shape[2] != key.shape[2],  # its first query is the first
         "grouped heads": query.shape[1] != key.shape[1],
         "dropout": dropout > 0,
         "masks of packed images": packed and attention_mask is not None,
@@ -98,11 +97,13 @@ def attention_forward(
     unsupported = [name for name, is_asked in asked.items() if is_asked]
     if starts is not None and not unsupported:
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-        return varlen_attention(q, k, v, starts, _longest(starts, more.get("max_length_q")), scaling)[None], None
+        longest = _longest(starts, more.get("max_length_q"))
+        return varlen_attention(q, k, v, starts, longest, scaling, bool(causal))[None], None
     if padding is not None:
         attention_mask = padding[:, None, None].bool()
     if not unsupported and can_run(query):
-        return attention(query, key, value, scores_mask(attention_mask), scaling).transpose(1, 2), None
+        mask = scores_mask(attention_mask)
+        return attention(query, key, value, mask, scaling, causal=bool(causal)).transpose(1, 2), None
     _warn(module, unsupported)
     if causal and (packed or padding is not None):
         attention_mask = _both(attention_mask, _lower_triangle(query, key))

@@ -1,19 +1,33 @@
 """Fused forwards for the deformable sampling of transformers' detectors (Deformable DETR, RT-DETR, Mask2Former, …).
 
-About ten models have the same module without parameters, which `recognition` finds; Mask2Former and OneFormer call a
-function in a module with projections, which are called as they are.
+About ten models have the same module without parameters, which `recognition` finds. The modules with projections around
+it, or around a function that does the same, call the projections as they are.
 """
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ....engine.hooks import has_hooks
 from ....engine.leaves import Foreign
 from ....kernels.deformable import deformable_attention
 from ...forwards import arguments, fused_forward, original
 from ...third_party import is_fusable
 from .vit import classes
+
+WHOLE = frozenset(
+    classes(
+        "deformable_detr.DeformableDetrMultiscaleDeformableAttention",
+        "lw_detr.LwDetrMultiscaleDeformableAttention",
+        "pp_doclayout_v2.PPDocLayoutV2MultiscaleDeformableAttention",
+        "pp_doclayout_v3.PPDocLayoutV3MultiscaleDeformableAttention",
+        "pp_doclayout_v4.PPDocLayoutV4MultiscaleDeformableAttention",
+        "rf_detr.RfDetrMultiscaleDeformableAttention",
+        "rt_detr.RTDetrMultiscaleDeformableAttention",
+    )
+)  # modules with projections around one for the sampling
 
 
 @fused_forward(
@@ -67,21 +81,124 @@ def _promoted(value: Tensor, *others: Tensor) -> torch.dtype:
 def attention(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """Deformable attention with its projections; [B, Nq, D] → [B, Nq, D], and its weights [B, Nq, H, L, P]."""
     call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
-    cells, around, shapes = (call.get(n) for n in ("encoder_hidden_states", "reference_points", "spatial_shapes_list"))
-    if not is_fusable(self, hidden_states) or cells is None or around is None or shapes is None:
-        return original(self, hidden_states, *inputs, **named)
-    B, Nq, _ = hidden_states.shape
-    H, L, P = self.n_heads, self.n_levels, self.n_points
-    if around.shape[:3] != (B, Nq, L) or around.shape[-1] not in (2, 4):
+    if not is_fusable(self, hidden_states) or not _is_supported(self, hidden_states, call):
         return original(self, hidden_states, *inputs, **named)
     if call.get("position_embeddings") is not None:
         hidden_states = self.with_pos_embed(hidden_states, call["position_embeddings"])
+    y, logits = _sampled(self, hidden_states, call, call.get("attention_mask"))  # True where the cell is padding
+    return self.output_proj(y), _weights(self, logits)
+
+
+@fused_forward(
+    "deformable attention",
+    *sorted(WHOLE),
+    needs="attn value_proj sampling_offsets attention_weights output_proj d_model n_heads n_levels n_points",
+    takes="attention_mask encoder_hidden_states encoder_attention_mask position_embeddings reference_points "
+    "spatial_shapes spatial_shapes_list level_start_index",
+    by_name=True,
+)
+def whole_attention(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    """As `attention`, for a module that holds one for the sampling."""
+    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
+    found = _sampled_whole(self, hidden_states, call)
+    if found is None:
+        return original(self, hidden_states, *inputs, **named)
+    y, logits = found
+    return self.output_proj(y), _weights(self, logits)
+
+
+def sampled(self: Foreign, x: Tensor, call: dict[str, Any]) -> Tensor | None:
+    """What a module of WHOLE projects to its output for x [B, Nq, D] and these arguments; None if it must be called."""
+    found = _sampled_whole(self, x, {name: value for name, value in call.items() if value is not None})
+    return None if found is None or set(call) - set(arguments(type(self))) else found[0]
+
+
+def _sampled_whole(self: Foreign, x: Tensor, call: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """(output before its projection, logits of the weights); None if the module must run its own forward."""
+    fits = is_fusable(self, x) and not has_hooks(self.attn) and is_fusable(self.attn, x)
+    if not fits or not _is_supported(self, x, call):
+        return None
+    if call.get("position_embeddings") is not None:
+        x = x + call["position_embeddings"]
+    valid = call.get("attention_mask")
+    return _sampled(self, x, call, None if valid is None else ~valid)
+
+
+def _is_supported(self: Foreign, hidden_states: Tensor, call: dict[str, Any]) -> bool:
+    """True if cells, their maps, and reference points of two or four coordinates for each map are given."""
+    cells, around, shapes = (call.get(n) for n in ("encoder_hidden_states", "reference_points", "spatial_shapes_list"))
+    if cells is None or around is None or shapes is None or around.dim() != 4:
+        return False
+    B, Nq, _ = hidden_states.shape
+    return around.shape[:2] == (B, Nq) and around.shape[2] in (1, self.n_levels) and around.shape[-1] in (2, 4)
+
+
+def _sampled(self: Foreign, x: Tensor, call: dict[str, Any], padding: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The weighted sum of points of queries x [B, Nq, D], before the output projection, and the weights' logits."""
+    B, Nq, _ = x.shape
+    H, L, P = self.n_heads, self.n_levels, self.n_points
+    cells, around = call["encoder_hidden_states"], call["reference_points"]
     value = self.value_proj(cells)
-    if call.get("attention_mask") is not None:  # True where the cell is padding
-        value = value.masked_fill(call["attention_mask"][..., None], 0.0)
+    if padding is not None:
+        value = value.masked_fill(padding[..., None], 0.0)
     value = value.view(B, cells.shape[1], H, self.d_model // H)
-    offsets = self.sampling_offsets(hidden_states).view(B, Nq, H, L, P, 2)
-    logits = self.attention_weights(hidden_states).view(B, Nq, H, L * P)
-    y = deformable_attention(value, _pairs(shapes), offsets, logits.view(B, Nq, H, L, P), around)
-    weights = logits.softmax(-1).view(B, Nq, H, L, P)
-    return self.output_proj(y.to(_promoted(value, offsets, around, weights))), weights
+    offsets = self.sampling_offsets(x).view(B, Nq, H, L, P, 2)
+    logits = self.attention_weights(x).view(B, Nq, H, L, P)
+    shapes = _pairs(call["spatial_shapes_list"])
+    y = deformable_attention(value, shapes, offsets, logits, around.expand(-1, -1, L, -1))
+    return y.to(_promoted(value, offsets, around, logits)), logits
+
+
+def _weights(self: Foreign, logits: Tensor) -> Tensor:
+    """Softmax over the points of all levels, [B, Nq, H, L, P]."""
+    return logits.flatten(3).softmax(-1).view_as(logits)
+
+
+@fused_forward(
+    "deformable attention",
+    *classes(
+        "d_fine.DFineMultiscaleDeformableAttention",
+        "deimv2.Deimv2MultiscaleDeformableAttention",
+        "rt_detr_v2.RTDetrV2MultiscaleDeformableAttention",
+    ),
+    needs="sampling_offsets attention_weights d_model n_heads n_levels offset_scale n_points_scale|num_points_scale "
+    "n_points_list|num_points_list method|decoder_method",
+    takes="attention_mask reference_points encoder_hidden_states encoder_attention_mask position_embeddings "
+    "spatial_shapes spatial_shapes_list level_start_index",
+    by_name=True,
+)
+def scaled_attention(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    """Deformable attention whose offsets are relative to boxes; [B, Nq, D] → [B, Nq, D], weights [B, Nq, H, L·P]."""
+    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
+    old = hasattr(self, "value_proj")  # RT-DETR v2; the others have no projections of values and outputs
+    points, scale, method = (
+        (self.n_points_list, self.n_points_scale, self.method)
+        if old
+        else (self.num_points_list, self.num_points_scale, self.decoder_method)
+    )
+    fits = is_fusable(self, hidden_states) and _is_supported(self, hidden_states, call) and method == "default"
+    core = vars(sys.modules[type(self).__module__]).get("multi_scale_deformable_attention_v2")
+    if (
+        not fits
+        or [*points] != [points[0]] * self.n_levels
+        or call["reference_points"].shape[2:] != (1, 4)
+        or not (old or (self.ms_deformable_attn_core is core and call.get("attention_mask") is None))
+    ):
+        return original(self, hidden_states, *inputs, **named)
+    if old and call.get("position_embeddings") is not None:
+        hidden_states = hidden_states + call["position_embeddings"]
+    B, Nq, _ = hidden_states.shape
+    H, L, P = self.n_heads, self.n_levels, points[0]
+    cells, around = call["encoder_hidden_states"], call["reference_points"][:, :, None]
+    value = self.value_proj(cells) if old else cells
+    if call.get("attention_mask") is not None:
+        value = value.masked_fill(~call["attention_mask"][..., None], 0.0)
+    value = value.reshape(B, cells.shape[1], H, self.d_model // H)
+    offsets = self.sampling_offsets(hidden_states).reshape(B, Nq, H, L * P, 2)
+    weights = self.attention_weights(hidden_states).reshape(B, Nq, H, L * P).softmax(-1)
+    scale = scale.to(dtype=hidden_states.dtype).unsqueeze(-1)
+    places = around[..., :2] + offsets * scale * around[..., 2:] * self.offset_scale
+    shapes = _pairs(call["spatial_shapes_list"])
+    y = deformable_attention(value, shapes, places.view(B, Nq, H, L, P, 2), weights.view(B, Nq, H, L, P))
+    y = y.to(_promoted(value, places, weights))
+    return self.output_proj(y) if old else y, weights

@@ -17,7 +17,6 @@ from ....engine.hooks import has_hooks, is_plain_module, type_name
 from ....engine.leaves import DROP_PATHS, DROPOUTS, Foreign, activation_of, is_inactive
 from ....engine.mlp import MlpBody, gated_mlp_body
 from ....engine.replay import call_block
-from ....kernels.attention_qkv import attention_qkv
 from ...forwards import INNER, fused_body, fused_forward, original
 from ...third_party import is_fusable, scores_mask
 from ..torch import multihead_parts, multihead_reason
@@ -203,16 +202,9 @@ def phi4_parts(self: Foreign, attention_mask: Tensor | None = None, **more: obje
     if why is not None:
         return why
     projections = (self.q_proj, self.k_proj, self.v_proj)
-    heads = self.num_heads
-    if attention_mask is not None or kind == "eager" or not self.is_causal:
-        return attention_body(projections, self.out_proj, heads, self.scaling, scores_mask(attention_mask))
-
-    def attend(qkv: Tensor) -> Tensor:
-        n = qkv.shape[1]
-        earlier = torch.ones(1, 1, n, n, dtype=torch.bool, device=qkv.device).tril()
-        return attention_qkv(qkv, heads, self.scaling, bias=earlier)
-
-    return Body("attention", projections, attend, self.out_proj, heads)
+    causal = self.is_causal and attention_mask is None and kind != "eager"
+    bias = scores_mask(attention_mask)
+    return attention_body(projections, self.out_proj, self.num_heads, self.scaling, bias, causal=causal)
 
 
 @fused_body(

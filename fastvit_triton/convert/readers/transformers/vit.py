@@ -14,7 +14,7 @@ from ....engine.mlp import MlpBody, gated_mlp_body
 from ...forwards import arguments, fused_body, fused_forward, original
 from ...third_party import is_fusable, scores_mask
 from ..torch import STEMS, cross_attend, multihead_reason
-from .attention_interface import function_reason
+from .attention_interface import NAME, function_reason
 
 
 def classes(*names: str) -> list[str]:
@@ -52,7 +52,11 @@ def attention_parts(
 ) -> Body | str:
     """Parts of an attention with separate q, k, v; for DINOv3 with RoPE on all but the prefix tokens."""
     drop = self.attention_dropout if hasattr(self, "attention_dropout") else self.dropout
-    why = attention_reason(self, drop, attention_mask, is_causal, more)
+    why = attention_reason(self, drop, attention_mask, False, more)
+    kind = self.config._attn_implementation
+    causal = (self.is_causal if is_causal is None else is_causal) and attention_mask is None and kind != "eager"
+    if causal and kind not in ("sdpa", NAME):  # a mask holds causality, and "eager" has only that of masks
+        why = why or "causal mask"
     if why is None and more.get("output_attentions") and "output_attentions" in arguments(type(self)):
         why = "its attention weights are requested"  # in older releases
     if why is not None:
@@ -65,6 +69,7 @@ def attention_parts(
         self.scaling if hasattr(self, "scaling") else self.scale,
         scores_mask(attention_mask),
         rope,
+        causal=causal,
     )
 
 

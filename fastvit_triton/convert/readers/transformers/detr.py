@@ -1,0 +1,369 @@
+"""Fused forwards for the layers of transformers' detectors: DETR, Deformable DETR, RT-DETR, Table Transformer.
+
+Positions are added to queries and keys, not to values. A part of a layer that was replaced or hooked is called. The sum
+with the residual belongs to the last product of a branch.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ....engine.body import finish, normalize, project
+from ....engine.freeze import derived, keeps
+from ....engine.hooks import has_hooks, has_type
+from ....engine.leaves import Foreign, activation_of, is_readable
+from ....engine.mlp import MlpBody
+from ....kernels.attention import attention
+from ....kernels.backend import kernels_available
+from ....kernels.linear import linear
+from ...forwards import INNER, arguments, fused_body, fused_forward, inner_reason, original
+from ...third_party import is_fusable, scores_mask
+from .deformable import WHOLE, sampled
+from .vit import attention_reason, checkpointed, classes
+
+SELF = frozenset(classes("detr.DetrSelfAttention"))
+CROSS = frozenset(classes("detr.DetrCrossAttention"))
+OLD = frozenset(classes("table_transformer.TableTransformerAttention"))
+MLPS = frozenset(classes("detr.DetrMLP"))
+INNER |= SELF | CROSS | OLD | MLPS
+
+
+def attended(owner: Foreign, inputs: tuple[Tensor, Tensor, Tensor], head_dim: int, mask: Any) -> Tensor:
+    """Attention of queries, keys and values before the output projection.
+
+    Args:
+        owner: has q_proj, k_proj, v_proj, and scaling, the softmax scale.
+        inputs: what these projections read, [B, N or M, D] each.
+        head_dim: channels of a head.
+        mask: [B or 1, H or 1, N, M], boolean with True for "attend", or added to the scores; or None.
+    """
+    x, y, z = inputs
+    q, k = _both(owner, x, owner.q_proj, owner.k_proj) if x is y else (project(x, (owner.q_proj,)), None)
+    k = project(y, (owner.k_proj,)) if k is None else k
+    q, k, v = (t.unflatten(-1, (-1, head_dim)).transpose(1, 2) for t in (q, k, project(z, (owner.v_proj,))))
+    return attention(q, k, v, mask, owner.scaling).transpose(1, 2).flatten(2)
+
+
+def _both(owner: Foreign, x: Tensor, first: Foreign, second: Foreign) -> tuple[Tensor, Tensor | None]:
+    """Two projections of x as one product if packed weights are kept, see `freeze`; else the first, and None."""
+    tensors = first.weight, second.weight, first.bias, second.bias
+    readable = is_readable(first) and is_readable(second) and all(t is not None for t in tensors)
+    if not readable or not kernels_available(x) or not keeps(owner, *tensors):
+        return project(x, (first,)), None
+    weight = derived(owner, "queries and keys", tensors[:2], lambda: torch.cat(tensors[:2]))
+    bias = derived(owner, "biases of queries and keys", tensors[2:], lambda: torch.cat(tensors[2:]))
+    q, k = linear(x, weight, bias).chunk(2, -1)
+    return q, k
+
+
+def _plus(x: Tensor, positions: Tensor | None) -> Tensor:
+    return x if positions is None else x + positions
+
+
+def _added(layer: Foreign, y: Tensor, x: Tensor, self: Foreign) -> Tensor:
+    """x + dropout(layer(y)), where the dropout is that of a layer `self`."""
+    if self.training and self.dropout > 0:
+        return x + F.dropout(layer(y), self.dropout, True)
+    return finish(y, layer, residual=x)
+
+
+def _attend(
+    self: Foreign, name: str, x: Tensor, mask: Tensor | None, positions: Tensor | None, more: dict[str, Any]
+) -> Tensor:
+    """x + dropout(self-attention of x), by the attention of that name in a layer."""
+    inner = getattr(self, name)
+    why = inner_reason((inner, SELF)) or attention_reason(inner, inner.attention_dropout, mask, None, more)
+    if why is not None:
+        y, _ = inner(hidden_states=x, attention_mask=mask, position_embeddings=positions, **more)
+        return x + F.dropout(y, self.dropout, self.training)
+    placed = _plus(x, positions)
+    y = attended(inner, (placed, placed, x), inner.head_dim, scores_mask(mask))
+    return _added(inner.o_proj, y, x, self)
+
+
+def _attend_memory(self: Foreign, x: Tensor, call: dict[str, Any], more: dict[str, Any]) -> Tensor:
+    """x + dropout(attention of x to the encoder's output)."""
+    inner, memory, mask = self.encoder_attn, call["encoder_hidden_states"], call.get("encoder_attention_mask")
+    positions, places = (call.get(f"{n}_position_embeddings") for n in ("object_queries", "spatial"))
+    why = inner_reason((inner, CROSS)) or attention_reason(inner, inner.attention_dropout, mask, None, more)
+    if why is not None:
+        y, _ = inner(
+            hidden_states=x,
+            key_value_states=memory,
+            attention_mask=mask,
+            position_embeddings=positions,
+            encoder_position_embeddings=places,
+            **more,
+        )
+        return x + F.dropout(y, self.dropout, self.training)
+    inputs = _plus(x, positions), _plus(memory, places), memory
+    y = attended(inner, inputs, inner.head_dim, scores_mask(mask))
+    return _added(inner.o_proj, y, x, self)
+
+
+def _sample(self: Foreign, name: str, x: Tensor, call: dict[str, Any]) -> Tensor:
+    """x + dropout(deformable attention of x), by the attention of that name in a layer."""
+    inner = getattr(self, name)
+    y = sampled(inner, x, call) if has_type(inner, WHOLE) and not has_hooks(inner) else None
+    if y is None:
+        found, _ = inner(hidden_states=x, **call)
+        return x + F.dropout(found, self.dropout, self.training)
+    return _added(inner.output_proj, y, x, self)
+
+
+def _mlp_reason(self: Foreign) -> str | None:
+    """Why an MLP with dropouts must run its own forward now, or None."""
+    dropped = self.training and max(self.activation_dropout, self.dropout) > 0
+    return f"dropout {max(self.activation_dropout, self.dropout)}" if dropped else None
+
+
+@fused_body(*classes("detr.DetrMLP"), needs="fc1 fc2 activation_fn activation_dropout dropout", takes="")
+def mlp_parts(self: Foreign) -> MlpBody | str:
+    """Parts of an MLP with dropouts."""
+    return _mlp_reason(self) or MlpBody((self.fc1,), activation_of(self.activation_fn), self.fc2)
+
+
+def _with_mlp(self: Foreign, x: Tensor) -> Tensor:
+    """x + MLP of x."""
+    mlp = self.mlp
+    if inner_reason((mlp, MLPS)) is not None or _mlp_reason(mlp) is not None:
+        return x + mlp(x)
+    return MlpBody((mlp.fc1,), activation_of(mlp.activation_fn), mlp.fc2)(x, residual=x)
+
+
+def _finite(self: Foreign, x: Tensor) -> Tensor:
+    """In training, large values in place of infinite ones, as the encoder layers have it."""
+    if self.training and not torch.isfinite(x).all():
+        limit = torch.finfo(x.dtype).max - 1000
+        x = torch.clamp(x, min=-limit, max=limit)
+    return x
+
+
+def _layer(run: Callable[..., Tensor], self: Foreign, x: Tensor, inputs: tuple, named: dict[str, Any]) -> Tensor:
+    """Runs a layer with its arguments by name: those that it declares, and others."""
+    if not is_fusable(self, x):
+        return original(self, x, *inputs, **named)
+    names = arguments(type(self))
+    given = dict(zip(names, inputs, strict=False)) | named
+    call = {name: given.pop(name) for name in names if name in given}
+    return checkpointed(self, run, x, call=call, more=given)
+
+
+@fused_forward(
+    "post-norm encoder layer",
+    *classes("detr.DetrEncoderLayer"),
+    needs="self_attn self_attn_layer_norm dropout mlp final_layer_norm",
+    takes="attention_mask spatial_position_embeddings",
+)
+def encoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
+    """Self-attention with positions, norm, MLP, norm; [B, N, D] → [B, N, D]."""
+    return _layer(_encoder_layer, self, hidden_states, inputs, named)
+
+
+def _encoder_layer(self: Foreign, x: Tensor, call: dict[str, Any], more: dict[str, Any]) -> Tensor:
+    mask, places = call.get("attention_mask"), call.get("spatial_position_embeddings")
+    x = normalize(_attend(self, "self_attn", x, mask, places, more), self.self_attn_layer_norm)
+    return _finite(self, normalize(_with_mlp(self, x), self.final_layer_norm))
+
+
+@fused_forward(
+    "encoder layer",
+    *classes("rt_detr.RTDetrEncoderLayer"),
+    needs="self_attn self_attn_layer_norm dropout mlp final_layer_norm normalize_before",
+    takes="attention_mask spatial_position_embeddings",
+)
+def either_norm_encoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
+    """As `encoder_layer`; a layer with norms before its parts runs its own forward."""
+    if self.normalize_before:
+        return original(self, hidden_states, *inputs, **named)
+    return _layer(_encoder_layer, self, hidden_states, inputs, named)
+
+
+@fused_forward(
+    "post-norm decoder layer",
+    *classes("detr.DetrDecoderLayer"),
+    needs="self_attn self_attn_layer_norm dropout encoder_attn encoder_attn_layer_norm mlp final_layer_norm",
+    takes="attention_mask spatial_position_embeddings object_queries_position_embeddings encoder_hidden_states "
+    "encoder_attention_mask",
+)
+def decoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
+    """Self-attention of queries, attention to the image, MLP, with a norm after each; [B, Nq, D] → [B, Nq, D]."""
+    return _layer(_decoder_layer, self, hidden_states, inputs, named)
+
+
+def _decoder_layer(self: Foreign, x: Tensor, call: dict[str, Any], more: dict[str, Any]) -> Tensor:
+    positions = call.get("object_queries_position_embeddings")
+    x = _attend(self, "self_attn", x, call.get("attention_mask"), positions, more)
+    x = normalize(x, self.self_attn_layer_norm)
+    if call.get("encoder_hidden_states") is not None:
+        x = normalize(_attend_memory(self, x, call, more), self.encoder_attn_layer_norm)
+    return normalize(_with_mlp(self, x), self.final_layer_norm)
+
+
+PLACES = "reference_points spatial_shapes spatial_shapes_list level_start_index"
+
+
+@fused_forward(
+    "deformable encoder layer",
+    *classes("deformable_detr.DeformableDetrEncoderLayer"),
+    needs="self_attn self_attn_layer_norm dropout mlp final_layer_norm",
+    takes=f"attention_mask spatial_position_embeddings {PLACES}",
+)
+def deformable_encoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
+    """As `encoder_layer`, with deformable attention."""
+    return _layer(_deformable_encoder_layer, self, hidden_states, inputs, named)
+
+
+def _deformable_encoder_layer(self: Foreign, x: Tensor, call: dict[str, Any], more: dict[str, Any]) -> Tensor:
+    mask = call.get("attention_mask")
+    inner = dict(attention_mask=mask, encoder_hidden_states=x, encoder_attention_mask=mask)
+    inner |= dict(position_embeddings=call.get("spatial_position_embeddings"), **_places(call))
+    x = normalize(_sample(self, "self_attn", x, inner), self.self_attn_layer_norm)
+    return _finite(self, normalize(_with_mlp(self, x), self.final_layer_norm))
+
+
+def _places(call: dict[str, Any]) -> dict[str, Any]:
+    """Reference points and shapes of maps."""
+    return {name: call.get(name) for name in PLACES.split()}
+
+
+DECODER = "self_attn self_attn_layer_norm dropout encoder_attn encoder_attn_layer_norm mlp final_layer_norm"
+SAMPLING = f"object_queries_position_embeddings {PLACES} encoder_hidden_states encoder_attention_mask"
+
+
+@fused_forward(
+    "deformable decoder layer",
+    *classes("deformable_detr.DeformableDetrDecoderLayer"),
+    needs=DECODER,
+    takes=SAMPLING,
+)
+def deformable_decoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
+    """As `decoder_layer`, with deformable attention to the image."""
+    return _layer(_deformable_decoder_layer, self, hidden_states, inputs, named)
+
+
+def _deformable_decoder_layer(self: Foreign, x: Tensor, call: dict[str, Any], more: dict[str, Any]) -> Tensor:
+    positions, mask = call.get("object_queries_position_embeddings"), call.get("encoder_attention_mask")
+    x = normalize(_attend(self, "self_attn", x, None, positions, more), self.self_attn_layer_norm)
+    inner = dict(attention_mask=mask, encoder_hidden_states=call.get("encoder_hidden_states"))
+    inner |= dict(encoder_attention_mask=mask, position_embeddings=positions, **_places(call))
+    x = normalize(_sample(self, "encoder_attn", x, inner), self.encoder_attn_layer_norm)
+    return normalize(_with_mlp(self, x), self.final_layer_norm)
+
+
+@fused_forward("deformable decoder layer", *classes("rt_detr.RTDetrDecoderLayer"), needs=DECODER, takes=SAMPLING)
+def masked_decoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
+    """As `deformable_decoder_layer`, where the mask is that of the queries."""
+    return _layer(_masked_decoder_layer, self, hidden_states, inputs, named)
+
+
+def _masked_decoder_layer(self: Foreign, x: Tensor, call: dict[str, Any], more: dict[str, Any]) -> Tensor:
+    positions, mask = call.get("object_queries_position_embeddings"), call.get("encoder_attention_mask")
+    x = normalize(_attend(self, "self_attn", x, mask, positions, more), self.self_attn_layer_norm)
+    inner = dict(encoder_hidden_states=call.get("encoder_hidden_states"), position_embeddings=positions)
+    x = normalize(_sample(self, "encoder_attn", x, inner | _places(call) | more), self.encoder_attn_layer_norm)
+    return normalize(_with_mlp(self, x), self.final_layer_norm)
+
+
+def _old_reason(inner: Foreign, x: Tensor, call: dict[str, Any]) -> str | None:
+    """Why an attention of Table Transformer must be called now, or None."""
+    if (why := inner_reason((inner, OLD))) is not None:
+        return why
+    memory = call.get("key_value_states")
+    if call.get("object_queries") is None or (memory is None) != (call.get("spatial_position_embeddings") is None):
+        return "positions are missing"  # its own forward then fails
+    if call.get("output_attentions") or (inner.training and inner.dropout > 0):
+        return "its attention weights are requested or dropped"
+    mask, keys = call.get("attention_mask"), x if memory is None else memory
+    fits = mask is None or mask.shape == (x.shape[0], 1, x.shape[1], keys.shape[1])
+    return None if fits else "its mask is not [B, 1, N, M]"
+
+
+def old_attended(inner: Foreign, x: Tensor, call: dict[str, Any]) -> Tensor:
+    """Attention of Table Transformer before its output projection, [B, N, D] → [B, N, D]."""
+    memory, mask = call.get("key_value_states"), call.get("attention_mask")
+    q = x + call["object_queries"]
+    k = q if memory is None else memory + call["spatial_position_embeddings"]
+    if mask is not None:
+        mask = ~mask if mask.dtype == torch.bool else scores_mask(mask)  # True is a masked key
+    return attended(inner, (q, k, x if memory is None else memory), inner.head_dim, mask)
+
+
+@fused_forward(
+    "attention",
+    *classes("table_transformer.TableTransformerAttention"),
+    needs="q_proj k_proj v_proj out_proj head_dim scaling dropout",
+    takes="attention_mask object_queries key_value_states spatial_position_embeddings output_attentions",
+)
+def old_attention(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, None]:
+    """Self-attention or attention to the image, with positions; ([B, N, D] → [B, N, D], no weights)."""
+    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
+    if not is_fusable(self, hidden_states) or _old_reason(self, hidden_states, call) is not None:
+        return original(self, hidden_states, *inputs, **named)
+    return finish(old_attended(self, hidden_states, call), self.out_proj), None
+
+
+def _attend_old(self: Foreign, inner: Foreign, x: Tensor, norm: nn.Module, call: dict[str, Any]) -> Tensor:
+    """x + dropout(attention of norm(x))."""
+    before = normalize(x, norm)
+    if _old_reason(inner, before, call) is not None:
+        y, _ = inner(hidden_states=before, **call)
+        return x + F.dropout(y, self.dropout, self.training)
+    return _added(inner.out_proj, old_attended(inner, before, call), x, self)
+
+
+def _own_mlp(self: Foreign, x: Tensor, residual: Tensor) -> Tensor:
+    """residual + MLP of x, by the layers of a block."""
+    if self.training and max(self.activation_dropout, self.dropout) > 0:
+        h = F.dropout(self.activation_fn(self.fc1(x)), self.activation_dropout, True)
+        return residual + F.dropout(self.fc2(h), self.dropout, True)
+    return MlpBody((self.fc1,), activation_of(self.activation_fn), self.fc2)(x, residual=residual)
+
+
+OWN_MLP = "activation_fn activation_dropout fc1 fc2 final_layer_norm dropout"
+
+
+@fused_forward(
+    "pre-norm encoder layer",
+    *classes("table_transformer.TableTransformerEncoderLayer"),
+    needs=f"self_attn self_attn_layer_norm {OWN_MLP}",
+    takes="attention_mask object_queries output_attentions",
+)
+def pre_norm_encoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
+    """Norm, self-attention with positions, norm, MLP; [B, N, D] → ([B, N, D],)."""
+    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
+    if call.pop("output_attentions", False) or not is_fusable(self, hidden_states):
+        return original(self, hidden_states, *inputs, **named)
+    x = _attend_old(self, self.self_attn, hidden_states, self.self_attn_layer_norm, call)
+    return (_finite(self, _own_mlp(self, normalize(x, self.final_layer_norm), x)),)
+
+
+@fused_forward(
+    "pre-norm decoder layer",
+    *classes("table_transformer.TableTransformerDecoderLayer"),
+    needs=f"self_attn self_attn_layer_norm encoder_attn encoder_attn_layer_norm {OWN_MLP}",
+    takes="attention_mask object_queries query_position_embeddings encoder_hidden_states encoder_attention_mask "
+    "output_attentions",
+)
+def pre_norm_decoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
+    """Self-attention, attention to the image, MLP, with a norm before each; [B, Nq, D] → ([B, Nq, D],)."""
+    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
+    unusual = call.pop("output_attentions", False) or call.get("encoder_hidden_states") is None
+    if unusual or not is_fusable(self, hidden_states):
+        return original(self, hidden_states, *inputs, **named)
+    return (checkpointed(self, _pre_norm_decoder_layer, hidden_states, **call),)
+
+
+def _pre_norm_decoder_layer(self: Foreign, x: Tensor, **call: Any) -> Tensor:
+    queries = dict(object_queries=call.get("query_position_embeddings"))
+    mine = dict(queries, attention_mask=call.get("attention_mask"))
+    x = _attend_old(self, self.self_attn, x, self.self_attn_layer_norm, mine)
+    mine = dict(
+        queries, key_value_states=call["encoder_hidden_states"], attention_mask=call.get("encoder_attention_mask")
+    )
+    mine |= dict(spatial_position_embeddings=call.get("object_queries"))
+    x = _attend_old(self, self.encoder_attn, x, self.encoder_attn_layer_norm, mine)
+    return _own_mlp(self, normalize(x, self.final_layer_norm), x)
