@@ -1,6 +1,6 @@
-"""Checkpoints as bytes, places, names and tensors; which model they are of is known to `models` only."""
+"""Checkpoints as bytes, locations, names and tensors; which model they are of is known to `models` only."""
 
-from .layout import Layout, Spelling
+from .renaming import CheckpointFormats, Layout
 from .tensors import State, WeightsError
 
-__all__ = ["Layout", "Spelling", "State", "WeightsError"]
+__all__ = ["CheckpointFormats", "Layout", "State", "WeightsError"]

@@ -16,8 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .places import parts
+from .locations import parts, reason
 from .tensors import State, WeightsError
+from .torchscript import is_program, read_program
 
 DAMAGE: tuple[type[Exception], ...] = (
     OSError,
@@ -50,7 +51,7 @@ def read(path: Path, verify: bool) -> tuple[Mapping, dict[str, str]]:
     """Contents of a checkpoint file, or of the files that an index lists, and its metadata.
 
     Args:
-        path: from `Place.weights`.
+        path: from `Location.weights`.
         verify: compare checksums, and refuse files whose contents are out of proportion.
 
     Raises:
@@ -77,6 +78,8 @@ def read(path: Path, verify: bool) -> tuple[Mapping, dict[str, str]]:
         if path.suffix in (".pt", ".pth", ".bin"):
             if verify:
                 check_zip(path)
+            if is_program(path):
+                return read_program(path), {}
             with torch.serialization.safe_globals([argparse.Namespace]):  # training scripts save their arguments
                 return torch.load(path, map_location="cpu", weights_only=True), {}
     except WeightsError:
@@ -88,9 +91,9 @@ def read(path: Path, verify: bool) -> tuple[Mapping, dict[str, str]]:
                 f"{path} was refused: it is a pickle that would run code ({name}); "
                 "use a safetensors file, or save only model.state_dict() at its source"
             ) from error
-        reason = next(iter(str(error).splitlines()), type(error).__name__)[:300]
-        remedy = f"verify=False loads it, or {_again(path)}" if "checksum" in reason else _again(path)
-        raise WeightsError(f"{path} is damaged, cut short or no {path.suffix} file: {reason}; {remedy}") from error
+        why = reason(error)
+        remedy = f"verify=False loads it, or {_again(path)}" if "checksum" in why else _again(path)
+        raise WeightsError(f"{path} is damaged, cut short or no {path.suffix} file: {why}; {remedy}") from error
     raise WeightsError(f"{path} is no checkpoint: expected .safetensors, .pt, .pth, .bin or .npz")
 
 

@@ -72,10 +72,10 @@ def fit_head(heads: tuple[str, ...], target: State, state: State) -> list[str]:
     return useless
 
 
-def check(model: nn.Module, target: State, state: State, spelled: dict[str, str], family: str) -> None:
+def check(model: nn.Module, target: State, state: State, original_keys: dict[str, str], family: str) -> None:
     """Raises WeightsError unless `state` has exactly the names and shapes of `target`."""
     missing = tuple(key for key in target if key not in state)
-    unknown = tuple(spelled.get(key, key) for key in state if key not in target)
+    unknown = tuple(original_keys.get(key, key) for key in state if key not in target)
     if missing or unknown:
         parts = [f"it lacks {some(missing, 1)}"] * bool(missing)
         parts += [f"it has {some(unknown, 1)}, which the model does not have"] * bool(unknown)
@@ -83,7 +83,7 @@ def check(model: nn.Module, target: State, state: State, spelled: dict[str, str]
         raise WeightsError(f"{why}; create the model of the checkpoint, or give its sizes as options")
     for key, wanted in target.items():
         if state[key].shape != wanted.shape:
-            name = spelled.get(key, key)
+            name = original_keys.get(key, key)
             theirs = list(state[key].shape)
             ours = list(wanted.shape)
             hint = "; create the model of the checkpoint, or give its sizes as options"
@@ -95,7 +95,9 @@ def check(model: nn.Module, target: State, state: State, spelled: dict[str, str]
                 f"{name} is {theirs} in the {family} checkpoint, but {key} is {ours} in {variant(model)}{hint}"
             )
         if wanted.is_floating_point() and not state[key].is_floating_point():
-            raise WeightsError(f"{spelled.get(key, key)} holds {state[key].dtype}; expected floating-point weights")
+            raise WeightsError(
+                f"{original_keys.get(key, key)} holds {state[key].dtype}; expected floating-point weights"
+            )
 
 
 def some(names: tuple[str, ...], most: int = 4) -> str:

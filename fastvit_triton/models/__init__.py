@@ -7,6 +7,7 @@ CHECKPOINTS (names in published files), if they are not those of plain ViTs, whi
 
 import difflib
 import fnmatch
+import re
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -36,6 +37,7 @@ from . import (
     pit,
     pvt,
     refiner,
+    setr,
     siglip,
     simplevit,
     swin,
@@ -82,7 +84,9 @@ FAMILIES: tuple[Any, ...] = (
     ipt,
     detr,
     deformable_detr,
+    setr,
 )
+SIZES = {"ti": "tiny", "t": "tiny", "s": "small", "b": "base", "l": "large", "h": "huge", "g": "giant"}  # in papers
 CATALOGUE = {name: family for family in FAMILIES for name in family.VARIANTS}
 
 
@@ -139,9 +143,29 @@ def model_config(name: str, **overrides) -> ViTConfig:
 def family_of(name: str) -> Any:
     """The module of a model's family; raises ValueError with suggestions if the name is unknown."""
     if name not in CATALOGUE:
-        near = difflib.get_close_matches(name, CATALOGUE, n=3, cutoff=0.0)
-        raise ValueError(f"no model is called {name!r}; the nearest are {', '.join(near)}")
+        raise ValueError(f"no model is called {name!r}; the nearest are {', '.join(nearest(name))}")
     return CATALOGUE[name]
+
+
+def nearest(name: str, count: int = 3) -> list[str]:
+    """The names of the catalogue that share most words with a name, and of these the ones that are spelt most alike.
+
+    Args:
+        name: also of a paper or of another library, such as ViT-B/16, cvt_21 or microsoft/cvt-21.
+        count: number of names.
+    """
+    words = set(_words(name))
+
+    def likeness(candidate: str) -> tuple[int, float]:
+        shared = len(words & set(_words(candidate)))
+        return shared, difflib.SequenceMatcher(None, name.lower(), candidate).ratio()
+
+    return sorted(CATALOGUE, key=likeness, reverse=True)[:count]
+
+
+def _words(name: str) -> list[str]:
+    """Letters and numbers of a name, with the sizes of papers in full."""
+    return [SIZES.get(word, word) for word in re.findall(r"[a-z]+|\d+", name.lower())]
 
 
 def list_models(pattern: str = "*") -> list[str]:

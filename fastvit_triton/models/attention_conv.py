@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..checkpoints.tensors import State
 from ..layers import Mlp, PatchEmbed, PostNormBlock, drop_path_rates
 from ..layers.embed import sides
@@ -246,4 +246,4 @@ def fit_positional(
     return useless, ""
 
 
-CHECKPOINTS = Spelling("attention as convolution", POSITIONAL_LAYOUTS, fit_positional)
+CHECKPOINTS = CheckpointFormats("attention as convolution", POSITIONAL_LAYOUTS, fit_positional)

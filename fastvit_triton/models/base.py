@@ -1,5 +1,6 @@
 """The base class of all models: timm's model methods."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from ..engine.body import normalize
 from ..layers.fusable import Fusable
-from .config import BaseConfig
+from .config import ALIASES, BaseConfig
 from .hub import HubMethods
 
 
@@ -20,13 +21,16 @@ class ImageModel(HubMethods, Fusable):
     `normalize_stage`. A stage is what ends in one intermediate feature: a block of a ViT, or a level of a pyramid.
 
     Attributes:
-        task: "classify", or "detect" for models whose output is objects; see `detector.Detector`; "generate" for models
-            of pixels, see `pixel.PixelModel`; "restore" for models whose output is an image.
+        task: "classify", or "detect" for models whose output is objects; see `detector.Detector`; "segment" for
+            models that give each pixel a class; "generate" for models of pixels, see `pixel.PixelModel`; "restore" for
+            models whose output is an image.
         config: every option.
         variant: the name passed to `create_model`.
         num_classes, num_features: outputs of the head, and its inputs.
-        layout: parameter naming of its published checkpoints, a key of `weights.load.SPELLINGS`.
+        layout: parameter naming of its published checkpoints, a key of `weights.load.CHECKPOINT_FORMATS`.
         head_names: classifier modules, as prefixes of their keys in the state dict.
+        zero_missing_heads: `load_weights` sets head tensors that a checkpoint lacks to zero; if False they keep their
+            initial values, as heads of several layers would not learn from zeros.
         feature_formats: values of `output_fmt`; the first is the default of `FeatureGetterNet`.
         feature_indices: its default `out_indices`; None means every stage.
         pruned: keys of the state dict that pruning has removed; `load_weights` ignores them.
@@ -35,6 +39,7 @@ class ImageModel(HubMethods, Fusable):
     task = "classify"
     layout = "vit"
     head_names: tuple[str, ...] = ("head",)
+    zero_missing_heads: bool = True
     feature_formats: tuple[str, ...] = ("NCHW",)
     feature_indices: int | None = None
     pruned: frozenset[str] = frozenset()
@@ -199,12 +204,26 @@ class ImageModel(HubMethods, Fusable):
         Args:
             num_classes: outputs of the new head.
             global_pool: the pooling from now on, as in the config; None leaves it.
+
+        Raises:
+            ValueError: the model does not take this pooling; the message has those that it takes.
         """
+        if global_pool is not None and ALIASES.get(global_pool, global_pool) not in (taken := self.poolings()):
+            raise ValueError(f"global_pool is {global_pool!r}; use one of {', '.join(taken)}")
         self.config = self.config.replace(num_classes=num_classes, global_pool=global_pool)
         self.num_classes = num_classes
         for name in self.head_names:
             module, _, leaf = name.rpartition(".")
             setattr(self.get_submodule(module), leaf, self.zero_head())
+
+    def poolings(self) -> list[str]:
+        """The values of global_pool that `reset_classifier` takes."""
+        taken = []
+        for name in ("token", "avg", "map", "seq", "none"):
+            with contextlib.suppress(ValueError):
+                self.config.replace(global_pool=name)
+                taken.append(name)
+        return taken
 
     def zero_head(self) -> nn.Module:
         """A zero-initialised linear layer num_features → num_classes on the model's device, or Identity."""

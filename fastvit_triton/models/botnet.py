@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..checkpoints.tensors import State
 from ..engine.attention import axis_bias
 from ..kernels.attention import sum_of_axes
@@ -198,4 +198,4 @@ def fit_distances(
     return [], ", ".join(dict.fromkeys(notes))
 
 
-CHECKPOINTS = Spelling("BoTNet", (BOTNET,), fit_distances)
+CHECKPOINTS = CheckpointFormats("BoTNet", (BOTNET,), fit_distances)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..checkpoints.tensors import State, split
 from ..engine.attention import mix_heads
 from ..engine.body import normalize
@@ -191,4 +191,4 @@ def fit_cait(model: Any, target: State, state: State, metadata: Mapping[str, str
     return fit.fit(model, target, state, metadata, mode)
 
 
-CHECKPOINTS = Spelling("CaiT", (CAIT,), fit_cait, {"timm": (CAIT,)})
+CHECKPOINTS = CheckpointFormats("CaiT", (CAIT,), fit_cait, {"timm": (CAIT,)})

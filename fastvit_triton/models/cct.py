@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..checkpoints.tensors import State, WeightsError
 from ..engine.body import normalize
 from ..kernels.patch_embed import assemble
@@ -328,6 +328,10 @@ class CompactTransformer(ImageModel):
         kept = dict(depth=stages, drop_path_rate=self.classifier.blocks[-1].drop_path.p)
         self.config = self.config.replace(**kept, final_norm=isinstance(self.classifier.norm, nn.LayerNorm))
 
+    def poolings(self) -> list[str]:
+        """The values of global_pool that `reset_classifier` takes."""
+        return [name for name in super().poolings() if name != "seq" or self.classifier.attention_pool is not None]
+
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replaces the head, as `ImageModel` does; without global_pool="seq" the pooling is removed."""
         if global_pool == "seq" and self.classifier.attention_pool is None:
@@ -428,4 +432,4 @@ def fit_cct(model: Any, target: State, state: State, metadata: Mapping[str, str]
     return [], f"{side}x{side} resized to {grid[0]}x{grid[1]} ({mode})"
 
 
-CHECKPOINTS = Spelling("a compact transformer", (CCT,), fit_cct)
+CHECKPOINTS = CheckpointFormats("a compact transformer", (CCT,), fit_cct)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..checkpoints.tensors import State
 from ..engine.body import normalize
 from ..layers import Attention, DropPath, Mlp, drop_path_rates
@@ -248,4 +248,4 @@ def fit_ceit(model: Any, target: State, state: State, metadata: Mapping[str, str
     return [], fit_table(state, target, "pos_embed", (height // side, width // side), 1, mode)
 
 
-CHECKPOINTS = Spelling("CeiT", (CEIT,), fit_ceit)
+CHECKPOINTS = CheckpointFormats("CeiT", (CEIT,), fit_ceit)

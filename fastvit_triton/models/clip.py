@@ -10,7 +10,7 @@ Adds nothing.
 
 from dataclasses import replace
 
-from ..checkpoints.layout import Layout
+from ..checkpoints.renaming import Layout
 from ..checkpoints.tensors import State
 from .config import Options, ViTConfig
 from .siglip import SIGLIP, write_tower

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..checkpoints.tensors import State
 from ..layers import Attention, Block, Blocks, DropPath, Mlp, PatchEmbed, drop_path_rates
 from ..layers.class_attention import ClassAttention
@@ -251,4 +251,4 @@ def fit_branches(
     return [], ", ".join(note for note in notes if note)
 
 
-CHECKPOINTS = Spelling("CrossViT", CROSS_LAYOUTS, fit_branches, {"timm": (TIMM_CROSS,)})
+CHECKPOINTS = CheckpointFormats("CrossViT", CROSS_LAYOUTS, fit_branches, {"timm": (TIMM_CROSS,)})

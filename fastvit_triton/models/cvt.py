@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..layers import Block, Blocks, Mlp, drop_path_rates
 from ..layers.drop_path import add
 from ..layers.embed import sides
@@ -317,4 +317,4 @@ CVT_LAYOUTS = (
     ),
 )
 
-CHECKPOINTS = Spelling("CvT", CVT_LAYOUTS, keep)
+CHECKPOINTS = CheckpointFormats("CvT", CVT_LAYOUTS, keep)

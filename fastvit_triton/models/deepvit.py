@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..engine.attention import mix_heads
 from ..engine.batch_norm import is_constant, sources_of
 from ..engine.freeze import derived
@@ -170,4 +170,4 @@ PARAMS = dict(zip(VARIANTS, (24_426_664, 36_261_448, 48_096_232, 27_312_632, 58_
 
 DEEPVIT = Layout(name="DeepViT", mark="patch_embed.proj.weight", beside="blocks.0.attn.qkv.weight", resize="bicubic")
 
-CHECKPOINTS = Spelling("DeepViT", (DEEPVIT,), fit)
+CHECKPOINTS = CheckpointFormats("DeepViT", (DEEPVIT,), fit)

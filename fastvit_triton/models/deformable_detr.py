@@ -20,8 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.layout import Layout, Spelling
-from ..checkpoints.renaming import Renaming
+from ..checkpoints.renaming import CheckpointFormats, Layout, Renaming
 from ..checkpoints.tensors import State, WeightsError
 from ..kernels.deformable import Maps, deformable_attention, sides_of
 from ..layers.fusable import Fusable
@@ -30,7 +29,7 @@ from ..layers.padded import resize_mask
 from ..layers.recompute import recomputed
 from ..layers.sine_positions import sine_positions, sines
 from .config import Options
-from .detector import BACKBONE, BoxMlp, Detector, DetectorConfig, pack_projections, unpack_projections
+from .detector import BACKBONE, DIGITS, BoxMlp, Detector, DetectorConfig, pack_projections, unpack_projections
 
 SMALLEST_BOX = 0.05  # side of a proposal on the first map, in fractions of the image
 BORDER = 0.01  # proposals nearer to the border are no candidates
@@ -166,7 +165,7 @@ class DeformableDetrConfig(DetectorConfig):
     """Options of Deformable DETR, in addition to those of `DetectorConfig`.
 
     Attributes:
-        num_levels: L, maps: 1 for the last of the ResNet, or the last three and L − 3 smaller ones.
+        num_levels: L, maps: 1 for the last of the backbone, or its last three, if it has as many, and smaller ones.
         encoder_points: P, points of a query of the encoder per map and head.
         decoder_points: the same for the decoder.
         refine: each layer has its own heads and corrects the boxes of the one before.
@@ -183,7 +182,7 @@ class DeformableDetrConfig(DetectorConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_levels == 2:
+        if self.num_levels == 2 and self.depths:
             raise ValueError("num_levels is 2; use 1 for the last map, or 3 and more")
         if self.two_stage and not self.refine:
             raise ValueError("two_stage is True and refine False; proposals are boxes that the decoder refines")
@@ -232,6 +231,7 @@ class DeformableDetr(Detector):
     """
 
     layout = "deformable_detr"
+    scoring = "focal"
     config: DeformableDetrConfig
 
     def __init__(self, config: DeformableDetrConfig) -> None:
@@ -300,7 +300,7 @@ class DeformableDetr(Detector):
     def maps(self, image: Tensor) -> list[Tensor]:
         """image [B, C, H, W] → L projected maps [B, D, h, w]."""
         stages = self.body(image)
-        count = 3 if self.config.num_levels > 1 else 1
+        count = min(len(stages), 3 if self.config.num_levels > 1 else 1)
         maps: list[Tensor] = []
         for i, project in enumerate(self.input_proj):
             source = stages[i - count] if i < count else stages[-1] if i == count else maps[-1]
@@ -399,7 +399,8 @@ class Tokens:
 
     def fractions(self) -> list[Tensor]:
         """The same in fractions of the part that is no padding, [B or 1, N_l, 2]."""
-        return [grid / self.counts[:, i, None] for i, grid in enumerate(self.grid())]
+        counts = self.counts.clamp_min(1)  # a map may be all padding for a small image
+        return [grid / counts[:, i, None] for i, grid in enumerate(self.grid())]
 
     @property
     def centres(self) -> Tensor:
@@ -410,7 +411,9 @@ class Tokens:
         """(logits of a box around each token [B, N, 4], which are ∞ where there is none; where there is [B, N, 1])."""
         boxes = [F.pad(f, (0, 2), value=SMALLEST_BOX * 2.0**level) for level, f in enumerate(self.fractions())]
         box = torch.cat(boxes, 1)
-        valid = ((box > BORDER) & (box < 1 - BORDER)).all(-1, keepdim=True)  # padding lies beyond 1
+        valid = ((box > BORDER) & (box < 1 - BORDER)).all(-1, keepdim=True)
+        if self.mask is not None:
+            valid = valid & self.mask[..., None]
         return (box / (1 - box)).log().masked_fill(~valid, math.inf).to(self.x.dtype), valid
 
 
@@ -429,6 +432,7 @@ VARIANTS: dict[str, Options] = {
     "deformable_detr_resnet50_single_scale_dc5": dict(num_levels=1, dilation=True),
     "deformable_detr_resnet50_refine": dict(refine=True),
     "deformable_detr_resnet50_two_stage": dict(refine=True, two_stage=True),
+    "deformable_detr_digits": dict(**DIGITS, num_levels=2, refine=True),  # for scenes of 32 x 32 pixels
 }
 ORACLE: dict[str, str] = {}  # transformers builds it, under other names; see the tests
 PARAMS = {  # by transformers 5.23, with 91 classes, and 909 more; it has one class head with `_refine`, the authors six
@@ -437,6 +441,11 @@ PARAMS = {  # by transformers 5.23, with 91 classes, and 909 more; it has one cl
     "deformable_detr_resnet50_refine": 40_732_725 + 5 * 91 * 257 + 6 * 909 * 257,
     "deformable_detr_resnet50_two_stage": 41_181_529 + 7 * 909 * 257,
 }
+# Convolutions, projections, layers of the encoder and of the decoder, embedding of levels, reference points, two heads
+# of classes and of boxes, queries.
+PARAMS["deformable_detr_digits"] = (
+    60_400 + 41_344 + 2 * 47_904 + 2 * 64_672 + 128 + 130 + 2000 * 65 + 2 * 8_580 + 8 * 128
+)
 
 # Names in checkpoints: the authors', and those of transformers 5.23 and 4.x.
 
@@ -512,7 +521,7 @@ def fit_heads(model: Any, target: State, state: State, metadata: Mapping[str, st
         original = f"{kind}.{number if model.config.refine else 0}.{rest}"
         if original == key:
             continue
-        if original in state and not torch.equal(state[key], state[original]):
+        if not torch.equal(state[key], state.setdefault(original, state[key])):  # a file may have one name of several
             raise WeightsError(
                 f"{key} of the checkpoint differs from {original}, and the model has one tensor for both; create it "
                 "with refine=True"
@@ -536,11 +545,11 @@ def write(model: Any, state: State, layout: Layout) -> State:
     return layout.write(state)
 
 
-CHECKPOINTS = Spelling(
+CHECKPOINTS = CheckpointFormats(
     "Deformable DETR",
     (AUTHORS, TRANSFORMERS),
     fit_heads,
     {"fundamentalvision": (AUTHORS,), "transformers": (TRANSFORMERS,)},
     write=write,
-    irrelevant=re.compile(r"\.num_batches_tracked$"),
+    irrelevant=re.compile(r"(?<!\.bn)\.num_batches_tracked$"),  # of frozen norms; `.bn` are trained
 )

@@ -1,4 +1,4 @@
-"""What DETR and Deformable DETR have in common: a frozen ResNet, box heads, outputs, and detections from them."""
+"""What DETR and Deformable DETR have in common: a backbone, box heads, outputs, and detections from them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checkpoints.tensors import State
+from ..layers.conv_body import ConvBody
 from ..layers.frozen_resnet import FrozenResNet
 from ..layers.padded import pad_images
 from .base import ImageModel
-from .config import BaseConfig, check_multiple, check_only, check_positive, check_types
+from .config import BaseConfig, Options, check_multiple, check_only, check_positive, check_types
 
 Outputs = dict[str, Any]
 Detections = dict[str, Tensor]
@@ -23,8 +24,9 @@ class DetectorConfig(BaseConfig):
     """Options of detectors, in addition to those of `BaseConfig`; images of any size are taken.
 
     Attributes:
-        depths: blocks of each stage of the ResNet.
-        stem_dim: channels of its stem.
+        depths: blocks of each stage of the ResNet, whose BatchNorms are frozen; () for four convolutions instead, the
+            backbone for small images.
+        stem_dim: channels of the ResNet's stem, or of the first convolution.
         bottleneck: blocks of three convolutions, as from ResNet-50 on, instead of two.
         dilation: the last stage keeps the size of its map (DC5).
         hidden_dim: D, channels of the transformer.
@@ -60,7 +62,7 @@ class DetectorConfig(BaseConfig):
         check_only(self, **self.only)
         if self.dilation and not self.bottleneck:
             raise ValueError("dilation is True and bottleneck False; blocks of two convolutions are not dilated")
-        if len(self.depths) != 4:
+        if len(self.depths) not in (0, 4):
             raise ValueError(f"depths has {len(self.depths)} values; a ResNet has 4 stages")
         check_multiple(self, "hidden_dim", "num_heads")
         if self.hidden_dim % 4:
@@ -90,9 +92,14 @@ class Detector(ImageModel):
 
     Args:
         config: every option.
+
+    Attributes:
+        scoring: "softmax" if classes exclude each other and the last is "no object", or "focal" if they are
+            independent; it decides the loss, see `train.detection.SetCriterion`.
     """
 
     task = "detect"
+    scoring = "softmax"
     position_resize = "bicubic"  # of tables, which detectors do not have
     config: DetectorConfig
 
@@ -102,12 +109,15 @@ class Detector(ImageModel):
         self.num_classes = config.num_classes
         self.num_features = config.hidden_dim
         self.grad_checkpointing = config.grad_checkpointing
-        body = FrozenResNet(config.in_chans, config.depths, config.stem_dim, config.bottleneck, config.dilation)
+        body: nn.Module = ConvBody(config.in_chans, config.stem_dim)
+        if config.depths:
+            sizes = (config.depths, config.stem_dim, config.bottleneck, config.dilation)
+            body = FrozenResNet(config.in_chans, *sizes)
         self.backbone = nn.Sequential(nn.ModuleDict(dict(body=body)))  # the authors' names
 
     @property
-    def body(self) -> FrozenResNet:
-        """The ResNet."""
+    def body(self) -> FrozenResNet | ConvBody:
+        """The backbone."""
         return self.get_submodule("backbone.0.body")  # type: ignore[return-value]
 
     def forward(self, image: Tensor | Sequence[Tensor], mask: Tensor | None = None) -> Any:
@@ -166,18 +176,18 @@ class Detector(ImageModel):
         scores, labels, queries = self.class_scores(outputs["logits"].float())
         centre, extent = outputs["boxes"].float().split(2, -1)
         corners = torch.cat((centre - extent / 2, centre + extent / 2), -1)
-        found = []
+        detections = []
         for i, (height, width) in enumerate(sizes):
             keep = scores[i] >= threshold
             boxes = corners[i, queries[i][keep]] * corners.new_tensor([width, height, width, height])
-            found.append(dict(boxes=boxes, labels=labels[i][keep], scores=scores[i][keep]))
-        return found
+            detections.append(dict(boxes=boxes, labels=labels[i][keep], scores=scores[i][keep]))
+        return detections
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Regular expressions that assign parameters to layers, for timm's layer-wise learning rates."""
         stages = r"^backbone\.0\.body\.layer(\d+)" + ("" if coarse else r"\.(\d+)")
         return dict(
-            stem=r"^backbone\.0\.body\.(conv1|bn1)",
+            stem=r"^backbone\.0\.body\.(conv1|bn1|layers)",
             blocks=[
                 (stages, None),
                 (r"^input_proj", (10_000,)),
@@ -206,6 +216,20 @@ class Detector(ImageModel):
         raise NotImplementedError
 
 
+DIGITS: Options = dict(  # of models for scenes of digits, which train in minutes on a CPU
+    img_size=32,
+    in_chans=1,
+    num_classes=10,
+    depths=(),
+    stem_dim=16,
+    hidden_dim=64,
+    num_heads=4,
+    encoder_layers=2,
+    decoder_layers=2,
+    mlp_dim=256,
+    num_queries=8,
+    drop_rate=0.0,
+)
 BACKBONE = [  # our path, and those of transformers: 5.23 in memory, 4.x with timm's or its own ResNet
     (
         f"backbone.0.body.{ours}",

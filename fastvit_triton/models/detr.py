@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.layout import Layout, Spelling
-from ..checkpoints.renaming import Renaming
+from ..checkpoints.renaming import CheckpointFormats, Layout, Renaming
 from ..checkpoints.tensors import State
 from ..layers.fusable import Fusable
 from ..layers.packed_attention import PackedAttention
@@ -24,7 +23,7 @@ from ..layers.padded import resize_mask
 from ..layers.recompute import recomputed
 from ..layers.sine_positions import sine_positions
 from .config import Options
-from .detector import BACKBONE, BoxMlp, Detector, DetectorConfig, Outputs, pack_projections, unpack_projections
+from .detector import BACKBONE, DIGITS, BoxMlp, Detector, DetectorConfig, Outputs, pack_projections, unpack_projections
 from .fit import keep
 
 
@@ -198,9 +197,12 @@ VARIANTS: dict[str, Options] = {
     "detr_resnet101": dict(depths=(3, 4, 23, 3)),
     "detr_resnet50_dc5": dict(dilation=True),
     "detr_resnet101_dc5": dict(depths=(3, 4, 23, 3), dilation=True),
+    "detr_digits": DIGITS,  # for scenes of 32 x 32 pixels
 }
 ORACLE: dict[str, str] = {}  # transformers builds it, under other names; see the tests
 PARAMS = {"detr_resnet50": 41_524_768 + 909 * 257}  # by transformers 5.23, with 91 classes, and 909 more
+# Convolutions, projection, layers of the encoder and of the decoder, norm, classes and "no object", boxes, queries.
+PARAMS["detr_digits"] = 60_400 + 4_160 + 2 * 49_984 + 2 * 66_752 + 128 + 1001 * 65 + 8_580 + 512
 
 # Names in checkpoints: the authors', which are ours, and those of transformers 5.23 and 4.x.
 
@@ -275,11 +277,11 @@ def write(model: Any, state: State, layout: Layout) -> State:
     return layout.write(dict(state))
 
 
-CHECKPOINTS = Spelling(
+CHECKPOINTS = CheckpointFormats(
     "DETR",
     (AUTHORS, TRANSFORMERS),
     keep,
     {"facebookresearch": (AUTHORS,), "transformers": (TRANSFORMERS,)},
     write=write,
-    irrelevant=re.compile(r"\.num_batches_tracked$"),
+    irrelevant=re.compile(r"(?<!\.bn)\.num_batches_tracked$"),  # of frozen norms; `.bn` are trained
 )

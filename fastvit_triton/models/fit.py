@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.layout import Layout
+from ..checkpoints.renaming import Layout
 from ..checkpoints.tensors import TOKENS, State, WeightsError, split, variant
 from ..layers.embed import resize_pos_embed, sides
 from .transformer import VisionTransformer
@@ -68,13 +68,13 @@ def fit_stem(model: VisionTransformer, state: State) -> None:
 
 def fit_positions(model: VisionTransformer, state: State, metadata: Mapping[str, str], mode: str) -> str:
     """Converts `state["pos_embed"]` [1, T + h·w, D] to the model's prefix and grid; returns a description."""
-    own = model.pos_embed
+    table = model.pos_embed
     pos = state.get("pos_embed")
-    if not isinstance(own, Tensor) or pos is None or pos.shape[::2] != own.shape[::2]:
+    if not isinstance(table, Tensor) or pos is None or pos.shape[::2] != table.shape[::2]:
         return ""  # nothing to convert, or a mismatch that `check` reports
     h, w = model.patch_embed.grid_size
     notes = list[str]()
-    wanted = own.shape[1] - h * w
+    wanted = table.shape[1] - h * w
     stored, old = _source_grid(pos.shape[1], (h, w), (wanted, 0, 1, model.num_prefix_tokens), metadata)
     rows = sum(state[name].shape[1] for name in TOKENS if name in state and state[name].shape[::2] == pos.shape[::2])
     if wanted < stored and rows < stored:
@@ -85,9 +85,9 @@ def fit_positions(model: VisionTransformer, state: State, metadata: Mapping[str,
     if old != (h, w):
         state["pos_embed"] = resize_pos_embed(state["pos_embed"], old, (h, w), wanted, mode)
         notes.append(f"{old[0]}x{old[1]} resized to {h}x{w} ({mode})")
-    if not isinstance(own, nn.Parameter):  # a fixed table is not loaded if both are equal in the coarser dtype
+    if not isinstance(table, nn.Parameter):  # a fixed table is not loaded if both are equal in the coarser dtype
         pos = state["pos_embed"]
-        if torch.allclose(pos.to(own).to(pos).float(), own.to(pos).float(), atol=1e-5):
+        if torch.allclose(pos.to(table).to(pos).float(), table.to(pos).float(), atol=1e-5):
             del state["pos_embed"]
     return ", ".join(notes)
 

@@ -33,7 +33,7 @@ class HubMethods:
         """Loads a model in evaluation mode.
 
         Args:
-            pretrained_model_name_or_path: as for `load_model`.
+            pretrained_model_name_or_path: as for `load_model`, or "org/name" on the Hub.
             revision: branch, tag or commit on the Hub.
             token: login; None uses the one that is stored, False none.
             cache_dir: folder for downloads instead of the client's.

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..checkpoints.tensors import State, WeightsError
 from ..engine.body import normalize
 from ..kernels.activation import apply_activation
-from ..layers.causal import KeyValues, causal_attention
+from ..kernels.attention import attention
+from ..kernels.attention_qkv import attention_qkv
+from ..layers.causal import KeyValues
 from ..layers.embed import sides
 from ..layers.fusable import Fusable
 from .config import BaseConfig, Options, check_multiple, check_positive, check_types
@@ -54,10 +56,10 @@ class CausalAttention(Fusable):
 
     def attend(self, qkv: Tensor, past: KeyValues | None = None) -> Tensor:
         """Packed projections [B, n, 3·D] → the heads' outputs [B, n, D]."""
+        if past is None:
+            return attention_qkv(qkv, self.num_heads, causal=True)
         q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, n, d]
-        if past is not None:
-            k, v = past.append(k, v)
-        return causal_attention(q, k, v).transpose(1, 2).flatten(2)
+        return attention(q, *past.append(k, v), causal=True).transpose(1, 2).flatten(2)
 
 
 class ColourMlp(Fusable):
@@ -311,10 +313,10 @@ def colour_clusters(images: Tensor, count: int = 512, seed: int = 0, steps: int 
     clusters = torch.stack(chosen)
     codes = torch.full((len(pixels),), -1)
     for _ in range(steps):
-        found = torch.cat([nearest(part, clusters) for part in pixels.split(65_536)])
-        if bool((found == codes).all()):
+        assignment = torch.cat([nearest(part, clusters) for part in pixels.split(65_536)])
+        if bool((assignment == codes).all()):
             break
-        codes = found
+        codes = assignment
         sums = torch.zeros_like(clusters).index_add_(0, codes, pixels * weights[:, None])
         sizes = torch.zeros(count, dtype=torch.double).index_add_(0, codes, weights.double())
         clusters = torch.where(sizes[:, None] > 0, sums / sizes.clamp_min(1)[:, None], clusters)
@@ -451,7 +453,7 @@ def write_igpt(model: Any, state: State, layout: Layout) -> State:
 
 
 SKIPPED = r"(^|\.)attn\.(masked_)?bias$|adam_[mv]|AdamWeightDecay|global_step|(^|\.)_step$"  # masks, and training state
-CHECKPOINTS = Spelling(
+CHECKPOINTS = CheckpointFormats(
     "iGPT", (OPENAI, TRANSFORMERS), fit_igpt, {"transformers": (TRANSFORMERS,), "openai": (OPENAI,)},
     write=write_igpt, irrelevant=re.compile(SKIPPED),
 )  # fmt: skip

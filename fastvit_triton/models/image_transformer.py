@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.renaming import CheckpointFormats, Layout
+from ..kernels.attention import attention
 from ..layers import Mlp
-from ..layers.causal import KeyValues, causal_attention
+from ..layers.causal import KeyValues
 from ..layers.embed import sides
 from ..layers.fusable import Fusable
 from . import fit
@@ -45,15 +46,15 @@ class Blocks1d(nn.Module):
         n = k.shape[2]
         if q.shape[2] < n:
             first = max(0, (n - 1) // L - 1) * L
-            return causal_attention(q, k[:, :, first:], v[:, :, first:])
+            return attention(q, k[:, :, first:], v[:, :, first:], causal=True)
         if n <= L:
-            return causal_attention(q, k, v)
+            return attention(q, k, v, causal=True)
         padding = (0, 0, 0, -n % L)
         q, k, v = (F.pad(t, padding).unflatten(2, (-1, L)) for t in (q, k, v))  # [B, H, blocks, L, d]
-        first_block = causal_attention(q[:, :, 0], k[:, :, 0], v[:, :, 0])
+        first_block = attention(q[:, :, 0], k[:, :, 0], v[:, :, 0], causal=True)
         k, v = (torch.cat((t[:, :, :-1], t[:, :, 1:]), 3) for t in (k, v))  # the block before, and its own
         q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q[:, :, 1:], k, v))  # [B·(blocks − 1), H, L or 2·L, d]
-        others = causal_attention(q, k, v).unflatten(0, (first_block.shape[0], -1)).transpose(1, 2).flatten(2, 3)
+        others = attention(q, k, v, causal=True).unflatten(0, (first_block.shape[0], -1)).transpose(1, 2).flatten(2, 3)
         return torch.cat((first_block, others), 2)[:, :, :n]
 
 
@@ -92,8 +93,8 @@ class Blocks2d(nn.Module):
             for x in range(0, columns, block[1]):
                 above = wide[y : y + flange[0], x : x + block[1] + 2 * flange[1]]
                 left = wide[y + flange[0] : y + flange[0] + block[0], x : x + flange[1]]
-                own = place.reshape(rows, columns)[y : y + block[0], x : x + block[1]]
-                memory.append(torch.cat((above.flatten(), left.flatten(), own.flatten())))
+                query_block = place.reshape(rows, columns)[y : y + block[0], x : x + block[1]]
+                memory.append(torch.cat((above.flatten(), left.flatten(), query_block.flatten())))
         table = torch.stack(memory)  # [blocks, M], the tokens that a block reads; −1 outside the map
         self.register_buffer("order", order, persistent=False)
         self.register_buffer("memory", table.clamp_min(0), persistent=False)
@@ -110,9 +111,9 @@ class Blocks2d(nn.Module):
             memory = memory.clamp_max(n - 1)
             return F.scaled_dot_product_attention(q, k[:, :, memory], v[:, :, memory], visible[None])
         blocks = -(-n // L)
-        own = torch.ones(L, L, dtype=torch.bool, device=q.device).tril()
+        causal = torch.ones(L, L, dtype=torch.bool, device=q.device).tril()
         flanges = self.valid[:blocks, None, :-L].expand(-1, L, -1)
-        visible = torch.cat((flanges, own.expand(blocks, L, L)), 2)[:, None]  # [blocks, 1, L, M]
+        visible = torch.cat((flanges, causal.expand(blocks, L, L)), 2)[:, None]  # [blocks, 1, L, M]
         q = F.pad(q, (0, 0, 0, blocks * L - n)).unflatten(2, (blocks, L)).transpose(1, 2)  # [B, blocks, H, L, d]
         k, v = (self.regions(t)[:, :, :blocks].transpose(1, 2) for t in (k, v))  # [B, blocks, H, M, d]
         o = F.scaled_dot_product_attention(q, k, v, visible)
@@ -125,10 +126,10 @@ class Blocks2d(nn.Module):
         """
         (rows, columns), (h, w), (above, beside) = self.grid, self.block, self.flange
         x = F.pad(x, (0, 0, 0, rows * columns - x.shape[2])).unflatten(2, (rows // h, columns // w, h, w))
-        own = x.flatten(4, 5)
+        query_blocks = x.flatten(4, 5)
         wide = x.transpose(3, 4).flatten(4, 5).flatten(2, 3)  # [B, H, rows, columns, d]
         wide = F.pad(wide, (0, 0, beside, beside, above, 0))
-        parts = [own]
+        parts = [query_blocks]
         if beside:
             left = wide[:, :, above:, : columns - w + beside].unfold(2, h, h).unfold(3, beside, w)
             parts.insert(0, left.flatten(5).mT)
@@ -496,4 +497,4 @@ PARAMS = {
 OURS = Layout(name="fastvit_triton", mark="layers.0.attn.wq.weight", beside="head.weight", resize="bicubic")
 
 
-CHECKPOINTS = Spelling("Image Transformer", (OURS,), fit.keep)
+CHECKPOINTS = CheckpointFormats("Image Transformer", (OURS,), fit.keep)

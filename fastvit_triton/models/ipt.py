@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..layers.embed import sides
 from ..layers.fusable import Fusable
 from ..layers.packed_attention import PackedAttention
@@ -371,8 +371,8 @@ class IPT(Prepared):
 
 def scale_of(task: str) -> int:
     """How much a task enlarges images: 2 of "x2", 1 of "denoise30"."""
-    found = SCALE.fullmatch(task)
-    return int(found[1]) if found else 1
+    match = SCALE.fullmatch(task)
+    return int(match[1]) if match else 1
 
 
 def enlarged(image: Tensor, scale: int) -> Tensor:
@@ -410,4 +410,4 @@ PARAMS |= dict.fromkeys(("ipt_denoise30", "ipt_denoise50", "ipt_derain"), X2 - S
 # Names in checkpoints: the authors', which are ours.
 
 AUTHORS = Layout(name="IPT", mark="body.linear_encoding.weight", beside="body.query_embed.weight", resize="bicubic")
-CHECKPOINTS = Spelling("IPT", (AUTHORS,), fit.keep, irrelevant=re.compile(r"(^|\.)position_ids$"))
+CHECKPOINTS = CheckpointFormats("IPT", (AUTHORS,), fit.keep, irrelevant=re.compile(r"(^|\.)position_ids$"))

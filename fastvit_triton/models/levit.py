@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..checkpoints.tensors import State
 from ..layers import Blocks, DropPath
 from ..layers.drop_path import add
@@ -410,4 +410,4 @@ def fit_levit(model: Any, target: State, state: State, metadata: Mapping[str, st
     return useless, ""
 
 
-CHECKPOINTS = Spelling("LeViT", LEVIT_LAYOUTS, fit_levit, {"timm": (TIMM_LEVIT,)})
+CHECKPOINTS = CheckpointFormats("LeViT", LEVIT_LAYOUTS, fit_levit, {"timm": (TIMM_LEVIT,)})

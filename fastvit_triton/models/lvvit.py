@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..engine.body import normalize
 from ..kernels.patch_embed import assemble
 from ..layers import Attention, Block, Mlp
@@ -148,4 +148,4 @@ PARAMS = dict(zip(VARIANTS, (8_534_720, 26_151_824, 55_830_544, 150_021_968), st
 
 LVVIT = Layout(name="LV-ViT", mark="patch_embed.proj.weight", beside="blocks.0.attn.qkv.weight", resize="bicubic")
 
-CHECKPOINTS = Spelling("LV-ViT", (LVVIT,), fit)
+CHECKPOINTS = CheckpointFormats("LV-ViT", (LVVIT,), fit)

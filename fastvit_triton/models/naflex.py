@@ -96,8 +96,8 @@ class NaFlexVisionTransformer(VisionTransformer):
             return super().pool(x)
         assert self.lengths is not None, "forward_features sets the lengths"
         T = self.num_prefix_tokens
-        own = torch.arange(T, x.shape[1], device=x.device) < self.lengths[:, None]  # [B, L]
-        return (x[:, T:] * own[..., None]).sum(1) / own.sum(1, keepdim=True)
+        valid = torch.arange(T, x.shape[1], device=x.device) < self.lengths[:, None]  # [B, L]
+        return (x[:, T:] * valid[..., None]).sum(1) / valid.sum(1, keepdim=True)
 
 
 SO150M2: Options = dict(embed_dim=832, depth=21, num_heads=13, mlp_ratio=34 / 13)

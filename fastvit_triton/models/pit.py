@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..checkpoints.tensors import State
 from ..layers import Attention, Block, Blocks, Mlp
 from ..layers.embed import INTERPOLATION, sides
@@ -241,4 +241,4 @@ def fit_map(model: Any, target: State, state: State, metadata: Mapping[str, str]
     return [], f"{pos.shape[2]}x{pos.shape[3]} resized to {new[0]}x{new[1]} ({mode})"
 
 
-CHECKPOINTS = Spelling("PiT", PIT_LAYOUTS, fit_map, {"timm": (TIMM_PIT,)})
+CHECKPOINTS = CheckpointFormats("PiT", PIT_LAYOUTS, fit_map, {"timm": (TIMM_PIT,)})

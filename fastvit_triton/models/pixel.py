@@ -201,14 +201,14 @@ class PixelModel(Prepared):
             raise ValueError(f"{numbers}; use a count and a top_k of at least 1, and a temperature above 0")
         if classes is not None and tuple(classes.shape) != (count,):
             raise ValueError(f"classes have shape {list(classes.shape)}; give one for each of the {count} images")
-        given = 0 if prefix is None else prefix.shape[1]
+        prefix_length = 0 if prefix is None else prefix.shape[1]
         codes = self.empty_codes(count)
         if prefix is not None:
-            codes[:, :given] = self.in_order(prefix).expand(count, *prefix.shape[1:])
+            codes[:, :prefix_length] = self.in_order(prefix).expand(count, *prefix.shape[1:])
         caches = [KeyValues(self.num_positions) for _ in self.block_list()]
         start = 0
         with self.evaluating():
-            for step in range(given, self.num_positions):
+            for step in range(prefix_length, self.num_positions):
                 x = self.inputs(codes[:, :step], classes, start, step + 1)
                 for block, cache in zip(self.block_list(), caches, strict=True):
                     x = block(x, cache)

@@ -4,7 +4,7 @@ import dataclasses
 
 from torch import Tensor, nn
 
-from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..checkpoints.tensors import State, join, split, variant
 from ..layers.embed import sides
 from .clip import CLIP, OPEN_CLIP, OPEN_CLIP_TOWER
@@ -64,4 +64,4 @@ def write(model: VisionTransformer, state: State, layout: Layout) -> State:
     return layout.convert(state, model.head_names, config.num_classes)
 
 
-CHECKPOINTS = Spelling("a plain ViT", LAYOUTS, fit, SAVED, choose, write)
+CHECKPOINTS = CheckpointFormats("a plain ViT", LAYOUTS, fit, SAVED, choose, write)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..checkpoints.tensors import State, WeightsError, variant
 from ..layers import Block, Blocks, Mlp, NormedPatchEmbed, ReducedAttention, resize_pos_embed
 from ..layers.embed import sides
@@ -242,4 +242,4 @@ def choose_pvt(model: Any, layouts: tuple[Layout, ...]) -> Layout:
     return layout
 
 
-CHECKPOINTS = Spelling("PVT", PVT_LAYOUTS, fit_positions, PVT_SAVED, choose_pvt, fit.write)
+CHECKPOINTS = CheckpointFormats("PVT", PVT_LAYOUTS, fit_positions, PVT_SAVED, choose_pvt, fit.write)

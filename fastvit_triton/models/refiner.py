@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..layers import Attention, Block, Blocks, Mlp
 from ..layers.drop_path import add
 from ..layers.head_mixing import MixedAttention
@@ -65,12 +65,12 @@ class RefinedAttention(MixedAttention):
         if self.refines:
             assert previous is not None
             maps = self.scale * self.adapt_bn(self.DLA(previous))
-            own = previous
+            attention = previous
         else:
             q, k = qk
-            own = ((q * self.scale) @ k.mT).softmax(-1)
-            maps = own = self.attn_drop(own if previous is None else own + self.scale * previous)
-        passed.append(own)
+            attention = ((q * self.scale) @ k.mT).softmax(-1)
+            maps = attention = self.attn_drop(attention if previous is None else attention + self.scale * previous)
+        passed.append(attention)
         return (maps @ v).transpose(1, 2).flatten(2)
 
 
@@ -214,4 +214,4 @@ PARAMS = dict(zip(VARIANTS, (25_408_656, 55_450_932, 81_150_192), strict=True))
 
 REFINER = Layout(name="Refiner", mark="patch_embed.proj.weight", beside="blocks.0.attn.qkv.weight", resize="bicubic")
 
-CHECKPOINTS = Spelling("Refiner", (REFINER,), fit)
+CHECKPOINTS = CheckpointFormats("Refiner", (REFINER,), fit)

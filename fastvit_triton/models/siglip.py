@@ -10,7 +10,7 @@ Adds nothing. "so400m" is the shape-optimised size of arXiv:2305.13035, Table 2.
 
 from typing import Any
 
-from ..checkpoints.layout import Layout
+from ..checkpoints.renaming import Layout
 from ..checkpoints.tensors import State
 from .config import Options, ViTConfig
 from .transformer import VisionTransformer

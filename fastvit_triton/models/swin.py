@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..checkpoints.tensors import State, WeightsError, variant
 from ..layers import Block, Blocks, Mlp, NormedPatchEmbed, PatchMerging, Window, WindowAttention
 from ..layers.embed import sides
@@ -264,4 +264,4 @@ def _maps(model: Any) -> Iterator[tuple[int, int]]:
         grid = -(-grid[0] // 2), -(-grid[1] // 2)
 
 
-CHECKPOINTS = Spelling("Swin", SWIN_LAYOUTS, fit_tables, SWIN_SAVED, choose_swin, fit.write)
+CHECKPOINTS = CheckpointFormats("Swin", SWIN_LAYOUTS, fit_tables, SWIN_SAVED, choose_swin, fit.write)

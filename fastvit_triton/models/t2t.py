@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..checkpoints.tensors import State
 from ..layers import Attention, Block, Blocks, Mlp, drop_path_rates, sincos1d
 from ..layers.embed import sides
@@ -274,4 +274,4 @@ def fit_t2t(model: Any, target: State, state: State, metadata: Mapping[str, str]
     return [], f"sinusoids for {pos.shape[1]} tokens replaced by those for {target['pos_embed'].shape[1]}"
 
 
-CHECKPOINTS = Spelling("T2T-ViT", (T2T,), fit_t2t)
+CHECKPOINTS = CheckpointFormats("T2T-ViT", (T2T,), fit_t2t)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..checkpoints.tensors import State
 from ..layers import DropPath, Mlp, PatchEmbed, drop_path_rates
 from ..layers.drop_path import add
@@ -294,4 +294,4 @@ def fit_tnt(model: Any, target: State, state: State, metadata: Mapping[str, str]
     return useless, fit_table(state, target, "patch_pos", model.pixel_embed.grid_size, 1, mode)
 
 
-CHECKPOINTS = Spelling("TNT", TNT_LAYOUTS, fit_tnt, {"timm": (TIMM_TNT,)})
+CHECKPOINTS = CheckpointFormats("TNT", TNT_LAYOUTS, fit_tnt, {"timm": (TIMM_TNT,)})

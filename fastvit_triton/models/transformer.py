@@ -131,13 +131,13 @@ class VisionTransformer(ImageModel):
 
     def positions(self, grid: tuple[int, int]) -> Tensor | None:
         """The position table for a grid of patches, [1, N, D] or [1, T + N, D]; resampled for another grid."""
-        own = self.patch_embed.grid_size
+        own_grid = self.patch_embed.grid_size
         if self.pos_embed is None:
             return None
         table = self.pos_embed() if isinstance(self.pos_embed, Learned2d) else self.pos_embed
-        if self.config.pos_embed == "sincos2d" and grid != own:
+        if self.config.pos_embed == "sincos2d" and grid != own_grid:
             return sincos2d(grid, self.embed_dim).to(table)
-        return resize_pos_embed(table, own, grid, table.shape[1] - own[0] * own[1], self.position_resize)
+        return resize_pos_embed(table, own_grid, grid, table.shape[1] - own_grid[0] * own_grid[1], self.position_resize)
 
     def embed(self, image: Tensor) -> Tensor:
         """image [B, C, H, W] → tokens [B, T + N, D] before the first block."""
@@ -216,6 +216,10 @@ class VisionTransformer(ImageModel):
         tokens = {"pos_embed", "cls_token", "reg_token", "dist_token"}
         positions = {name for name, _ in self.named_parameters() if "pos_embed." in name or ".position." in name}
         return tokens | positions
+
+    def poolings(self) -> list[str]:
+        """The values of global_pool that `reset_classifier` takes."""
+        return [name for name in super().poolings() if name != "map" or self.attn_pool is not None]
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replaces the head by a zero-initialised one (ViT paper, section 3.2) without pre-logits; 0 removes it.

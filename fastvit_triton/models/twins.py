@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..layers import Block, Blocks, Mlp, NormedPatchEmbed, Peg, ReducedAttention, Window, WindowAttention
 from ..layers.embed import sides
 from .config import Options
@@ -129,4 +129,4 @@ TIMM_TWINS = Layout(
     name="timm", mark="pos_block.0.proj.0.weight", resize="bilinear", home="blocks.{}.{}", blocks="blocks.{}.{}"
 )
 
-CHECKPOINTS = Spelling("Twins", (TIMM_TWINS,), keep, {"timm": (TIMM_TWINS,)})
+CHECKPOINTS = CheckpointFormats("Twins", (TIMM_TWINS,), keep, {"timm": (TIMM_TWINS,)})

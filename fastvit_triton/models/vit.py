@@ -12,7 +12,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from ..checkpoints.layout import Layout
+from ..checkpoints.renaming import Layout
 from ..checkpoints.tensors import State
 from .config import Options, ViTConfig
 from .transformer import VisionTransformer

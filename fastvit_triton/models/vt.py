@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..layers import DropPath, Mlp
 from ..layers.drop_path import add
 from ..layers.fusable import Fusable
@@ -236,4 +236,4 @@ PARAMS = {"vt_resnet18": 11_807_272}  # by the equations in the tests; the paper
 
 VT = Layout(name="VT-ResNet", mark="stem.conv1.conv.weight", resize="linear")
 
-CHECKPOINTS = Spelling("VT-ResNet", (VT,), keep)
+CHECKPOINTS = CheckpointFormats("VT-ResNet", (VT,), keep)

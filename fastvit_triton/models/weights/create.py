@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ... import models
-from ...checkpoints.places import Place
+from ...checkpoints.locations import Location
 from ...checkpoints.reading import read, unwrap
 from ...checkpoints.tensors import State, WeightsError
 from ..transformer import VisionTransformer
 from . import pretrained as table
 from .describe import Description, describe
 from .load import _load, load_weights
-from .pretrained import find_place, find_tagged
+from .pretrained import find_location, find_tagged
 from .rebuild import compare
 
 SCHEMES = ("hf-hub", "hf_hub", "local-dir")
@@ -52,8 +52,8 @@ def create_model(
         raise TypeError(f"pretrained is {pretrained!r}; use True or False, and give a tag as {name.split('.')[0]}.TAG")
     if pretrained and checkpoint_path is not None:
         raise WeightsError(f"pretrained is True and checkpoint_path is {checkpoint_path}; give one of them")
-    place, description = _resolve(name, pretrained)
-    model = build(description, overrides) if place is None else build_pretrained(place, description, overrides)
+    location, description = _resolve(name, pretrained)
+    model = build(description, overrides) if location is None else build_pretrained(location, description, overrides)
     if checkpoint_path is not None:
         load_weights(model, checkpoint_path)
     return model
@@ -67,18 +67,18 @@ def build(found: Description, overrides: Mapping[str, Any]) -> VisionTransformer
     return model
 
 
-def build_pretrained(place: Place, found: Description, overrides: Mapping[str, Any]) -> VisionTransformer:
-    """The model of a description with the weights of a place.
+def build_pretrained(location: Location, found: Description, overrides: Mapping[str, Any]) -> VisionTransformer:
+    """The model of a description with the weights of a location.
 
     Raises:
         WeightsError: there are no weights, or they are not those of the model.
     """
-    tensors, metadata = read(place.weights(), True)
+    tensors, metadata = read(location.weights(), True)
     try:
-        if not place.cfg:  # a config.json may ask for anything
+        if not location.cfg:  # a config.json may ask for anything
             compare(unwrap(tensors)[0], found.name, found.options)
     except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
-        raise WeightsError(f"{place.text} holds a model that this version cannot build: {error}") from error
+        raise WeightsError(f"{location.text} holds a model that this version cannot build: {error}") from error
     theirs = found.pretrained_cfg.get("input_size", (3,))[0]
     model = build(found, overrides)
     if overrides.get("in_chans", theirs) == theirs:
@@ -90,13 +90,13 @@ def build_pretrained(place: Place, found: Description, overrides: Mapping[str, A
     return model
 
 
-def _resolve(name: str, weights: bool) -> tuple[Place | None, Description]:
+def _resolve(name: str, weights: bool) -> tuple[Location | None, Description]:
     """Where the weights lie, None if they are not wanted, and the model that the name describes."""
     if name.partition(":")[0] in SCHEMES:
-        place = find_place(name)
-        if (description := describe(place)) is None:
-            raise WeightsError(place.why_missing("config.json, which names the model"))
-        return place if weights else None, description
+        location = find_location(name)
+        if (description := describe(location)) is None:
+            raise WeightsError(location.why_missing("config.json, which names the model"))
+        return location if weights else None, description
     if "/" in name:
         raise WeightsError(f"name is {name!r}; use hf-hub:{name} for the Hub, or local-dir:{name} for a folder")
     base, tag = table.split_tag(name)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from ...checkpoints.places import Place
+from ...checkpoints.locations import Location
 from ...checkpoints.tensors import WeightsError
 from .. import CATALOGUE
 from . import timm_config, transformers_config
@@ -26,19 +26,19 @@ class Description(NamedTuple):
     pretrained_cfg: dict[str, Any]
 
 
-def describe(place: Place) -> Description | None:
-    """The description of the checkpoint at a place; downloads no weights. None if nothing describes it.
+def describe(location: Location) -> Description | None:
+    """The description of the checkpoint at a location; downloads no weights. None if nothing describes it.
 
     Raises:
         WeightsError: its config.json is not of timm or transformers, or describes no model of ours.
     """
-    if place.cfg:
-        return Description(place.cfg["architecture"], {"num_classes": place.cfg["num_classes"]}, place.cfg)
-    if (description := _from_header(place)) is not None or (config := place.config()) is None:
+    if location.cfg:
+        return Description(location.cfg["architecture"], {"num_classes": location.cfg["num_classes"]}, location.cfg)
+    if (description := _from_header(location)) is not None or (config := location.config()) is None:
         return description
     try:
         if "model_type" in config:
-            name, options, cfg = transformers_config.read(config, place.config("preprocessor_config.json") or {})
+            name, options, cfg = transformers_config.read(config, location.config("preprocessor_config.json") or {})
         elif "architecture" in config:
             name, options, cfg = timm_config.read(config)
         else:
@@ -47,7 +47,7 @@ def describe(place: Place) -> Description | None:
             raise ValueError(f"its architecture {name!r} is none of ours, which list_models() lists")
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise WeightsError(f"the config.json of {place.text} describes no model of ours: {why[:300]}") from error
+        raise WeightsError(f"the config.json of {location.text} describes no model of ours: {why[:300]}") from error
     return Description(name, options, cfg)
 
 
@@ -65,9 +65,9 @@ def from_metadata(metadata: Mapping[str, str]) -> Description | None:
     return Description(metadata["variant"], options, timm_config.tuples(cfg))
 
 
-def _from_header(place: Place) -> Description | None:
+def _from_header(location: Location) -> Description | None:
     """Reads the header of a local safetensors file, without its tensors."""
-    path = place.file or place.find("model.safetensors") if place.is_local else None
+    path = location.file or location.find("model.safetensors") if location.is_local else None
     if path is None or path.suffix != ".safetensors":
         return None
     try:

@@ -1,7 +1,8 @@
 """Loads and saves checkpoints: ours, timm's, transformers', torchvision's, the official PyTorch ones and JAX `.npz`.
 
-Files are safetensors, `torch.save` files opened with `weights_only=True`, and `.npz` without pickles: none of them can
-run code. A model is changed only after the whole checkpoint has been read, converted and checked.
+Files are safetensors, `torch.save` files opened with `weights_only=True`, TorchScript files, of which only the tensors
+are read, and `.npz` without pickles: none of them can run code. A model is changed only after the whole checkpoint has
+been read, converted and checked.
 """
 
 import dataclasses
@@ -16,11 +17,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import nn
 
-from ...checkpoints.layout import Layout, Spelling
 from ...checkpoints.reading import CHECKSUM, checksum, is_finite, read, unwrap, why_unusable
+from ...checkpoints.renaming import CheckpointFormats, Layout
 from ...checkpoints.tensors import (
     TOKENS,
     State,
@@ -33,17 +33,19 @@ from ...checkpoints.tensors import (
     split,
     variant,
 )
+from ...checkpoints.trunk import give_trunk, take_trunk
+from ...checkpoints.writing import write_tensors
 from ...files import replacing
 from ...layers.embed import INTERPOLATION
 from .. import FAMILIES, plain
 from ..features import FeatureGetterNet
 from ..transformer import VisionTransformer
 from .describe import describe, from_metadata
-from .pretrained import find_place
+from .pretrained import find_location
 from .rebuild import build_model
 
-SPELLINGS: dict[str, Spelling] = {"vit": plain.CHECKPOINTS}
-SPELLINGS |= {family.MODEL.layout: family.CHECKPOINTS for family in FAMILIES if hasattr(family, "CHECKPOINTS")}
+CHECKPOINT_FORMATS: dict[str, CheckpointFormats] = {"vit": plain.CHECKPOINTS}
+CHECKPOINT_FORMATS |= {family.MODEL.layout: family.CHECKPOINTS for family in FAMILIES if hasattr(family, "CHECKPOINTS")}
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class LoadReport:
         positions: changes to the position table; empty if there were none.
         reinitialised: head tensors that were set to zero.
         dropped: unused keys of the checkpoint.
+        initial: head tensors that keep their initial values.
     """
 
     family: str
@@ -63,11 +66,13 @@ class LoadReport:
     positions: str = ""
     reinitialised: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+    initial: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         zeroed = ", ".join(self.reinitialised)
         dropped = some(self.dropped)
         rows = {"positions": self.positions, "initialised to zero, must be trained": zeroed, "dropped": dropped}
+        rows["initial values, must be trained"] = some(self.initial)
         lines = [f"{title}: {what}" for title, what in rows.items() if what]
         return "\n".join([f"{self.tensors} tensors from a {self.family} checkpoint", *lines])
 
@@ -78,7 +83,8 @@ def load_weights(
     """Copies a checkpoint of any supported library into a model; keeps the model's dtype, device and `requires_grad`.
 
     Positions are interpolated to the model's grid as in the checkpoint's library. The head is set to zero if the
-    checkpoint has none or one for a different number of classes (ViT, arXiv:2010.11929, section 3.2).
+    checkpoint has none or one for a different number of classes (ViT, arXiv:2010.11929, section 3.2), or keeps its
+    initial values if the model's `zero_missing_heads` is False.
 
     Args:
         model: a model from `create_model`; one with `features_only=True` takes what its backbone kept.
@@ -97,13 +103,13 @@ def load_weights(
     """
     if isinstance(source, Mapping):
         return _load(model, source, {}, resize, verify)
-    place = find_place(source)
-    loaded = _load(model, *read(place.weights(), verify), resize, verify)
+    location = find_location(source)
+    loaded = _load(model, *read(location.weights(), verify), resize, verify)
     with suppress(WeightsError):  # the weights fit, whatever a config.json beside them says
-        description = describe(place)
+        description = describe(location)
         backbone: Any = _backbone(model)
         # a file may lie beside the description of another model
-        if description is not None and (place.file is None or description.name == variant(backbone)):
+        if description is not None and (location.file is None or description.name == variant(backbone)):
             backbone.pretrained_cfg = description.pretrained_cfg
     return loaded
 
@@ -115,7 +121,7 @@ def load_model(
 
     Args:
         source: a file of `save_weights`; a folder, also as "local-dir:PATH", with such a file, or with weights and the
-            config.json of timm or transformers; "org/name" or "hf-hub:org/name" on the Hub, with "@revision" if
+            config.json of timm or transformers; "hf-hub:org/name" or "timm/name" on the Hub, with "@revision" if
             wanted; or a name with a tag, which `list_models(pretrained=True)` lists.
         verify: as for `load_weights`.
         hub: options of `huggingface_hub.hf_hub_download`, such as token and cache_dir.
@@ -126,9 +132,9 @@ def load_model(
     Raises:
         WeightsError: as for `load_weights`, or nothing names the model, or the tensors do not fit it.
     """
-    place = find_place(source, **(hub or {}))
-    described = describe(place)  # before the weights are downloaded
-    tensors, metadata = read(place.weights(), verify)
+    location = find_location(source, **(hub or {}))
+    described = describe(location)  # before the weights are downloaded
+    tensors, metadata = read(location.weights(), verify)
     try:
         description = from_metadata(metadata) or described
         if description is not None:
@@ -136,15 +142,20 @@ def load_model(
             model = build_model(unwrap(tensors)[0], {**metadata, **named})
     except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)[:300]
-        raise WeightsError(f"{place.text} holds a model that this version cannot build: {reason}") from error
+        raise WeightsError(f"{location.text} holds a model that this version cannot build: {reason}") from error
+    if description is None and "origin" in metadata:
+        commands = "fastvit-triton predict, evaluate, explain and export load it"
+        raise WeightsError(
+            f"{location.text} holds a model of another package, under that package's own names; {commands}"
+        )
     if description is None:
         raise WeightsError(
-            f"{place.text} does not say which model it holds: save_weights did not write it, and no config.json is "
+            f"{location.text} does not say which model it holds: save_weights did not write it, and no config.json is "
             "beside it; use create_model(name, checkpoint_path=…)"
         )
     loaded = _load(model, tensors, metadata, None, verify)
-    if loaded.reinitialised:
-        raise WeightsError(f"{place.text} has no {loaded.reinitialised[0]}, which its configuration needs")
+    if missing := loaded.reinitialised or loaded.initial:
+        raise WeightsError(f"{location.text} has no {missing[0]}, which its configuration needs")
     model.pretrained_cfg = description.pretrained_cfg
     return model, metadata
 
@@ -165,7 +176,8 @@ def save_weights(
         model: a model from `create_model`; of one with `features_only=True` the backbone, its `model`, is written.
         path: file to write; ends in `.safetensors`.
         layout: "fastvit_triton", "timm" or "transformers"; for CLIP's towers also "open_clip", with the names in the
-            whole models of open_clip and OpenAI, "visual.…", or "open_clip_visual", with those in their `model.visual`.
+            whole models of open_clip and OpenAI, "visual.…", or "open_clip_visual", with those in their `model.visual`;
+            where timm has the model also "open_clip_trunk": those of a tower of timm in open_clip, "visual.trunk.…".
         metadata: header entries in addition to format, layout, variant and config.
 
     Raises:
@@ -176,21 +188,22 @@ def save_weights(
         raise WeightsError(f"weights are saved as safetensors; name the file {path.with_suffix('.safetensors').name}")
     if not path.parent.is_dir():
         raise WeightsError(f"{path} is in a folder that does not exist; create {path.parent} first")
-    model = _backbone(model)
-    spelling = check_layout(model, layout)
-    state = {key: tensor.detach().cpu() for key, tensor in model.state_dict().items()}
-    if layout != "fastvit_triton":
-        state = spelling.convert(model, state, layout)
+    ours: Any = _backbone(model)  # as `check_layout` checks
+    formats = check_layout(ours, layout)
+    state = {key: tensor.detach().cpu() for key, tensor in ours.state_dict().items()}
+    if layout == "open_clip_trunk":
+        state = give_trunk(formats.convert(ours, state, "timm"), ours.head_names)
+    elif layout != "fastvit_triton":
+        state = formats.convert(ours, state, layout)
     state = {key: tensor.contiguous() for key, tensor in state.items()}
-    ours: Any = model  # as `_spelling` checks
     config = json.dumps(dataclasses.asdict(ours.config))
     facts = {"pretrained_cfg": json.dumps(dict(ours.pretrained_cfg))} if ours.pretrained_cfg else {}
     header = {**(metadata or {}), **facts, "format": "pt", "layout": layout}
-    header |= {"variant": variant(model), "config": config}
+    header |= {"variant": variant(ours), "config": config}
     header[CHECKSUM] = checksum(state, header)
     try:
         with replacing(path) as temporary:
-            save_file(state, temporary, header)
+            write_tensors(state, temporary, header)
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
 
@@ -200,32 +213,35 @@ def _load(model: Any, checkpoint: Mapping, metadata: Mapping[str, str], resize: 
     if resize is not None and resize not in INTERPOLATION:
         raise WeightsError(f"resize is {resize!r}; use one of {', '.join(INTERPOLATION)}")
     model = _backbone(model)
-    spelling = _spelling(model)
+    formats = _formats(model)
     tensors, wrapper = unwrap(checkpoint)
-    layout, state, spelled = _translate(tensors, spelling)
+    tensors, beside = take_trunk(tensors, model.head_names)
+    layout, state, original_keys = _translate(tensors, formats)
     family, mode = layout.name, layout.resize
     if metadata.get("layout") == "fastvit_triton":
         family, mode = "fastvit_triton", model.position_resize
     target = model.state_dict()
-    dropped = [key for key in state if spelling.irrelevant.search(key) or key in model.pruned]
+    dropped = [key for key in state if formats.irrelevant.search(key) or key in model.pruned]
     state = {key: tensor for key, tensor in state.items() if key not in dropped}
     fill_counts(target, state)
     dropped += fit_head(model.head_names, target, state)
-    useless, positions = spelling.fit(model, target, state, metadata, resize or mode)
+    useless, positions = formats.fit(model, target, state, metadata, resize or mode)
     dropped += useless
     heads = tuple(f"{name}." for name in model.head_names)
-    reinitialised = tuple(key for key in target if key.startswith(heads) and key not in state)
-    state |= {key: torch.zeros_like(target[key]) for key in reinitialised}
-    check(model, target, state, spelled, family)
+    new = tuple(key for key in target if key.startswith(heads) and key not in state)
+    zeroed = model.zero_missing_heads
+    state |= {key: torch.zeros_like(target[key]) if zeroed else target[key].clone() for key in new}
+    check(model, target, state, original_keys, family)
     wrong = next((key for key in target if verify and not is_finite(state[key])), None)
     if wrong is not None:
-        name = spelled.get(wrong, wrong)
+        name = original_keys.get(wrong, wrong)
         raise WeightsError(f"the checkpoint's {name} has non-finite values; verify=False loads it anyway")
     with torch.no_grad():
         for key, tensor in target.items():
             tensor.copy_(state[key])
-    unused = tuple(spelled.get(key, key) for key in dropped)
-    return LoadReport(family + wrapper, len(target) - len(reinitialised), positions, reinitialised, unused)
+    unused = (*(original_keys.get(key, key) for key in dropped), *beside)
+    loaded = len(target) - len(new)
+    return LoadReport(family + wrapper, loaded, positions, new if zeroed else (), unused, () if zeroed else new)
 
 
 def _backbone(model: nn.Module) -> nn.Module:
@@ -233,19 +249,20 @@ def _backbone(model: nn.Module) -> nn.Module:
     return model.model if isinstance(model, FeatureGetterNet) else model
 
 
-def _spelling(model: Any) -> Spelling:
-    if getattr(model, "layout", None) not in SPELLINGS:
+def _formats(model: Any) -> CheckpointFormats:
+    if getattr(model, "layout", None) not in CHECKPOINT_FORMATS:
         raise WeightsError(f"model is {type(model).__name__}; give a model from create_model")
-    return SPELLINGS[model.layout]
+    return CHECKPOINT_FORMATS[model.layout]
 
 
-def check_layout(model: Any, layout: str) -> Spelling:
+def check_layout(model: Any, layout: str) -> CheckpointFormats:
     """The layouts of a model's architecture; raises WeightsError if it cannot be written in this one."""
-    spelling = _spelling(model)
-    if layout not in ("fastvit_triton", *spelling.saved):
-        names = ", ".join(("fastvit_triton", *spelling.saved))
-        raise WeightsError(f"layout is {layout!r}; for {spelling.name} use one of {names}")
-    return spelling
+    formats = _formats(model)
+    layouts = ("fastvit_triton", *formats.saved, *(("open_clip_trunk",) if "timm" in formats.saved else ()))
+    if layout not in layouts:
+        names = ", ".join(layouts)
+        raise WeightsError(f"layout is {layout!r}; for {formats.name} use one of {names}")
+    return formats
 
 
 def _recognise(keys: Collection[str], layouts: tuple[Layout, ...]) -> tuple[Layout, str] | None:
@@ -257,13 +274,13 @@ def _recognise(keys: Collection[str], layouts: tuple[Layout, ...]) -> tuple[Layo
     return None
 
 
-def _translate(tensors: State, spelling: Spelling) -> tuple[Layout, State, dict[str, str]]:
+def _translate(tensors: State, formats: CheckpointFormats) -> tuple[Layout, State, dict[str, str]]:
     """The layout, the tensors under our names, and a map from our names to the checkpoint's keys."""
     dotted = {key.replace("/", "."): key for key in tensors}
-    if (match := _recognise(dotted, spelling.layouts)) is None:
+    if (match := _recognise(dotted, formats.layouts)) is None:
         raise WeightsError(
-            f"this is not a checkpoint of {spelling.name}: its keys ({some(tuple(tensors)) or 'none'}) match no known "
-            f"layout; known are {', '.join(layout.name for layout in spelling.layouts)}"
+            f"this is not a checkpoint of {formats.name}: its keys ({some(tuple(tensors)) or 'none'}) match no known "
+            f"layout; known are {', '.join(layout.name for layout in formats.layouts)}"
         )
     layout, prefix = match
     if layout.alone and prefix:  # what has no prefix would take the places of what has one
@@ -271,9 +288,11 @@ def _translate(tensors: State, spelling: Spelling) -> tuple[Layout, State, dict[
     for key, tensor in tensors.items():
         if (why := why_unusable(tensor)) is not None:
             raise WeightsError(f"the checkpoint's {key} {why}; save it as a dense tensor of numbers")
-    state = {key.removeprefix(prefix): tensors[spelling] for key, spelling in dotted.items()}
+    state = {key.removeprefix(prefix): tensors[original] for key, original in dotted.items()}
     leaf = re.compile(r"\b(kernel|scale)$")  # JAX's names for weight
-    spelled = {leaf.sub("weight", layout.ours(key.removeprefix(prefix))): spelling for key, spelling in dotted.items()}
+    original_keys = {
+        leaf.sub("weight", layout.ours(key.removeprefix(prefix))): original for key, original in dotted.items()
+    }
     try:
         state = {layout.ours(key): tensor for key, tensor in layout.read(state).items()}
         state = join(split(state, "attn_pool.qkv"), "attn.qkv", "attn.kv", "attn_pool.kv", "mlp.fc1", "mlp.fc2")
@@ -282,4 +301,4 @@ def _translate(tensors: State, spelling: Spelling) -> tuple[Layout, State, dict[
     for key in (*TOKENS, "pos_embed"):
         if key in state:
             state[key] = state[key].reshape((1,) * (3 - state[key].dim()) + state[key].shape)
-    return layout, state, spelled
+    return layout, state, original_keys

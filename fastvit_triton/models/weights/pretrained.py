@@ -14,11 +14,12 @@ from typing import Any
 from torch import nn
 
 from ... import models
-from ...checkpoints import places
-from ...checkpoints.places import Place, Repository
+from ...checkpoints import locations
+from ...checkpoints.locations import Location, Repository
 from ...checkpoints.tensors import WeightsError
 
 TABLE = Path(__file__).with_name("pretrained.json")
+FIGURES = Path(__file__).with_name("figures.json")
 CLASSES = Path(__file__).with_name("imagenet_classes.txt")
 
 
@@ -26,6 +27,17 @@ CLASSES = Path(__file__).with_name("imagenet_classes.txt")
 def _table() -> dict[str, dict[str, dict[str, Any]]]:
     """Name → tag → configuration; the first tag is the default."""
     return json.loads(TABLE.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def figures() -> dict[str, dict[str, Any]]:
+    """What `python -m benchmarks.figures` wrote.
+
+    Returns:
+        "sizes": name → parameters, and FLOPs of one image / 1e9 or None; "top1": name with tag → published accuracy on
+        ImageNet-1k in %.
+    """
+    return json.loads(FIGURES.read_text(encoding="utf-8"))
 
 
 def list_models(pattern: str = "*", pretrained: bool = False) -> list[str]:
@@ -68,29 +80,29 @@ def pretrained_cfg(name: str) -> dict[str, Any]:
     return {"architecture": name, "tag": tag, **row}
 
 
-def find_place(source: str | os.PathLike, **options: Any) -> Place:
-    """The place that a source names, see `load_model` for its forms; downloads nothing.
+def find_location(source: str | os.PathLike, **options: Any) -> Location:
+    """The location that a source names, see `load_model` for its forms; downloads nothing.
 
     Args:
-        source: as for `places.find_place`, also a name of the table, with or without a tag.
+        source: as for `locations.find_location`, also a name of the table, with or without a tag.
         **options: of `huggingface_hub.hf_hub_download`.
 
     Raises:
-        WeightsError, TypeError: as `places.find_place`, or the name has no weights.
+        WeightsError, TypeError: as `locations.find_location`, or the name has no weights.
     """
 
-    def named(text: str) -> Place | None:
+    def named(text: str) -> Location | None:
         return find_tagged(text, options) if split_tag(text)[0] in models.CATALOGUE else None
 
-    place = places.find_place(source, named, options)
-    if isinstance(place, Repository) and not place.cfg:
-        organisation, _, name = place.name.partition("/")
+    location = locations.find_location(source, named, options)
+    if isinstance(location, Repository) and not location.cfg:
+        organisation, _, name = location.name.partition("/")
         if organisation == "timm" and name in list_models(pretrained=True):
-            place.cfg = pretrained_cfg(name)
-    return place
+            location.cfg = pretrained_cfg(name)
+    return location
 
 
-def find_tagged(name: str, options: dict[str, Any]) -> Place:
+def find_tagged(name: str, options: dict[str, Any]) -> Location:
     """The repository of a name with a tag, or of a name's default tag.
 
     Raises:
@@ -101,9 +113,9 @@ def find_tagged(name: str, options: dict[str, Any]) -> Place:
         others = list_models(split_tag(name)[0], pretrained=True)
         remedy = f"use {' or '.join(others[:3])}" if others else "give checkpoint_path, or leave out pretrained"
         raise WeightsError(f"{name} has no pretrained weights on the Hub; {remedy}")
-    place = Repository(cfg["hf_hub_id"], options)
-    place.cfg = cfg  # several names may share a repository
-    return place
+    location = Repository(cfg["hf_hub_id"], options)
+    location.cfg = cfg  # several names may share a repository
+    return location
 
 
 @functools.cache

@@ -9,7 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ...checkpoints import places
+from ...checkpoints import locations
+from ...checkpoints.locations import REPOSITORY
 from ...checkpoints.tensors import WeightsError, variant
 from ...files import replacing
 from ...preparation import data_config
@@ -17,8 +18,8 @@ from ..base import ImageModel
 from . import timm_config, transformers_config
 from .create import build_pretrained
 from .describe import describe
-from .load import SPELLINGS, check_layout, load_model, save_weights
-from .pretrained import class_names, find_place
+from .load import CHECKPOINT_FORMATS, check_layout, load_model, save_weights
+from .pretrained import class_names, find_location
 
 CARD = """\
 ---
@@ -52,15 +53,17 @@ def from_pretrained(
     kind: type, source: str | os.PathLike, hub: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> ImageModel:
     """A model of a class in evaluation mode, see `HubMethods.from_pretrained`."""
-    place = find_place(source, **hub)
+    if REPOSITORY.fullmatch(str(source)) and not Path(source).exists():  # a method that reads the Hub by its name
+        source = f"hf-hub:{source}"
+    location = find_location(source, **hub)
     if not overrides:
-        model: ImageModel = load_model(place)[0]
-    elif (description := describe(place)) is None:
-        raise WeightsError(place.why_missing("config.json, which names the model"))
+        model: ImageModel = load_model(location)[0]
+    elif (description := describe(location)) is None:
+        raise WeightsError(location.why_missing("config.json, which names the model"))
     else:
-        model = build_pretrained(place, description, overrides)
+        model = build_pretrained(location, description, overrides)
     if not isinstance(model, kind):
-        raise WeightsError(f"{place.text} holds a {type(model).__name__}, not a {kind.__name__}; use load_model")
+        raise WeightsError(f"{location.text} holds a {type(model).__name__}, not a {kind.__name__}; use load_model")
     return model.eval()
 
 
@@ -90,7 +93,7 @@ def save_pretrained(
         raise WeightsError(
             f"metadata's training is no JSON ({error}); give the header that load_model returns"
         ) from error
-    spelling = check_layout(model, layout)
+    formats = check_layout(model, layout)
     names = training.get("classes") or class_names(model)
     cfg: dict[str, Any] = dict(model.pretrained_cfg) | data_config(model)
     cfg = {key: value for key, value in cfg.items() if not key.startswith(("hf_hub_", "label_"))}
@@ -99,7 +102,7 @@ def save_pretrained(
     files = {"config.json": _config(model, cfg, layout)}
     if layout == "transformers":
         any_model: Any = model
-        chosen = spelling.choose(any_model, spelling.saved[layout])
+        chosen = formats.choose(any_model, formats.saved[layout])
         files["config.json"], files["preprocessor_config.json"] = transformers_config.write(any_model, chosen.name, cfg)
     title = repo or folder.resolve().name
     try:
@@ -121,10 +124,10 @@ def _config(model: ImageModel, cfg: dict[str, Any], layout: str) -> dict[str, An
         return {}
     ours = {"variant": variant(model), "config": dataclasses.asdict(model.config)}
     state = dict(model.state_dict())
-    spelling = SPELLINGS[model.layout]
+    formats = CHECKPOINT_FORMATS[model.layout]
     try:
         config = timm_config.write(model, cfg)
-        written = spelling.convert(model, state, "timm") if layout != "timm" and "timm" in spelling.saved else state
+        written = formats.convert(model, state, "timm") if layout != "timm" and "timm" in formats.saved else state
         if written.keys() != state.keys():
             raise WeightsError("timm stores other tensors")
     except WeightsError:
@@ -177,7 +180,7 @@ def push_to_hub(
     commit: Mapping[str, Any],
 ) -> str:
     """Publishes a model, see `HubMethods.push_to_hub`; `commit` holds options of `HfApi.upload_folder`."""
-    client = places.hub_client()
+    client = locations.hub_client()
     errors: Any = importlib.import_module("huggingface_hub.errors")
     api = client.HfApi(token=token, library_name="fastvit_triton")
     with TemporaryDirectory() as folder:
@@ -189,4 +192,4 @@ def push_to_hub(
             raise WeightsError(f"repo_id is {repo_id!r}; use 'org/name', or 'name' for your own") from error
         except (*errors.HfHubHTTPError.__bases__, OSError) as error:
             login = "check the name, and set HF_TOKEN to a token that may write, or run hf auth login"
-            raise WeightsError(f"{repo_id} was not published: {places.reason(error)}; {login}") from error
+            raise WeightsError(f"{repo_id} was not published: {locations.reason(error)}; {login}") from error

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from ...checkpoints.tensors import WeightsError
 from .. import CATALOGUE, model_config
 from ..config import sides
-from . import transformers_stages
+from . import transformers_detectors, transformers_stages
+from .transformers_detectors import DETECTORS
 from .transformers_stages import STAGES, square
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "quick_gelu": "quick_gelu"}
@@ -82,6 +83,8 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> tuple[str, dict[s
     model_type = config["model_type"]
     if model_type == "imagegpt":
         return _read_igpt(config, processor)
+    if model_type in DETECTORS:
+        return transformers_detectors.read(config, processor)
     if model_type in STAGES:
         name, overrides = _nearest(*transformers_stages.read(config, processor))
         sizes = {"image_size": model_config(name, **overrides).img_size, "num_channels": config.get("num_channels", 3)}
@@ -89,7 +92,9 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> tuple[str, dict[s
     kind = next((kind for kind in KINDS if model_type in (kind.model_type, kind.outer)), None)
     if kind is None:
         names = [name for kind in KINDS for name in (kind.outer, kind.model_type) if name]
-        raise ValueError(f"model_type is {model_type!r}; known are {', '.join([*names, 'imagegpt', *STAGES])}")
+        raise ValueError(
+            f"model_type is {model_type!r}; known are {', '.join([*names, 'imagegpt', *STAGES, *DETECTORS])}"
+        )
     entries = DEFAULTS | kind.defaults | (config.get("vision_config", {}) if model_type == kind.outer else config)
     head = (config.get("architectures") or [kind.bare])[0]
     if head == "CLIPForImageClassification":

@@ -30,7 +30,7 @@ PART = re.compile(r"[\w-][\w.-]*\.(safetensors|bin)")
 FORMS = "a file, a folder, hf-hub:org/name, or a name that list_models(pretrained=True) lists"
 
 
-class Place:
+class Location:
     """A folder that holds a checkpoint.
 
     Attributes:
@@ -86,7 +86,7 @@ class Place:
         return None if path is None else read_json(path)
 
 
-class Repository(Place):
+class Repository(Location):
     """A repository of the Hub; all its files are read from the commit of the first, also if it changes meanwhile.
 
     Args:
@@ -167,19 +167,21 @@ def hub_client() -> ModuleType:
         raise WeightsError("models of the Hub need huggingface_hub; pip install 'fastvit_triton[hub]'") from error
 
 
-def find_place(source: str | os.PathLike, named: Callable[[str], Place | None], options: dict[str, Any]) -> Place:
-    """The place that a source names; downloads nothing.
+def find_location(
+    source: str | os.PathLike, named: Callable[[str], Location | None], options: dict[str, Any]
+) -> Location:
+    """The location that a source names; downloads nothing.
 
     Args:
-        source: a path, "local-dir:PATH", "hf-hub:org/name", "org/name", or a name that `named` knows.
-        named: text → the place of a name in a table of pretrained weights; None if the table has no such name.
+        source: a path, "local-dir:PATH", "hf-hub:org/name", "timm/name", or a name that `named` knows.
+        named: text → the location of a name in a table of pretrained weights; None if the table has no such name.
         options: of `huggingface_hub.hf_hub_download`.
 
     Raises:
         WeightsError: there is no such file or folder, and it is no name of the Hub, or the name has no weights.
         TypeError: the source is neither text nor a path.
     """
-    if isinstance(source, Place):
+    if isinstance(source, Location):
         return source
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f"the checkpoint is of type {type(source).__name__}; give {FORMS}")
@@ -195,20 +197,23 @@ def find_place(source: str | os.PathLike, named: Callable[[str], Place | None], 
     if scheme == "local-dir":
         if not Path(rest).is_dir():
             raise WeightsError(f"there is no folder {rest}; local-dir: takes the path of a folder")
-        return Place(rest, Path(rest))
+        return Location(rest, Path(rest))
     if path.is_file():
-        return Place(text, path.parent, path)
+        return Location(text, path.parent, path)
     if path.is_dir():
-        return Place(text, path)
+        return Location(text, path)
     if "://" in text:
         hub = re.match(r"https://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)", text)
         remedy = f"use hf-hub:{hub[1]}" if hub else f"download the file, or give {FORMS}"
         raise WeightsError(f"{text} is a URL, and checkpoints are not loaded from URLs; {remedy}")
     if path.suffix not in SUFFIXES:
-        if (place := named(text)) is not None:
-            return place
+        if (location := named(text)) is not None:
+            return location
         if REPOSITORY.fullmatch(text) and not path.parent.exists():
-            return Repository(text, options)
+            if text.startswith("timm/"):
+                return Repository(text, options)
+            # a folder with a typing error must not become a stranger's repository
+            raise WeightsError(f"there is no folder or file {text}; for a repository of the Hub write hf-hub:{text}")
     raise WeightsError(f"there is no checkpoint {text}; give {FORMS}")
 
 
@@ -245,5 +250,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def reason(error: BaseException) -> str:
-    """The first line of an error, shortened."""
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300].rstrip(".")
+    """The first line of an error, shortened; the name of its type if it has no words, such as that of a KeyError."""
+    text = next((line for line in str(error).splitlines() if re.search("[a-z]{2}", line)), type(error).__name__)
+    return text[:300].rstrip(".")
