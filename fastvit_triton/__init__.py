@@ -23,8 +23,8 @@ __version__ = "0.2.0.dev0"
 def _declared() -> dict[str, str]:
     """Maps public names to their modules, as declared in `__init__.pyi`."""
     tree = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
-    found = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-    return {alias.name: f".{node.module or ''}" for node in found for alias in node.names}
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: f".{node.module or ''}" for node in imports for alias in node.names}
 
 
 install()

@@ -16,6 +16,7 @@ from .kernels.attention_qkv import attention_qkv as attention_qkv
 from .kernels.backend import backend as backend
 from .kernels.backend import set_backend as set_backend
 from .kernels.backend import using_backend as using_backend
+from .kernels.batch_norm import batch_norm_act as batch_norm_act
 from .kernels.deformable import deformable_attention as deformable_attention
 from .kernels.depthwise import depthwise as depthwise
 from .kernels.fold import fold as fold

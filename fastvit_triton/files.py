@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -50,6 +51,11 @@ def write_failure(error: BaseException) -> str:
         return "the disk is full"
     named = [cause.strerror for cause in chain if isinstance(cause, OSError) and cause.strerror]
     return (named or str(error).splitlines() or [type(error).__name__])[0]
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an exception's text; the name of its type if it has no words, such as that of a KeyError."""
+    return next((line for line in str(error).splitlines() if re.search("[a-z]{2}", line)), type(error).__name__)
 
 
 def printable(text: str) -> str:

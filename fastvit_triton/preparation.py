@@ -26,13 +26,13 @@ def data_config(model: nn.Module) -> dict[str, Any]:
         raise TypeError(f"model is of type {type(model).__name__}; give a model, such as create_model returns")
     if not hasattr(model, "pretrained_cfg"):  # a feature extractor holds its model
         model = getattr(model, "model", model)
-    known: Any = getattr(model, "pretrained_cfg", None) or {}
+    pretrained: Any = getattr(model, "pretrained_cfg", None) or {}
     config: Any = getattr(model, "config", None)
-    size = tuple(known.get("input_size", (3, 224, 224)))
-    if config is not None:
-        size = (config.in_chans, *(config.img_size if known.get("fixed_input_size", True) else size[1:]))
-    found = {"input_size": size} | {key: known.get(key) or value for key, value in DEFAULTS.items()}
+    size = tuple(pretrained.get("input_size", (3, 224, 224)))
+    if hasattr(config, "in_chans"):  # ours; models of transformers have configurations of their own
+        size = (config.in_chans, *(config.img_size if pretrained.get("fixed_input_size", True) else size[1:]))
+    settings = {"input_size": size} | {key: pretrained.get(key) or value for key, value in DEFAULTS.items()}
     for key in ("mean", "std"):
-        values = tuple(found[key])
-        found[key] = values if len(values) == size[0] else (sum(values) / len(values),) * size[0]
-    return {key: found[key] for key in ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")}
+        values = tuple(settings[key])
+        settings[key] = values if len(values) == size[0] else (sum(values) / len(values),) * size[0]
+    return {key: settings[key] for key in ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")}

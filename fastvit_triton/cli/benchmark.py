@@ -7,21 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
 from ..files import replacing
 from .checks import at_least, check_output
 from .console import BENCH, add_device_option, print_line, select_device
 
 if TYPE_CHECKING:
     import torch
-    from rich.table import Table
 
     from ..measure.variants import Case
 
-SECONDS = 100.0  # time limit after the imports; variants not ready by then are reported as late
+SECONDS = 600.0  # time limit after the imports, mostly for torch.compile; variants not ready by then are late
+TIMING = 3.0  # seconds of measurement of each variant, beside the first
 COPIES = 2  # sets of images, used in turn
+WIDTH = 22  # characters of the first column of numbers
 DTYPES = ("float32", "bfloat16", "float16")
 HELP = "measure the speed of a model on this machine"
 
@@ -52,9 +50,13 @@ def _check_model(option: str, name: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures a model on this machine in under two minutes: eager, compiled, ours, and other installed libraries."""
+    """Measures a model on this machine: eager, compiled, ours, and other installed libraries.
+
+    Without torch.compile it takes less than a minute; torch.compile is waited for.
+    """
+    from ..measure.machine import gpu_name
     from ..measure.timeout import Deadline, TimedOut
-    from ..measure.variants import measure
+    from ..measure.variants import rows_of
 
     device = select_device(args.device)
     gpu = device.type == "cuda"
@@ -66,27 +68,29 @@ def run(args: argparse.Namespace) -> int:
     phase = "training" if args.train else "forward"
     deadline = Deadline(SECONDS)
     hard = Deadline(SECONDS + 15)
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description:26}"), BarColumn(), TimeElapsedColumn()
+    rows = []
     try:
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar, hard:
-            stage = bar.add_task("building the models", total=None)
+        with hard:
             case = _case(name, batch, args.train, dtype, device)
-            bar.update(stage, total=sum(variant.reason is None for variant in case.variants) + 3 + gpu)
-
-            def on_progress(what: str) -> None:
-                bar.update(stage, advance=1, description=what)
-
-            measured = measure(case, phase, device, deadline, 0.15 * SECONDS, COPIES, on_progress=on_progress)
+            what = "one training step without optimiser" if args.train else "inference"
+            print_line(f"{case.name.rsplit(' ', 1)[0]}, {what}, {dtype}, on {gpu_name()}")
+            print_line(f"torch.compile comes last, and is waited for: at most {SECONDS / 60:g} minutes in all")
+            width = max(len(variant.name) for variant in case.variants if variant.reason is None)
+            print_line(_line(_titles(gpu, args.train), width))
+            for row in rows_of(case, phase, device, deadline, TIMING, COPIES):
+                rows.append(row)
+                print_line(
+                    _line(_cells(row, gpu, args.train), width) if "match" in row else f"{row['arm']}: {_why(row)}"
+                )
     except TimedOut as error:
         raise ValueError(f"{name} at batch {batch} takes longer than {SECONDS:.0f} s; lower --batch") from error
     except RuntimeError as error:  # there is no OutOfMemoryError on a CPU
         if "allocate memory" not in str(error):
             raise
         raise ValueError(f"--batch {batch} does not fit into memory; lower it") from error
-    _report(case, phase, list(measured.rows.values()), gpu)
+    _explain(rows, gpu)
     if args.out is not None:
-        _write(args, list(measured.rows.values()), gpu)
+        _write(args, rows, gpu)
         print_line(f"{args.out} holds these rows and the hardware and versions they were measured on")
     return 0
 
@@ -123,28 +127,16 @@ def memory_of(device: "torch.device") -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 2**63
 
 
-def _report(case: "Case", phase: str, rows: list[dict], gpu: bool) -> None:
-    """Prints the table, an explanation of it, and the reasons for missing rows."""
-    from ..measure.machine import gpu_name
-
-    console = Console()
-    what = "one training step without optimiser" if phase == "training" else "inference"
-    print_line(f"{case.name.rsplit(' ', 1)[0]}, {what}, {rows[0]['dtype']}, on {gpu_name()}")
-    console.print(_table(rows, gpu))
+def _explain(rows: list[dict], gpu: bool) -> None:
+    """Prints what the columns are, and what would add rows."""
     for row in rows:
-        why = row.get("reason") or row.get("error")
-        if why == "needs a GPU":  # printed once below
-            continue
-        if why is not None:
-            late = why.startswith("TimedOut")
-            print_line(
-                f"{row['arm']}: {'not ready in time; compiled code is kept, so run this again' if late else why}"
-            )
-        elif not row["match"]:
+        if row.get("match") is False:
             print_line(f"{row['arm']}: no time, because the error of {row['worst']} is {row['within']} times the limit")
+        elif "error" in row and "match" in row:
+            print_line(f"{row['arm']}: {_why(row)}")
     if any("timm cannot be imported" in row.get("reason", "") for row in rows):
         print_line(f"To compare with timm: {BENCH}")
-    print_line("Ratio: speed relative to the first row, median of alternating pairs; quartiles in brackets.")
+    print_line("Ratio: speed relative to the first row, median of pairs that alternate; quartiles in brackets.")
     print_line("Match: the error against float64 is at most twice that of eager PyTorch plus one rounding.")
     if not gpu:
         print_line(
@@ -154,25 +146,30 @@ def _report(case: "Case", phase: str, rows: list[dict], gpu: bool) -> None:
         print_line("CPU clocks and load vary, so times are given as ratios only.")
 
 
-def _table(rows: list[dict], gpu: bool) -> "Table":
-    """One row per variant that was measured or gave wrong results."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+def _why(row: dict) -> str:
+    """Why a variant has no time."""
+    why = row.get("reason") or row.get("error") or "it failed"
+    return "not ready in time; compiled code is kept, so run this again" if why.startswith("TimedOut") else why
 
-    titles = ["", *["ms"] * gpu, "ratio", *["peak MiB"] * gpu, *["saved MiB"] * ("saved_bytes" in rows[0])]
-    table = Table(*titles, "match", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # fits 80 columns
-    for row in rows:
-        if "match" not in row:
-            continue
-        ratio = row.get("speedup_quartiles")
-        time = "{:#.4g} ({:#.4g}-{:#.4g})".format(*(row[n] / 1e3 for n in ("us", "q1", "q3"))) if ratio else "-"
-        cells = [time] * gpu
-        spread = "" if gpu or not ratio else f" ({ratio[0]:.2f} to {ratio[1]:.2f})"
-        cells.append(f"{row['speedup']:.2f}{spread}" if ratio else "-")
-        cells += [_mebibytes(row.get("peak_bytes"))] * gpu
-        cells += [_mebibytes(row.get("saved_bytes"))] * ("saved_bytes" in rows[0])
-        table.add_row(row["arm"], *cells, "yes" if row["match"] else "NO")
-    return table
+
+def _titles(gpu: bool, train: bool) -> list[str]:
+    return ["", *["ms"] * gpu, "ratio", *["peak MiB"] * gpu, *["saved MiB"] * train, "match"]
+
+
+def _cells(row: dict, gpu: bool, train: bool) -> list[str]:
+    """The cells of a variant that was compared."""
+    ratio = row.get("speedup_quartiles")
+    time = "{:#.4g} ({:#.4g}-{:#.4g})".format(*(row[n] / 1e3 for n in ("us", "q1", "q3"))) if ratio else "-"
+    spread = "" if gpu or not ratio else f" ({ratio[0]:.2f} to {ratio[1]:.2f})"
+    cells = [row["arm"], *[time] * gpu, f"{row['speedup']:.2f}{spread}" if ratio else "-"]
+    cells += [_mebibytes(row.get("peak_bytes"))] * gpu
+    return [*cells, *[_mebibytes(row.get("saved_bytes"))] * train, "yes" if row["match"] else "NO"]
+
+
+def _line(cells: list[str], width: int) -> str:
+    """A line of the table, whose columns have fixed widths, because later rows are not known."""
+    first, *rest = cells
+    return f"{first:{width}}" + "".join(f" {cell:>{WIDTH if i == 0 else 9}}" for i, cell in enumerate(rest))
 
 
 def _mebibytes(count: int | None) -> str:

@@ -99,7 +99,11 @@ def compare(request: Request) -> dict:
 
     mode = "max-autotune" if request.stage == "max-autotune" else None
     kind = "cuda" if request.device.startswith("cuda") else "cpu"
-    return compare(subject_of(request), mode, request.deadline(), TIMED[kind], request.budget)
+    result = compare(subject_of(request), mode, request.deadline(), TIMED[kind], request.budget)
+    if request.dry:  # whose ratios are those of the interpreter
+        right = sum(row.get("match") is True for row in result["rows"])
+        result["said"] = f"{right} of {len(result['rows'])} variants gave right results"
+    return result
 
 
 def tune(request: Request) -> dict:
@@ -115,16 +119,31 @@ def tune(request: Request) -> dict:
     model = tuned.model
     if subject.device.type == "cpu" and not request.dry:
         model = {name: without_times([row])[0] for name, row in model.items()}
-    return dict(parts=parts, path=str(tuned.path), model=model, said=_tuned(tuned))
+    return dict(parts=parts, path=str(tuned.path), model=model, said=_tuned(tuned, request.dry))
 
 
-def _tuned(tuned: "Tuned") -> str:
-    """What `tune` found, in one line."""
+def _tuned(tuned: "Tuned", dry: bool) -> str:
+    """What `tune` found, and whether it is kept, in one line."""
     new = [row for row in tuned.launches if row["best"] is not None and row["best"] != row["tried"][0]["config"]]
-    ways = [(part, part["way"] or f"{part['rule']}, not measured in time") for part in tuned.parts]
-    parts = [f"{part['count']} × {part['name']} {way} (before: {part['rule']})" for part, way in ways]
-    launches = [f"new launch parameters for {len(new)} of {len(tuned.launches)} launches"] * bool(tuned.launches)
-    return "; ".join([", ".join(parts), *launches, "saved"])
+    parts = ", ".join(f"{part['count']} × {part['name']} {_chosen(part)}" for part in tuned.parts)
+    launches = f"new launch parameters for {len(new)} of {len(tuned.launches)} launches" if tuned.launches else ""
+    measured = any(part["way"] for part in tuned.parts) or any(row["best"] is not None for row in tuned.launches)
+    kept = "used in this run only" if dry else "saved"
+    return "; ".join(
+        text for text in (parts, launches, kept if measured else "nothing was measured, so nothing saved") if text
+    )
+
+
+def _chosen(part: dict) -> str:
+    """The way of a block, and the one before it was measured."""
+    before, after = (_name(part[key]) for key in ("rule", "way"))
+    if part["way"] is None:
+        return f"{before}, as before, because it was not measured in time"
+    return f"{after}, as before" if after == before else f"{after} (before: {before})"
+
+
+def _name(way: str | None) -> str:
+    return "by oneDNN" if way == "onednn" else str(way)
 
 
 STAGES = {"tune": tune, "compare": compare, "max-autotune": compare}

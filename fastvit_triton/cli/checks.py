@@ -42,6 +42,39 @@ def check_model(option: str, name: str) -> None:
         raise ValueError(f"{option} is {name}; use --weights {name} for pretrained weights, or {option} {base}")
 
 
+def is_other(name: str | None) -> bool:
+    """True for a model of timm or transformers: timm:NAME, hf:FOLDER and hf:NAME."""
+    return bool(name) and str(name).startswith(("timm:", "hf:"))
+
+
+def check_other(option: str, name: str) -> None:
+    """Raises ValueError if there is no such model, or its package is not installed; downloads nothing."""
+    from ..checkpoints.locations import REPOSITORY
+    from .model_by_name import check_name, package
+
+    kind, _, rest = name.partition(":")
+    if kind == "timm":
+        check_name(option, name)
+        return
+    package("transformers")
+    folder = Path(rest)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ValueError(f"{option} {name} is a folder without config.json; give one that transformers saved")
+    if not folder.is_dir() and (folder.parent.is_dir() or not REPOSITORY.fullmatch(rest)):
+        raise ValueError(f"{option} {name} is no folder, and no name on the Hub such as hf:google/vit-base-patch16-224")
+
+
+def absolute_other(name: str) -> str:
+    """The name with an absolute path, if it is that of a folder."""
+    folder = Path(name.removeprefix("hf:"))
+    return f"hf:{folder.resolve()}" if name.startswith("hf:") and folder.is_dir() else name
+
+
+def check_weights(option: str, source: str) -> None:
+    """As `check_checkpoint`; weights may also be those of a model of timm or transformers, by its name."""
+    (check_other if is_other(source) else check_checkpoint)(option, source)
+
+
 def check_tagged_model(option: str, name: str) -> None:
     """Raises ValueError if `create_model` knows no such name, or if the name has no such tag."""
     from ..models import model_config
@@ -53,10 +86,10 @@ def check_tagged_model(option: str, name: str) -> None:
 
 def check_checkpoint(option: str, source: str) -> None:
     """Raises ValueError if there is no file and no folder of a run at `source`, and it names nothing on the Hub."""
-    from ..models.weights.pretrained import find_place
+    from ..models.weights.pretrained import find_location
 
     try:
-        place = find_place(source)
+        place = find_location(source)
         if place.is_local:
             place.weights()
     except ValueError as error:
@@ -79,21 +112,23 @@ def channels(text: str) -> tuple[float, ...]:
 
 
 def check_data(option: str, name: str) -> None:
-    """Raises ValueError if `name` is neither "digits" nor a folder nor hf:NAME."""
+    """Raises ValueError if `name` is neither "digits" nor "scenes" nor a folder nor hf:NAME."""
     if name.startswith("hf:"):
         from ..train.data.hf import source_of
 
         source_of(name)
         if importlib.util.find_spec("datasets") is None:
             raise ValueError(f"{option} {name} needs the package datasets; pip install 'fastvit_triton[datasets]'")
-    elif name != "digits":
+    elif name not in ("digits", "scenes"):
         check_folder(option, Path(name))
 
 
 def check_folder(option: str, path: Path) -> None:
     """Raises ValueError if there is no folder at `path`."""
     if not path.is_dir():
-        raise ValueError(f"{option} {path} is not a folder; give one that holds train/<class>/ and val/<class>/")
+        raise ValueError(
+            f"{option} {path} is not a folder; give one that holds <class>/, or train/<class>/ and val/<class>/"
+        )
 
 
 def data_name(data: str) -> str:
@@ -113,6 +148,12 @@ def check_transform(option: str, name: str) -> None:
         CustomTransform(name)
     except ValueError as error:
         raise ValueError(f"{option}{str(error).removeprefix('transform')}") from error
+
+
+def check_folder_of(option: str, path: Path) -> None:
+    """Raises ValueError if the folder that shall hold a file or a folder does not exist."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{option} {path} is in a folder that does not exist; create {path.parent} first")
 
 
 def check_output(option: str, path: Path) -> None:

@@ -2,10 +2,11 @@
 
 import argparse
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, track
 
 from ..files import printable
 from .checks import at_least
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+Item = TypeVar("Item")
 BENCH = "pip install 'fastvit_triton[bench]'"  # has timm
 
 
@@ -72,6 +74,12 @@ def show_warmup(model: "nn.Module", example: Any, train: bool, quiet: bool = Fal
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         stage = bar.add_task("compiling kernels", total=None)
         warmup(model, example, train, lambda done, total: bar.update(stage, completed=done, total=total))
+
+
+def tracked(items: Iterable[Item], total: int, label: str) -> Iterator[Item]:
+    """Yields the items; shows a progress bar on a terminal, on stderr."""
+    console = Console(stderr=True)
+    yield from track(items, label, total, console=console, transient=True, disable=not console.is_terminal)
 
 
 def print_line(text: str) -> None:

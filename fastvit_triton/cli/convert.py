@@ -11,11 +11,11 @@ HELP = "rewrite a checkpoint for another library"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `convert`."""
-    text = "our checkpoint, timm/NAME or another repository of the Hub, NAME.TAG, or with --model any known layout"
+    text = "our checkpoint, timm/NAME or hf-hub:ORG/NAME of the Hub, NAME.TAG, or with --model any known layout"
     parser.add_argument("checkpoint", check=check_checkpoint, help=text)
     text = "file to write, ending in .safetensors; or a folder, with config.json and a model card"
     parser.add_argument("out", type=Path, check=_check_new, help=text)
-    layouts = ("fastvit_triton", "timm", "transformers", "open_clip", "open_clip_visual")
+    layouts = ("fastvit_triton", "timm", "transformers", "open_clip", "open_clip_visual", "open_clip_trunk")
     parser.add_argument("--to", required=True, choices=layouts, help="library whose parameter names to use")
     text = "name of the model that another library's checkpoint holds; with a tag, its images are prepared as the tag's"
     parser.add_argument("--model", check=check_tagged_model, help=text)
@@ -50,10 +50,9 @@ def run(args: argparse.Namespace) -> int:
         header = {}
         if args.num_classes is not None:
             model.reset_classifier(args.num_classes)
-        if zero := load_weights(model, args.checkpoint).reinitialised:
-            raise ValueError(
-                f"{args.checkpoint} has no {zero[0]} for {model.num_classes:,} classes; give --num-classes"
-            )
+        report = load_weights(model, args.checkpoint)
+        if new := report.reinitialised or report.initial:
+            raise ValueError(f"{args.checkpoint} has no {new[0]} for {model.num_classes:,} classes; give --num-classes")
     if args.out.suffix == ".safetensors":
         save_weights(model, args.out, layout=args.to, metadata=header)
     else:

@@ -146,8 +146,8 @@ def _predict(named_model: NamedModel, args: argparse.Namespace, gpu: "Gpu") -> N
 
     from ..convert import optimize
     from ..convert.chosen import located, with_ways
+    from ..convert.flop_shares import Subject
     from ..convert.reporting import NOTHING
-    from ..convert.shares import Subject
     from ..expected.count import predict
     from ..kernels.backend import why_not
     from ..kernels.cost import gpus

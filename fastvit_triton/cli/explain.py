@@ -5,7 +5,7 @@ import csv
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..files import printable
 from .checks import at_least
@@ -15,6 +15,7 @@ from .loading import TrainedModel, add_checkpoint_option, find_images, load_trai
 if TYPE_CHECKING:
     import torch
 
+    from ..explain import Panel
     from ..train.loop import Score
 
 HELP = "report what a model attends to in images"
@@ -55,8 +56,12 @@ def run(args: argparse.Namespace) -> int:
     code = 0 if len(shown) == len(chosen) else 2
     if not shown:
         return code
-    images = torch.stack([trained.transform(read_image(file, args.max_pixels)) for file in shown])
     classes = tuple(map(printable, trained.classes))
+    title = f"Attention report of {Path(args.checkpoint).resolve().name}"
+    if getattr(model, "task", "classify") == "detect":
+        page = write_report(_queries(trained, model, shown, classes, args), args.out, title)
+        return _print_page(page, len(shown), len(files), code)
+    images = torch.stack([trained.transform(read_image(file, args.max_pixels)) for file in shown])
     panels = explain(
         model,
         images.to(device),
@@ -70,10 +75,30 @@ def run(args: argparse.Namespace) -> int:
         yield from panels
         yield from explain_run(*_run_results(args, trained, device), classes)
 
-    page = write_report(all_panels(), args.out, f"Attention report of {Path(args.checkpoint).resolve().name}")
-    plural = "s" if len(files) > 1 else ""
-    print_line(f"{page} shows {len(shown)} of {len(files)} image{plural}; its figures are in the same folder")
+    return _print_page(write_report(all_panels(), args.out, title), len(shown), len(files), code)
+
+
+def _print_page(page: Path, shown: int, files: int, code: int) -> int:
+    plural = "s" if files > 1 else ""
+    print_line(f"{page} shows {shown} of {files} image{plural}; its figures are in the same folder")
     return code
+
+
+def _queries(
+    trained: TrainedModel, model: Any, files: list[Path], classes: tuple[str, ...], args: argparse.Namespace
+) -> Iterator["Panel"]:
+    """Panels of a detector."""
+    from ..explain import query_panels
+    from ..train.data.transform import read_image
+    from ..train.detection.batches import prepared
+
+    if args.query is not None:
+        raise ValueError(f"--query {args.query} is for classifiers; a detector shows the queries of its objects")
+    images = [prepared(read_image(file, args.max_pixels), trained.transform) for file in files]
+    device = next(model.parameters()).device
+    pictures = [trained.transform.restore(image) for image in images]
+    names = [printable(file.name) for file in files]
+    yield from query_panels(model, [image.to(device) for image in images], pictures, names, classes)
 
 
 class _RunResults(NamedTuple):

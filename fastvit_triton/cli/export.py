@@ -13,7 +13,7 @@ HELP = "write a model for ONNX, torch.export or AOTInductor"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `export`."""
-    text = "output folder of a run, a file, timm/NAME or another repository of the Hub, or NAME.TAG"
+    text = "output folder of a run, a file, timm/NAME or hf-hub:ORG/NAME of the Hub, or NAME.TAG"
     parser.add_argument("checkpoint", check=check_checkpoint, help=text)
     text = "file to write, ending in .onnx for ONNX, else in .pt2"
     parser.add_argument("out", type=Path, check=check_output, help=text)

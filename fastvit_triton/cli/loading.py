@@ -1,10 +1,14 @@
 """Loads trained models and finds the image files in a command's arguments."""
 
 import argparse
+import glob
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..files import replacing
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     from ..train.data.transform import Transform
 
 
+DECODING_THREADS = 4  # each holds one decoded image, of at most --max-pixels
 RUN = ("img_size", "in_chans", "num_classes", "grad_checkpointing", "weight_init")  # options that each run chooses
 
 
@@ -49,7 +54,7 @@ class TrainedModel(NamedTuple):
 
 def add_checkpoint_option(parser: argparse.ArgumentParser) -> None:
     """Adds the required --checkpoint, and --mean and --std, which `load_trained` reads."""
-    text = "output folder of a run, a file, timm/NAME or another repository of the Hub, or NAME.TAG"
+    text = "output folder of a run, a file, timm/NAME or hf-hub:ORG/NAME of the Hub, or NAME.TAG"
     parser.add_argument("--checkpoint", required=True, check=check_checkpoint, help=text)
     for option in ("mean", "std"):
         text = f"{option} of each channel, such as 0.5,0.5,0.5 (default: that of the checkpoint)"
@@ -69,11 +74,18 @@ def load_trained(source: str, mean: str | None = None, std: str | None = None) -
     """
     from ..models.naflex import NaFlexVisionTransformer
     from ..models.weights.load import load_model
+    from ..models.weights.pretrained import find_location
     from ..preparation import data_config
     from ..train.checkpoint import checksum
     from ..train.data.split import SPLIT, read_split
+    from .other_models import load_other, origin_of
 
-    loaded, header = load_model(source)
+    location = find_location(source)
+    if (recorded := origin_of(location)) is not None:
+        origin, header = recorded
+        loaded = load_other(location, origin)
+    else:
+        loaded, header = load_model(location)
     model = loaded
     if isinstance(loaded, NaFlexVisionTransformer):
         model = loaded.for_images(data_config(loaded)["input_size"][1:])
@@ -108,11 +120,11 @@ def trained_for(task: str, trained: TrainedModel, source: str) -> TrainedModel:
     Raises:
         ValueError: it is another one; the message names the command for it.
     """
-    commands = {"classify": "predict", "generate": "generate", "restore": "restore"}
-    found = getattr(trained.model, "task", "classify")
-    if found != task:
-        use = f"; use fastvit-triton {commands[found]}" if found in commands else ""
-        raise ValueError(f"{source} holds a {type(trained.model).__name__}, whose task is to {found}{use}")
+    commands = {"classify": "predict", "detect": "predict", "generate": "generate", "restore": "restore"}
+    trained_task = getattr(trained.model, "task", "classify")
+    if trained_task != task:
+        use = f"; use fastvit-triton {commands[trained_task]}" if trained_task in commands else ""
+        raise ValueError(f"{source} holds a {type(trained.model).__name__}, whose task is to {trained_task}{use}")
     return trained
 
 
@@ -120,12 +132,14 @@ def _override(transform: "Transform", statistics: dict[str, str | None], source:
     """The transform with given means and deviations; warns where they differ from those of the checkpoint."""
     for name, text in statistics.items():
         if text is not None:
-            own = getattr(transform, name)
+            stored = getattr(transform, name)
             values = channels(text)
-            values = values * len(own) if len(values) == 1 else values
-            if len(values) != len(own):
-                raise ValueError(f"--{name} has {len(values)} values, and the images of {source} {len(own)} channels")
-            warn_of_clash(name, values, own)
+            values = values * len(stored) if len(values) == 1 else values
+            if len(values) != len(stored):
+                raise ValueError(
+                    f"--{name} has {len(values)} values, and the images of {source} {len(stored)} channels"
+                )
+            warn_of_clash(name, values, stored)
             transform = replace(transform, mean=values) if name == "mean" else replace(transform, std=values)
     return transform
 
@@ -148,29 +162,31 @@ def follow_weights(source: str, given: dict[str, Any]) -> dict[str, Any]:
     from ..models import model_config
     from ..models.config import sides
     from ..models.weights.describe import describe
-    from ..models.weights.pretrained import find_place
+    from ..models.weights.pretrained import find_location
     from ..preparation import DEFAULTS
     from ..train.settings import RECIPES
+    from .other_models import start_of
 
-    if (description := describe(find_place(source))) is None:
+    if (start := start_of(source)) is not None:
+        model, options, size, pretrained_cfg = start
+    elif (description := describe(find_location(source))) is not None:
+        model, pretrained_cfg = description.name, description.pretrained_cfg
+        theirs = model_config(model, **description.options)
+        usual = model_config(model)
+        changed = {key: value for key, value in vars(theirs).items() if value != getattr(usual, key)}
+        options = {key: value for key, value in changed.items() if key not in RUN and not key.endswith("_rate")}
+        size = sides(theirs.img_size)
+    else:
         return given
-    preprocessing = {
-        key: description.pretrained_cfg[key] for key in DEFAULTS if description.pretrained_cfg.get(key) is not None
-    }
+    preprocessing = {key: pretrained_cfg[key] for key in DEFAULTS if pretrained_cfg.get(key) is not None}
     for name in {"mean", "std"} & given.keys() & preprocessing.keys():
         warn_of_clash(name, given[name], preprocessing[name])
     needed = {name: preprocessing[name] for name in ("mean", "std") if len(preprocessing.get(name, ())) == 3}
-    theirs = model_config(description.name, **description.options)
-    usual = model_config(description.name)
-    if given.get("model", description.name) == description.name:
-        changed = {key: value for key, value in vars(theirs).items() if value != getattr(usual, key)}
-        changed = {key: value for key, value in changed.items() if key not in RUN and not key.endswith("_rate")}
-        needed |= {
-            "model": description.name,
-            "options": changed | (RECIPES[given["recipe"]].options if "recipe" in given else {}),
-        }
+    if given.get("model", model) == model:
+        recipe_options = RECIPES[given["recipe"]].options if "recipe" in given else {}
+        needed |= {"model": model, "options": options | recipe_options}
     if "recipe" not in given:
-        height, width = sides(theirs.img_size)
+        height, width = size
         needed |= {"img_size": height} if height == width else {}
         names = {"crop_pct": "eval_crop", "crop_mode": "crop_mode", "interpolation": "interpolation"}
         needed |= {ours: preprocessing[key] for key, ours in names.items() if key in preprocessing}
@@ -187,7 +203,8 @@ def _read_training(model: "VisionTransformer", text: str) -> tuple[TrainedModel,
     from ..train.data.transform import Transform
     from ..train.ranges import OpenFraction, PositiveInt, Seed, check
 
-    config = model.config
+    origin = getattr(model, "origin", None)
+    config: Any = model.config if origin is None else SimpleNamespace(**origin["options"])
     entries = json.loads(text)
     check("training", entries, dict)
     kinds: dict[str, Any] = {"classes": tuple[str, ...], "transform": dict, "data": str | None}
@@ -201,7 +218,7 @@ def _read_training(model: "VisionTransformer", text: str) -> tuple[TrainedModel,
     transform = Transform(**entries["transform"]) if "transform" in entries else transform_of(data_config(model))
     if len(classes) != config.num_classes and config.num_classes:  # pre-training saves no head
         raise ValueError(f"it names {len(classes):,} classes, and the head has {config.num_classes:,}")
-    tiles = model.task == "restore"  # its images are larger than the tiles that it restores
+    tiles = getattr(model, "task", "classify") == "restore"  # its images are larger than the tiles that it restores
     if (transform.size != size and not tiles) or len(transform.mean) != channels:
         images = f"its images have size {transform.size} and {len(transform.mean)} channels"
         raise ValueError(f"{images}, the model's {size} and {channels}")
@@ -215,20 +232,31 @@ def _read_training(model: "VisionTransformer", text: str) -> tuple[TrainedModel,
 
 
 def find_images(paths: list[Path]) -> list[Path]:
-    """The given files, and all image files inside given folders in sorted order.
+    """The given files, and all image files inside given folders in sorted order, recursively.
+
+    A path that does not exist may be a pattern (`*`, `?`, `[…]`, and `**` for folders in between); what it matches is
+    taken in sorted order.
 
     Raises:
         ValueError: there are no files, or a folder cannot be read.
     """
     from ..train.data.folder import list_images
 
-    files = [file for path in paths for file in (list_images(path) if path.is_dir() else [path])]
+    matches = [match for path in paths for match in _matches(path)]
+    files = [file for path in matches for file in (list_images(path) if path.is_dir() else [path])]
     if not files:
         raise ValueError(f"there is no image in {', '.join(map(str, paths))}")
     return files
 
 
-def readable_images(files: list[Path], max_pixels: int) -> Iterator[Path]:
+def _matches(path: Path) -> list[Path]:
+    """What a pattern matches, without hidden files; the path itself if it exists, is no pattern or matches nothing."""
+    if path.exists() or not glob.has_magic(str(path)):
+        return [path]
+    return sorted(map(Path, glob.glob(str(path), recursive=True))) or [path]
+
+
+def readable_images(files: Iterable[Path], max_pixels: int) -> Iterator[Path]:
     """Yields the files that can be decoded; prints one line on stderr for each of the others."""
     from ..train.data.transform import find_defect
 
@@ -237,6 +265,42 @@ def readable_images(files: list[Path], max_pixels: int) -> Iterator[Path]:
             print_error(f"{file} cannot be read as an image: {defect}", 2)
         else:
             yield file
+
+
+def decoded(
+    files: Iterable[Path], read: Callable[[Path], "Tensor"], size: int, max_pixels: int
+) -> Iterator[tuple[list[Path], "Tensor"]]:
+    """Yields files that can be decoded and their inputs [B, C, H, W], in the given order, at most `size` at a time.
+
+    Prints one line on stderr for each of the other files.
+
+    Args:
+        files: image files.
+        read: from a file to the model's input [C, H, W], called in threads; raises one of `DECODE_ERRORS`.
+        size: images in a batch.
+        max_pixels: larger images are refused before they are read.
+    """
+    import torch
+
+    from ..train.data.transform import DECODE_ERRORS, find_defect, reason_of
+
+    def attempt(file: Path) -> "Tensor | str":
+        try:
+            return find_defect(file, max_pixels=max_pixels) or read(file)
+        except DECODE_ERRORS as error:
+            return reason_of(error)
+
+    rest = iter(files)
+    with ThreadPoolExecutor(DECODING_THREADS) as pool:
+        while chosen := list(itertools.islice(rest, size)):
+            good = []
+            for file, result in zip(chosen, pool.map(attempt, chosen), strict=True):
+                if isinstance(result, str):
+                    print_error(f"{file} cannot be read as an image: {result}", 2)
+                else:
+                    good.append((file, result))
+            if good:
+                yield [file for file, _ in good], torch.stack([image for _, image in good])
 
 
 def test_images(trained: TrainedModel, data: str | None, options: dict[str, Any]) -> "Batches":

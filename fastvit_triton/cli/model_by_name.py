@@ -85,13 +85,13 @@ def check_name(option: str, name: str) -> None:
         except ValueError as error:
             raise ValueError(f"{error}; models of other packages are {PREFIXED}") from error
     elif prefix in ("timm", "torchvision"):
-        package = _package(prefix)
-        names = package.list_models() if prefix == "timm" else package.models.list_models(module=package.models)
-        if rest not in names and not (prefix == "timm" and package.is_model(rest)):  # which knows tags, too
+        library = package(prefix)
+        names = library.list_models() if prefix == "timm" else library.models.list_models(module=library.models)
+        if rest not in names and not (prefix == "timm" and library.is_model(rest)):  # which knows tags, too
             near = difflib.get_close_matches(rest, names, n=3, cutoff=0.0)
             raise ValueError(f"{prefix} has no model called {rest!r}; the nearest are {', '.join(near)}")
     elif prefix == "hf-config":
-        _package("transformers")
+        package("transformers")
     else:
         raise ValueError(f"{option} {name} begins with {prefix!r}; use {PREFIXES}")
 
@@ -142,7 +142,7 @@ def _side(size: Size) -> int | Size:
 
 
 def _timm(name: str, size: Size | None) -> NamedModel:
-    model = _package("timm").create_model(name)
+    model = package("timm").create_model(name)
     channels, *sides = model.pretrained_cfg["input_size"]
     if size is not None:
         sides = size
@@ -152,7 +152,7 @@ def _timm(name: str, size: Size | None) -> NamedModel:
 
 
 def _torchvision(name: str, size: Size | None) -> NamedModel:
-    models = _package("torchvision").models
+    models = package("torchvision").models
     vit = name.startswith("vit_")
     if vit and size is not None and size[0] != size[1]:
         raise ValueError(f"--img-size is {_words(size)}, and torchvision's ViTs take square images; give one side")
@@ -162,8 +162,8 @@ def _torchvision(name: str, size: Size | None) -> NamedModel:
 
 
 def _transformers(name: str, size: Size | None) -> NamedModel:
-    transformers = _package("transformers")
-    config, cls = _read_config(transformers, name)
+    transformers = package("transformers")
+    config, cls = read_config(transformers, name)
     if hasattr(config, "vision_config"):
         config, cls = config.vision_config, None
     model_classes = transformers.AutoModel._model_mapping
@@ -218,7 +218,7 @@ def _packed(cls: Any, config: Any, size: Size | None) -> NamedModel:
     return NamedModel(model, (channels, height, width), patches=patches)
 
 
-def _read_config(transformers: ModuleType, name: str) -> tuple[Any, Any]:
+def read_config(transformers: ModuleType, name: str) -> tuple[Any, Any]:
     """A configuration, and the model class if the name or the file specifies one."""
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if not path.is_file():
@@ -239,7 +239,7 @@ def _read_config(transformers: ModuleType, name: str) -> tuple[Any, Any]:
     return config, getattr(transformers, (entries.get("architectures") or [""])[0], None)
 
 
-def _package(name: str) -> ModuleType:
+def package(name: str) -> ModuleType:
     """Imports a package; raises ValueError if it cannot be imported."""
     from ..measure.variants import absent
 

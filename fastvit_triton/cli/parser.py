@@ -38,15 +38,15 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's; `--batch_size` is `--batch-size`, and of an unknown option the error names the nearest."""
-        known = self._option_string_actions
-        words = [_dashed(word, known) for word in (sys.argv[1:] if args is None else args)]
-        found, rest = super().parse_known_args(words, namespace)
+        options = self._option_string_actions
+        words = [_dashed(word, options) for word in (sys.argv[1:] if args is None else args)]
+        parsed, rest = super().parse_known_args(words, namespace)
         for word in rest:
             option = word.partition("=")[0]
-            near = difflib.get_close_matches(option, [name for name in known if name[:2] == "--"], n=1)
-            if option[:2] == "--" and near:
-                self.error(f"there is no option {option}; the nearest is {near[0]}")
-        return found, rest
+            near = difflib.get_close_matches(option, [name for name in options if name[:2] == "--"], n=1)
+            if option[:2] == "--" and len(option) > 2:
+                self.error(f"there is no option {option}" + (f"; the nearest is {near[0]}" if near else ""))
+        return parsed, rest
 
     def format_help(self) -> str:
         """The help of all options, and `more`."""

@@ -5,7 +5,7 @@ import textwrap
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from .checks import check_channels, check_model
+from .checks import check_channels, check_model, check_other, is_other
 from .parser import Parser
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 # Options that override a field of the recipe: type and help; `help(fastvit_triton.train.Recipe)` has the details.
 RECIPE_OPTIONS = {
-    "model": (str, "a name that `fastvit-triton models` lists"),
+    "model": (str, "a name that `fastvit-triton models` lists, timm:NAME, or hf:FOLDER or hf:NAME of transformers"),
     "epochs": (int, "passes over the training images"),
     "batch-size": (int, "images per step, over all processes"),
     "lr": (float, "peak learning rate"),
@@ -40,7 +40,7 @@ RECIPE_OPTIONS = {
 
 def add_recipe_options(parser: Parser) -> None:
     """Adds --recipe and an option for each of `RECIPE_OPTIONS`; --help ends with the recipes."""
-    text = "one of those below (default: digits, or for a folder: folder)"
+    text = "one of those below (default: digits; for a folder photos, or with --model or --weights folder)"
     parser.add_argument("--recipe", check=_check_recipe, help=text)
     group = parser.add_argument_group("options that replace the recipe's values, which are listed below")
     for name, (kind, about) in RECIPE_OPTIONS.items():
@@ -67,7 +67,9 @@ def _check_field(option: str, value: Any) -> None:
 
     name = option.removeprefix("--").replace("-", "_")
     check(option, value, Recipe.__annotations__[name])
-    if name == "model":
+    if name == "model" and is_other(value):
+        check_other(option, value)
+    elif name == "model":
         check_model(option, value)
     if name == "policy":
         policy_by_name(value)

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from . import train_models
-from .checks import at_least, channels, check_checkpoint, check_data, check_transform, data_name
+from .checks import (
+    absolute_other,
+    at_least,
+    channels,
+    check_checkpoint,
+    check_data,
+    check_transform,
+    check_weights,
+    data_name,
+)
 from .console import (
     add_device_option,
     add_max_pixels_option,
@@ -54,12 +63,16 @@ def add_arguments(parser: Parser) -> None:
     add("--transform", check=check_transform, help=text)
     text = "trackers that receive the log: tensorboard, wandb, trackio, mlflow, separated by commas"
     add("--log-to", check=_check_trackers, metavar="TRACKER,…", help=text)
-    text = "checkpoint to start from: NAME.TAG, timm/NAME or another repository of the Hub, or a file in any known "
-    text += "layout; model and preprocessing are its own unless given, and a head of another size is reinitialised"
-    add("--weights", check=check_checkpoint, help=text)
+    text = "checkpoint to start from: NAME.TAG, timm/NAME or hf-hub:ORG/NAME of the Hub, or a file in any known "
+    text += (
+        "layout, or timm:NAME, hf:FOLDER or hf:NAME; model and preprocessing are its own unless given, and a head of "
+    )
+    text += "another size is reinitialised"
+    add("--weights", check=check_weights, help=text)
     add("--grad-accum-steps", type=int, check=at_least(1), help="micro-batches per step, to save memory")
     add("--amp", choices=("auto", "bfloat16", "float16", "float32"), help="autocast (default: bfloat16 on a GPU)")
     add("--grad-checkpointing", action="store_true", default=None, help="recompute activations, to save memory")
+    _add_practice_options(parser)
     text = "checkpoint of a teacher for distillation; needs a deit_*_distilled_* model"
     add("--teacher", check=check_checkpoint, help=text)
     add("--distillation", choices=("hard", "soft"), help="kind of distillation (default: hard)")
@@ -73,6 +86,15 @@ def add_arguments(parser: Parser) -> None:
     add_workers_option(parser)
     add_skip_option(parser)
     add_max_pixels_option(parser)
+
+
+def _add_practice_options(parser: Parser) -> None:
+    add = parser.add_argument_group("options for small or uneven data sets").add_argument
+    text = "weights of the classes in the loss: 'balanced', or a JSON file of class names and weights"
+    add("--class-weights", check=_check_class_weights, metavar="WEIGHTS", help=text)
+    text = "stop after N evaluations in a row without a better one; the best weights are in best.safetensors"
+    add("--patience", type=int, check=at_least(1), metavar="N", help=text)
+    add("--freeze", choices=("backbone",), help="train the head alone (linear probe)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -136,15 +158,26 @@ def _train_in(out: Path, args: argparse.Namespace, world: "World") -> int:
 
 def _settings(args: argparse.Namespace, state: dict | None) -> dict:
     """The complete settings of the run, from the options that were given and the run to resume."""
+    from ..train.class_weights import read_class_weights
     from ..train.settings import RECIPE_FIELDS, SETTINGS, resolve_settings
 
     names = {"recipe", *SETTINGS, *RECIPE_FIELDS} & vars(args).keys()
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    for name in {"mean", "std"} & given.keys():
-        given[name] = channels(given[name]) * (3 if "," not in given[name] else 1)
+    overrides = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    for name in {"mean", "std"} & overrides.keys():
+        overrides[name] = channels(overrides[name]) * (3 if "," not in overrides[name] else 1)
+    for name in {"model", "weights"} & overrides.keys():
+        overrides[name] = absolute_other(overrides[name])
+    if "class_weights" in overrides:
+        overrides["class_weights"] = read_class_weights("--class-weights", overrides["class_weights"])
     if state is None and args.weights and args.data not in (None, "digits"):
-        given = follow_weights(args.weights, given)
-    return resolve_settings(given, state, args.accept_changes)
+        overrides = follow_weights(overrides["weights"], overrides)
+    return resolve_settings(overrides, state, args.accept_changes)
+
+
+def _check_class_weights(option: str, text: str) -> None:
+    from ..train.class_weights import read_class_weights
+
+    read_class_weights(option, text)
 
 
 def _check_fraction(option: str, value: float) -> None:
@@ -184,8 +217,12 @@ def _print_task(run: "Run", parallel: str | None) -> None:
     device = next(trainer.model.parameters()).device
     where = f"{world.world_size} processes, {parallel}, {device.type}" if parallel else device
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-    print_line(f"{trainer.recipe.model}, {parameters:,} parameters, on {where}")
-    steps = f"{trainer.epochs} {'epoch' if trainer.epochs == 1 else 'epochs'} of {len(data.train)} steps"
+    side = trainer.recipe.img_size
+    print_line(f"{trainer.recipe.model} at {side} x {side} pixels, {parameters:,} parameters, on {where}")
+    count = len(data.train)
+    steps = f"{trainer.epochs} {'epoch' if trainer.epochs == 1 else 'epochs'} of {count} step{'s' * (count != 1)}"
+    start = f", from {run.settings['weights']}" if run.settings["weights"] else ", from random weights"
+    print_line(f"recipe {run.settings['recipe']}{start}")
     print_line(f"{run.settings['data']}: {len(data.classes)} classes; {steps}")
 
 
@@ -214,5 +251,19 @@ def _show(run: "Run", save_every: int | None) -> int:
         command = f"fastvit-triton train --out {quote(str(out))} --resume{''.join(again)}"
         return print_error(f"stopped; {out} holds everything up to the last saved state; resume with: {command}", 130)
     if is_main:
-        print_line(summary(out, trainer.data, trainer.recipe.loss))
+        loss = trainer.recipe.loss
+        explained = loss in ("softmax", "sigmoid", "bce") and _is_explained(out)
+        print_line(summary(out, trainer.data, loss, trainer.epochs, explained))
     return 0
+
+
+def _is_explained(out: Path) -> bool:
+    """True if the command `explain` takes the classifier that was saved."""
+    import torch
+
+    from ..explain.report import can_explain
+    from .loading import load_trained
+
+    trained = load_trained(str(out))
+    transform = trained.transform
+    return can_explain(trained.model.eval(), torch.zeros(1, len(transform.mean), *transform.size))

@@ -1,10 +1,12 @@
-"""Our models for `train.Run`: how they are checked, built, taught, warmed up and saved."""
+"""Models for `train.Run`, ours and others: how they are checked, built, taught, warmed up and saved."""
 
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .checks import is_other
 from .console import show_warmup
+from .detect import check_boxes
 from .loading import load_trained
 
 if TYPE_CHECKING:
@@ -22,9 +24,19 @@ def check_settings(settings: dict, recipe: "Recipe") -> None:
     from ..models import family_of
     from ..models.weights.rebuild import skeleton
 
+    if is_other(recipe.model):
+        from .other_models import check_run
+
+        check_run(settings, recipe)
+        return
     task = getattr(getattr(family_of(recipe.model), "MODEL", None), "task", "classify")
+    if task == "segment":
+        raise ValueError(
+            f"{recipe.model} gives each pixel a class, which this command does not train; see train.segmentation"
+        )
+    check_boxes(settings, recipe, task)
     if task == "detect":
-        raise ValueError(f"{recipe.model} detects objects, which this command does not train; see train.detection")
+        return
     loss = {"generate": "likelihood", "restore": "restoration"}.get(task)
     if loss != (recipe.loss if recipe.loss in ("likelihood", "restoration") else None):
         recipes = {"likelihood": "pixels", "restoration": "restoration", None: "digits or folder"}
@@ -42,6 +54,12 @@ def build_model(settings: dict, recipe: "Recipe", data: "Data", resumed: bool) -
     from ..models.weights.load import load_weights
     from ..train.build import build_generative_model, build_masked_model, configure_model
 
+    if is_other(recipe.model):
+        from .other_models import build_other
+
+        weights = None if resumed else settings["weights"]
+        checkpointing = settings["grad_checkpointing"]
+        return build_other(recipe, data.classes, len(data.transform.mean), weights, checkpointing)
     options: dict[str, object] = {
         "img_size": _side(recipe),
         "in_chans": len(data.transform.mean),
@@ -128,6 +146,11 @@ def save_weights(model: "nn.Module", path: Path, metadata: dict[str, str]) -> No
     """Writes the weights as safetensors, atomically."""
     from ..models.weights.load import save_weights
 
+    if hasattr(model, "origin"):
+        from .other_models import save_other
+
+        save_other(model, path, metadata)
+        return
     save_weights(model, path, metadata=metadata)
 
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 HELP = "measure the fastest way to run a model on this machine, and save it for later processes"
 DTYPES = dict(bf16="bfloat16", fp16="float16", fp32="float32")
+MODEL = "vit_base_patch16_224"
+SECONDS = 60
+DRY_SECONDS = 600  # the interpreter is slow, and a dry run ends when every step was executed
 TINY = dict(img_size=32, depth=2, embed_dim=32, num_heads=2, num_classes=4)  # the model of a dry run
 DRY = "FASTVIT_TRITON_DRY_RUN"  # marks the process of a dry run
 
@@ -32,8 +35,8 @@ DRY = "FASTVIT_TRITON_DRY_RUN"  # marks the process of a dry run
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tune`."""
     add = parser.add_argument
-    text = f"{PREFIXES} (default: vit_base_patch16_224)"
-    add("--model", default="vit_base_patch16_224", check=check_name, help=text)
+    text = f"{PREFIXES} (default: {MODEL}, or a tiny one with --dry-run)"
+    add("--model", check=check_name, help=text)
     add("--batch", type=int, check=at_least(1), help="images per batch (default: 64 on a GPU, 1 elsewhere)")
     text = "image side in pixels, or HEIGHTxWIDTH (default: the model's)"
     add("--img-size", "--image-size", type=image_size, check=check_size, metavar="SIZE", help=text)
@@ -41,9 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     phases = parser.add_mutually_exclusive_group()
     phases.add_argument("--train", action="store_true", help="training steps instead of inference")
     phases.add_argument("--freeze", action="store_true", help="inference of a frozen model")
-    add(
-        "--seconds", type=float, default=60.0, check=_check_seconds, help="approximate seconds to measure (default: 60)"
-    )
+    text = f"approximate seconds to measure (default: {SECONDS}, or {DRY_SECONDS} with --dry-run)"
+    add("--seconds", type=float, check=_check_seconds, help=text)
     files = parser.add_mutually_exclusive_group()
     files.add_argument("--show", action="store_true", help="print this machine's saved measurements and exit")
     files.add_argument("--clear", action="store_true", help="remove this machine's saved measurements")
@@ -56,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="source",
         help="import measurements exported on an identical machine",
     )
-    files.add_argument("--dry-run", action="store_true", help="execute every step on the CPU with a tiny model")
+    files.add_argument("--dry-run", action="store_true", help="execute every step on the CPU, in Triton's interpreter")
     add_device_option(parser)
 
 
@@ -101,7 +103,8 @@ def _tune(args: argparse.Namespace) -> int:
     dtype_name, batch = ("bf16", 64) if device.type == "cuda" else ("fp32", 1)
     dtype_name, batch = args.dtype or dtype_name, args.batch or batch
     dtype = getattr(torch, DTYPES[dtype_name])
-    built = random_model(args.model, args.img_size, device, dtype, args.train)
+    name = args.model or MODEL
+    built = random_model(name, args.img_size, device, dtype, args.train)
     images, named = built.inputs(batch, partial(torch.randn, device=device, dtype=dtype))
     example = images[0] if images else named
     if args.freeze:
@@ -119,19 +122,26 @@ def _tune(args: argparse.Namespace) -> int:
             bar.update(stage, completed=done, description=what)
 
         try:
-            tuned = tune(built.model, example, args.train, args.seconds, on_progress)
+            tuned = tune(built.model, example, args.train, args.seconds or SECONDS, on_progress)
         except torch.OutOfMemoryError as error:
             raise ValueError(f"--batch {batch} does not fit into memory; lower it") from error
     phase = "training" if args.train else "inference, frozen" if args.freeze else "inference"
     place = tuned.facts[kind_of(tuned.facts)]
-    _report(tuned, f"{args.model}, {phase}, {DTYPES[dtype_name]}, batch {batch}, on {place}", True)
+    _report(tuned, f"{name}, {phase}, {DTYPES[dtype_name]}, batch {batch}, on {place}", True)
     return 0
 
 
 def _dry_run(args: argparse.Namespace) -> int:
-    """Runs all steps with a tiny model in Triton's interpreter, in a subprocess with a temporary cache folder."""
+    """Runs all steps in Triton's interpreter, in a subprocess with a temporary cache folder.
+
+    Without --model, of a tiny model; with a large one the steps that are not reached in time are named.
+    """
     if os.environ.get(DRY) is None:
-        words = ["--dry-run", "--dtype", "fp16", "--seconds", f"{args.seconds:g}", *["--train"] * args.train]
+        words = ["--dry-run", "--dtype", "fp16", *["--train"] * args.train]
+        words += ["--seconds", f"{args.seconds:g}"] if args.seconds else []
+        words += ["--batch", str(args.batch)] if args.batch else []
+        words += ["--model", args.model] if args.model else []
+        words += ["--img-size", "x".join(map(str, args.img_size))] if args.img_size else []
         with tempfile.TemporaryDirectory() as folder:
             more = {DRY: "1", "TRITON_INTERPRET": "1", "FASTVIT_TRITON_CACHE": folder}
             command = [sys.executable, "-m", "fastvit_triton.cli", "tune", *words]
@@ -141,9 +151,17 @@ def _dry_run(args: argparse.Namespace) -> int:
     from ..measure.tune import tune
 
     with pretending():
-        tuned = tune(tiny_model(args.train).model, torch.randn(2, 3, 32, 32).half(), args.train, args.seconds)
-    _report(tuned, "dry run: a tiny model in Triton's interpreter", False)
-    print_line("Every step was executed. Times in the interpreter are meaningless; nothing was saved.")
+        if args.model is None and args.img_size is None:
+            built, batch = tiny_model(args.train), 2
+        else:
+            named = args.model or MODEL
+            built, batch = random_model(named, args.img_size, torch.device("cpu"), torch.float16, args.train), 1
+        inputs, named_inputs = built.inputs(args.batch or batch, partial(torch.randn, dtype=torch.float16))
+        tuned = tune(built.model, inputs[0] if inputs else named_inputs, args.train, args.seconds or DRY_SECONDS)
+    _report(tuned, f"dry run: {args.model or 'a tiny model'} in Triton's interpreter", False)
+    late = any(_is_late(columns) for row in tuned.parts for columns in row["variants"].values())
+    done = "Steps were not reached in time; raise --seconds." if late else "Every step was executed."
+    print_line(f"{done} Times in the interpreter are meaningless; nothing was saved.")
     return 0
 
 
@@ -189,8 +207,8 @@ def _report(tuned: "Tuned", title: str, timed: bool) -> None:
             table.add_row(name, ratio, match, ", ".join(marks))
         console.print(table)
         for name, columns in row["variants"].items():
-            if "error" in columns:
-                print_line(f"{name}: {columns['error']}")
+            if "error" in columns and (timed or not _is_late(columns)):
+                print_line(f"{name}: {'not timed; raise --seconds' if _is_late(columns) else columns['error']}")
     for row in tuned.attention if timed else ():
         times = ", ".join(f"{name} {columns['us']:.0f} µs" for name, columns in row["variants"].items())
         print_line(f"attention {row['sizes']}: {times}")
@@ -200,10 +218,15 @@ def _report(tuned: "Tuned", title: str, timed: bool) -> None:
         table.add_row(name, *ms, f"{row['speedup']:.2f}" if timed and "speedup" in row else "-")
     console.print(table)
     for name, row in tuned.model.items():
-        if "error" in row:
+        if "error" in row and (timed or not _is_late(row)):
             print_line(f"{name}: {row['error']}")
     if timed:
         print_line(f"Saved in {tuned.path}; `fastvit-triton tune --show` lists it, --clear removes it.")
+
+
+def _is_late(columns: dict) -> bool:
+    """True for a variant that was not measured in time."""
+    return columns.get("error", "").startswith("TimedOut")
 
 
 def _report_launches(tuned: "Tuned", timed: bool, console: Console) -> None:

@@ -4,6 +4,7 @@ from .costs import Cost, cost_table, image_cost
 from .layer import AttentionLayer
 from .maps import attention_distance, class_relevance, entropy, gradient_rollout, rollout
 from .page import Panel, write_report
+from .queries import QueryView, query_panels, query_views
 from .recording import Recording, capture
 from .report import explain, explain_run, published_tables
 from .tokens import (
@@ -24,6 +25,7 @@ __all__ = [
     "Cost",
     "Geometry",
     "Panel",
+    "QueryView",
     "Recording",
     "attention_distance",
     "capture",
@@ -42,6 +44,8 @@ __all__ = [
     "position_table",
     "principal_components",
     "published_tables",
+    "query_panels",
+    "query_views",
     "rollout",
     "rotary_bands",
     "token_similarity",

@@ -81,6 +81,12 @@ def plain(parts: Body, x: Tensor, norm: nn.Module | None, position: nn.Module | 
         q, k = (rotate(t, heads.rope, prefix).to(v.dtype) for t in (q, k))
     scale = _scale(heads.scale, q)
     bias = heads.bias if position is None else scale * position(q)
+    if heads.causal:
+        earlier = torch.ones(1, 1, q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+        if bias is None or bias.dtype == torch.bool:
+            bias = earlier if bias is None else bias & earlier
+        else:
+            bias = bias.masked_fill(~earlier, -torch.inf)
 
     def output(o: Tensor) -> Tensor:
         return finish(o.transpose(1, 2).flatten(2), parts.proj, parts.last, parts.drop)

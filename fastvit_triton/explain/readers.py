@@ -105,7 +105,7 @@ def _multihead(
         return None
     if query.dim() != 3 or query.is_nested or (is_causal and attn_mask is None):
         return "unbatched, nested, or causal without a mask"
-    parts = multihead_parts(module, attn_mask, key_padding_mask)
+    parts = multihead_parts(module, attn_mask, key_padding_mask, is_causal)
     return parts if isinstance(parts, str) else (query if module.batch_first else query.transpose(0, 1), parts, None)
 
 

@@ -17,6 +17,26 @@ from .published import SOURCE
 from .recording import Recording, capture
 
 
+def can_explain(model: nn.Module, images: Tensor) -> bool:
+    """True if `explain` takes the model: each layer attends to all tokens of an image, the same in all layers.
+
+    Args:
+        model: in eval mode, on the device of the images.
+        images: [B, C, H, W].
+    """
+    try:
+        with torch.no_grad(), capture(model) as seen:
+            model(images)
+    except ValueError:  # no attention
+        return False
+    return _has_one_grid(seen, len(images))
+
+
+def _has_one_grid(seen: Recording, images: int) -> bool:
+    N = seen.layers[0].queries
+    return not any(layer.why_not_square or layer.queries != N or len(layer.heads.q) != images for layer in seen.layers)
+
+
 def explain(
     model: nn.Module,
     images: Tensor,
@@ -41,9 +61,9 @@ def explain(
     with torch.no_grad(), capture(model) as seen:
         output = model(images)
     N = seen.layers[0].queries
-    if any(layer.why_not_square or layer.queries != N or len(layer.heads.q) != len(images) for layer in seen.layers):
+    if not _has_one_grid(seen, len(images)):
         why = "the model's layers have different tokens (windows, stages or class tokens)"
-        raise ValueError(f"{why}; use explain.capture in Python")
+        raise ValueError(f"{why}; explain a plain ViT, such as vit_tiny_patch16_224, or use explain.capture in Python")
     if query is not None and not 0 <= query < N:
         raise ValueError(f"query is {query}; the model has tokens 0 to {N - 1}")
     where = tokens.geometry(model, images, N)

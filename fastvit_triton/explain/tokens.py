@@ -153,8 +153,8 @@ def token_similarity(tokens: Tensor) -> Tensor:
     """
     N = tokens.shape[1]
     unit = F.normalize(tokens.to(torch.promote_types(tokens.dtype, torch.float32)), dim=-1)
-    own = unit.square().sum((-1, -2))  # N minus the number of zero tokens
-    return (unit.sum(1).square().sum(-1) - own) / (N * (N - 1))
+    self_similarity = unit.square().sum((-1, -2))  # N minus the number of zero tokens
+    return (unit.sum(1).square().sum(-1) - self_similarity) / (N * (N - 1))
 
 
 def position_table(model: nn.Module, where: Geometry) -> Tensor | None:

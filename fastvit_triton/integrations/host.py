@@ -32,5 +32,5 @@ def need(name: str, least: str, package: str | None = None) -> Any:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """The leading numbers of a version; empty if there are none."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(n) for n in found[0].split(".")) if found else ()
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(n) for n in match[0].split(".")) if match else ()

@@ -2,12 +2,9 @@
 
 import importlib.util
 import sys
-from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
-from ..convert import Report, optimize, revert
+from .callback import Optimizing
 from .host import need
 
 
@@ -22,37 +19,13 @@ def _package() -> Any:
 Callback: Any = _package().Callback
 
 
-class Optimize(Callback):
-    """Optimises a LightningModule before the strategy wraps it, prints what it became, and reverts it at the end.
+class Optimize(Optimizing, Callback):
+    """Optimises a LightningModule before the strategy wraps it; for its options see `Optimizing`."""
 
-    Args:
-        filter_fn, example, tune, verify: as for `fastvit_triton.optimize`.
-        keep: leave the module optimised at the end.
-
-    Attributes:
-        report: what `optimize` returned last; None before.
-    """
-
-    def __init__(
-        self,
-        *,
-        filter_fn: Callable[[nn.Module, str], bool] | None = None,
-        example: Any = None,
-        tune: Any = None,
-        verify: Any = None,
-        keep: bool = False,
-    ) -> None:
-        self.options = dict(filter_fn=filter_fn, example=example, tune=tune, verify=verify)
-        self.keep = keep
-        self.report: Report | None = None
-
-    def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Optimises the module; Lightning calls this before `configure_model`, DDP and FSDP."""
-        self.report = optimize(pl_module, **self.options)
-        if trainer.is_global_zero:
-            print(self.report)
+        self._begin(pl_module, trainer.is_global_zero)
 
-    def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Puts the original forwards back."""
-        if not self.keep:
-            revert(pl_module)
+        self._end()

@@ -1,4 +1,4 @@
-"""Our models in timm's registry, as `fvt_<name>`, for `timm.create_model` and timm's scripts.
+"""Our models in timm's registry, as `fvt_<name>`, and our attention in its ViTs, as `attn_layer="fastvit_triton"`.
 
     python -m fastvit_triton.integrations.timm train.py --model fvt_vit_small_patch16_224 ...
 
@@ -16,18 +16,23 @@ from typing import Any
 from torch import nn
 
 from ..checkpoints.tensors import WeightsError
+from ..convert import optimize
 from ..models import CATALOGUE, model_config
 from ..models.weights.create import create_model
 from ..models.weights.pretrained import list_models, pretrained_cfg
 from .host import need
 
 PREFIX = "fvt_"
+ATTENTION = "fastvit_triton"  # value of `attn_layer`
 MODULE = "fastvit_triton_models"  # where timm looks for their entry points and configurations
 SOURCES = ("file", "url", "state_dict", "hf_hub_id")  # of weights, in a configuration of timm
 
 
 def register() -> list[str]:
-    """Adds our classifiers to timm's registry; its own entries stay as they are.
+    """Adds our classifiers to timm's registry, and "fastvit_triton" to its kinds of attention; its entries stay.
+
+    With `timm.create_model("vit_base_patch16_224", attn_layer="fastvit_triton")` the attention is timm's own module,
+    converted by `optimize`; keys, options and `revert` are as usual. `optimize` of the model converts whole blocks.
 
     Returns:
         The names, each "fvt_" and a name of `fastvit_triton.list_models()`; tags follow as in timm.
@@ -43,9 +48,20 @@ def register() -> list[str]:
     home: Any = ModuleType(MODULE)
     home.default_cfgs = {PREFIX + name: _configurations(name) for name in ours}
     sys.modules[MODULE] = home
+    getattr(models.vision_transformer, "ATTN_LAYERS", {})[ATTENTION] = Attention
     for name in names:
         setattr(home, name, models.register_model(_entry(name)))
     return names
+
+
+class Attention:
+    """Makes timm's `Attention` with the given arguments, converted by `optimize`; timm's models call it as a class."""
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        """timm's module."""
+        module = need("timm", "1.0").layers.Attention(*arguments, **options)
+        optimize(module)
+        return module
 
 
 def _task(name: str) -> str:
@@ -80,17 +96,18 @@ def _build(name: str, pretrained: bool, cfg: Any, overlay: dict[str, Any], cache
     """
     import timm
 
-    own = name.removeprefix(PREFIX)
+    our_name = name.removeprefix(PREFIX)
     resolved = timm.models.resolve_pretrained_cfg(name, cfg, overlay).to_dict()
     elsewhere = [key for key in SOURCES if overlay.get(key)] + (["cache_dir"] if cache_dir else [])
     if pretrained and elsewhere:
         raise WeightsError(f"{name} takes no {elsewhere[0]}; load the weights by checkpoint_path")
     tag = resolved.get("tag")
-    known = {field.name for field in dataclasses.fields(CATALOGUE[own].CONFIG)} | {"features_only", "out_indices"}
+    accepted = {field.name for field in dataclasses.fields(CATALOGUE[our_name].CONFIG)}
+    accepted |= {"features_only", "out_indices"}
     # timm's scripts give every model rates of dropout; 0 asks for nothing
-    given = {key: value for key, value in options.items() if key in known or not key.endswith("rate") or value}
-    given.pop("scriptable", None)
-    model = create_model(f"{own}.{tag}" if pretrained and tag else own, pretrained=pretrained, **given)
+    arguments = {key: value for key, value in options.items() if key in accepted or not key.endswith("rate") or value}
+    arguments.pop("scriptable", None)
+    model = create_model(f"{our_name}.{tag}" if pretrained and tag else our_name, pretrained=pretrained, **arguments)
     backbone: Any = getattr(model, "model", model)
     config = backbone.config
     size = {"input_size": (config.in_chans, *config.img_size)}
@@ -113,8 +130,8 @@ def _configurations(name: str) -> Any:
         rows = {"": {"input_size": (config.in_chans, *config.img_size), "num_classes": config.num_classes}}
         rows[""] |= {"fixed_input_size": True} | pretrained_cfg(name)
     kept = ({key: row[key] for key in row.keys() & fields if key != "architecture"} for row in rows.values())
-    made = {tag: PretrainedCfg(**row) for tag, row in zip(rows, kept, strict=True)}
-    return DefaultCfg(tags=deque(made), cfgs=made, is_pretrained=bool(tags))
+    configurations = {tag: PretrainedCfg(**row) for tag, row in zip(rows, kept, strict=True)}
+    return DefaultCfg(tags=deque(configurations), cfgs=configurations, is_pretrained=bool(tags))
 
 
 def main(arguments: list[str]) -> None:

@@ -14,11 +14,19 @@ from torch.optim import Optimizer
 from .augment import random_erasing
 from .augment.mix import mixtoken, mixup_or_cutmix
 from .data.transform import Transform
+from .detection import criterion_of, detected, evaluate_detector
+from .distributed import World
 from .drop_path import set_drop_path
 from .ema import ema_model
 from .generative import Likelihood, Restoration
 from .loop import Score, evaluate, evaluate_objective
-from .loss import binary_cross_entropy, hard_distillation, smooth_labels, soft_distillation
+from .loss import (
+    binary_cross_entropy,
+    hard_distillation,
+    smooth_labels,
+    soft_distillation,
+    weighted_cross_entropy,
+)
 from .masked import Encoder, MaskedAutoencoder, MaskedPatchPrediction
 from .muon import muon_adamw
 from .object_reference import resolve
@@ -31,6 +39,7 @@ from .step import Step
 
 PER_IMAGE = ("likelihood", "restoration")  # losses that a module of generative.py computes of each image
 SELF_SUPERVISED = ("pixels", "colours", *PER_IMAGE)  # losses of models around an encoder, which return no logits
+UNMIXED = (*SELF_SUPERVISED, "detection")  # losses of images that cannot be blended
 DISTILLATION = {"hard": hard_distillation, "soft": soft_distillation}
 
 
@@ -44,10 +53,10 @@ def build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
         ValueError: there is no such class, it is no optimiser, or it does not accept these arguments.
     """
     if recipe.optimizer == "adamw":
-        return adamw(model, recipe.lr, recipe.weight_decay, recipe.betas, recipe.layer_decay)
+        return adamw(model, recipe.lr, recipe.weight_decay, recipe.betas, recipe.layer_decay, recipe.lr_scales)
     if recipe.optimizer == "muon":
-        return muon_adamw(model, recipe.lr, recipe.weight_decay, recipe.betas, recipe.layer_decay)
-    groups = parameter_groups(model, recipe.weight_decay, recipe.layer_decay)
+        return muon_adamw(model, recipe.lr, recipe.weight_decay, recipe.betas, recipe.layer_decay, recipe.lr_scales)
+    groups = parameter_groups(model, recipe.weight_decay, recipe.layer_decay, lr_scales=recipe.lr_scales)
     if ":" in recipe.optimizer:
         return _construct(recipe.optimizer, groups, recipe)
     if recipe.optimizer == "sgd":
@@ -112,14 +121,23 @@ def build_lr(recipe: Recipe, steps_per_epoch: PositiveInt) -> Callable[[int], fl
     return at
 
 
-def build_loss(recipe: Recipe) -> Callable[[Tensor, Tensor], Tensor]:
+def build_loss(recipe: Recipe, class_weights: Tensor | None = None) -> Callable[[Tensor, Tensor], Tensor]:
     """The loss function of logits [B, K] and targets [B] or [B, K].
 
+    Args:
+        recipe: the recipe.
+        class_weights: [K], factors of the terms of the cross-entropy, which stays a mean over images.
+
     Raises:
-        ValueError: the recipe is self-supervised; its loss is part of the objective.
+        ValueError: the recipe is self-supervised; its loss is part of the objective. Or there are class weights, and
+            its loss is not "softmax".
     """
-    if recipe.loss in SELF_SUPERVISED:
+    if recipe.loss in UNMIXED:
         raise ValueError(f"this recipe predicts {recipe.loss}; its loss is part of the model's objective")
+    if class_weights is not None:
+        if recipe.loss != "softmax":
+            raise ValueError(f"class_weights needs loss 'softmax'; this recipe's loss is {recipe.loss!r}")
+        return partial(weighted_cross_entropy, weights=class_weights, smoothing=recipe.label_smoothing)
     if recipe.loss == "softmax":
         return partial(F.cross_entropy, label_smoothing=recipe.label_smoothing)
     bce = dict(threshold=0.0, reduction="mean") if recipe.loss == "bce" else dict(reduction="sum")
@@ -169,6 +187,8 @@ def build_objective(
     transform: Transform,
     teacher: nn.Module | None = None,
     kind: Literal["hard", "soft"] = "hard",
+    class_weights: Tensor | None = None,
+    world: World | None = None,
 ) -> Objective:
     """The training objective, see objective.py.
 
@@ -178,18 +198,26 @@ def build_objective(
         transform: preprocessing of the images; its inverse gives the colours to predict.
         teacher: for distillation; None trains on the targets only.
         kind: "hard" or "soft" distillation.
+        class_weights: [K], see `build_loss`.
+        world: ranks over which the objects of a detector's batch are counted.
 
     Raises:
-        ValueError: there is a teacher, and the recipe's loss is not "softmax".
+        ValueError: there is a teacher, and the recipe's loss is not "softmax"; or there are class weights, and a
+            teacher or another loss.
     """
+    if class_weights is not None and (teacher is not None or recipe.loss in UNMIXED):
+        what = "a teacher" if teacher is not None else f"loss {recipe.loss!r}"
+        raise ValueError(f"class_weights cannot be combined with {what}; leave it out")
     if recipe.loss == "pixels":
         return masked_pixels(_encoder(model).patch_embed.patch_size, recipe.norm_pixels)
     if recipe.loss == "colours":
         return masked_colours(_encoder(model).patch_embed.patch_size, transform.restore)
     if recipe.loss in PER_IMAGE:
         return mean_of_images
+    if recipe.loss == "detection":
+        return detected(criterion_of(model, world))
     if teacher is None:
-        return supervised(build_loss(recipe))
+        return supervised(build_loss(recipe, class_weights))
     if recipe.loss != "softmax":
         raise ValueError(f"distillation needs loss 'softmax'; this recipe's loss is {recipe.loss!r}")
     loss = DISTILLATION[kind]
@@ -225,7 +253,7 @@ def build_step(
     device = next(model.parameters()).device.type
     return Step(
         objective=objective,
-        mix=None if recipe.loss in SELF_SUPERVISED else build_mix(recipe, classes, *_patch_size_of(model)),
+        mix=None if recipe.loss in UNMIXED else build_mix(recipe, classes, *_patch_size_of(model)),
         grad_accum_steps=grad_accum_steps,
         amp=amp,
         scaler=GradScaler(device, enabled=amp is torch.float16),
@@ -248,6 +276,8 @@ def build_test(recipe: Recipe, step: Step, batches: Iterable) -> Callable[[nn.Mo
         "world": step.world,
         "per_rank_batches": step.per_rank_batches,
     }
+    if recipe.loss == "detection":
+        return partial(evaluate_detector, **options)
     if recipe.loss in SELF_SUPERVISED:
         return partial(evaluate_objective, objective=step.objective, **options)
     return partial(evaluate, **options)

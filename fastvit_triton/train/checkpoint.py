@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.optim import Optimizer
 
-from ..files import replacing, write_failure
+from ..files import reason, replacing, write_failure
 from .loop import Progress
 from .ranges import NonNegative, NonNegativeInt, PositiveInt, check
 from .rng import get_rng_state, set_rng_state
@@ -22,6 +22,7 @@ STATE = "training_state.pt"
 PREVIOUS = "training_state.previous.pt"
 _PROGRESS = ("epoch", "step", "images", "loss_sum", "correct", "lr", "seconds", "epoch_rng", "done")
 LOG_COLUMNS = tuple("epoch lr train_loss train_accuracy test_loss test_accuracy images_per_second seconds".split())
+DETECTION_COLUMNS = (*LOG_COLUMNS, "test_ap", "test_ap50", "test_ap75")
 # Keys of earlier file versions → current keys.
 _RENAMED_KEYS = {
     "state": {"average": "ema"},
@@ -108,7 +109,7 @@ def load_state(path: Path) -> dict:
     except FileNotFoundError:
         raise ValueError(f"there is no {path}") from None
     except (RuntimeError, EOFError, KeyError, ValueError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} is damaged or not a training state: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{path} is damaged or not a training state: {reason(error)}") from error
     if isinstance(state, dict):
         state = _rename_keys(state)
     expected = {"model", "optimizer", "ema", "scaler", "progress", "history", "settings", "generators"}
@@ -145,7 +146,7 @@ def _check_values(state: dict) -> None:
     if len(history) != progress["epoch"] - (not progress["done"]):
         raise ValueError(f"its history has {len(history)} rows after epoch {progress['epoch']}")
     for row in history:
-        if tuple(row) != LOG_COLUMNS:
+        if tuple(row) not in (LOG_COLUMNS, DETECTION_COLUMNS):
             raise ValueError(f"a row of its history has {', '.join(map(str, row)) or 'nothing'}")
         for name, value in row.items():
             check(f"{name} of its history", value, float | None)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .loop import evaluating
 from .ranges import NonNegativeInt, Positive, PositiveInt, checked
 
 BIAS = 100.0  # constant feature; large, so that its weight is hardly penalised (big_vision, evaluators/fewshot_lsr.py)
@@ -30,17 +31,12 @@ def extract_features(
         ValueError: there are no images.
     """
     device = next(model.parameters()).device
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
     features = []
     answers = []
-    try:
+    with evaluating(model):
         for images, targets in batches:
             features.append((forward or model)(images.to(device, non_blocking=True)).cpu())
             answers.append(targets)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     if not features:
         raise ValueError("there are no images to extract features from")
     return torch.cat(features), torch.cat(answers)

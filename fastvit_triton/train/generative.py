@@ -57,8 +57,8 @@ class Restoration(nn.Module):
 
 def scaled(size: tuple[int, int], task: str) -> tuple[int, int]:
     """The size of what a task restores from a tile of this size."""
-    found = SCALE.fullmatch(task)
-    scale = int(found[1]) if found else 1
+    match = SCALE.fullmatch(task)
+    scale = int(match[1]) if match else 1
     return size[0] * scale, size[1] * scale
 
 

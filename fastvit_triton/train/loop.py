@@ -3,7 +3,8 @@
 import itertools
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .batch import blank_target, to_device
 from .distributed import World
 from .objective import Objective
 from .optim import set_lr
@@ -29,12 +31,26 @@ class Score:
         accuracy: in [0, 1].
         predictions: class numbers [N], on the CPU.
         targets: class numbers [N], on the CPU.
+        top5: share of images whose class is among those of the five largest logits.
+        metrics: in [0, 1], the most important one first: of detectors `ap`, `ap50` and `ap75`, for each of which the
+            log has a column `test_…`; of models that give each pixel a class `miou` and `pixel_accuracy`.
+        detections: of detectors: for each image `boxes` [n, 4], corners in pixels, `labels` [n] and `scores` [n].
+        objects: of detectors: what is in the images, as `average_precision` takes it.
     """
 
     loss: float
     accuracy: float | None = None
     predictions: Tensor | None = None
     targets: Tensor | None = None
+    top5: float | None = None
+    metrics: dict[str, float] | None = None
+    detections: list[dict[str, Tensor]] | None = None
+    objects: list[dict[str, Tensor]] | None = None
+
+    @property
+    def mark(self) -> float | None:
+        """What a progress display shows: the accuracy, or the first of `metrics`; None without either."""
+        return self.accuracy if self.metrics is None else next(iter(self.metrics.values()))
 
 
 @dataclass(frozen=True)
@@ -103,6 +119,7 @@ def fit(
     test: Callable[[nn.Module], Score],
     test_once: bool = False,
     patience: PositiveInt = 10,
+    frozen: Sequence[nn.Module] = (),
 ) -> Iterator[Progress]:
     """Trains a model: a generator that runs one step per `next` and evaluates after every epoch or after the last one.
 
@@ -122,6 +139,7 @@ def fit(
         test: scores a model, such as `partial(evaluate, batches=…)`; it is called with the EMA if there is one.
         test_once: evaluate only after the last epoch.
         patience: consecutive steps with a non-finite loss before the run stops; these steps change nothing.
+        frozen: modules that stay in evaluation mode, such as those of `freeze_backbone`.
 
     Raises:
         ValueError: there are no images.
@@ -133,6 +151,8 @@ def fit(
     device = next(model.parameters()).device
     while now.epoch < epochs or not now.done:
         model.train()
+        for module in frozen:
+            module.training = False
         if now.done:
             zero = torch.zeros((), device=device)
             now = Progress(now.epoch + 1, loss_sum=zero, correct=zero, epoch_rng=get_rng_state(), done=False)
@@ -141,7 +161,7 @@ def fit(
         clock = time.perf_counter() - now.seconds
         for number, (images, targets) in enumerate(remaining_batches(batches, now), now.step + 1):
             images = images.to(device, non_blocking=True)
-            targets = targets.to(device, non_blocking=True)
+            targets = to_device(targets, device)
             lr = lr_at((now.epoch - 1) * len(batches) + number - 1)
             set_lr(optimizer, lr)
             loss, correct, count = step(model, optimizer, images, targets, key + number)
@@ -192,6 +212,18 @@ def _divergence_message(span: str, epoch: int, number: int, lr: float, batches: 
     return f"the loss was not finite in {span}, {place}; lower lr, now {lr:.2g}"
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Sets a model to evaluation mode; afterwards each of its modules has its own mode again."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
@@ -215,42 +247,40 @@ def evaluate(
         ValueError: there are no images.
     """
     device = next(model.parameters()).device
-    modes = {module: module.training for module in model.modules()}
     world = world or World()
-    model.eval()
     losses = []
     predictions = []
     answers = []
+    hits = []
     places = []
-    try:
-        for images, targets, indices in _local_batches(batches, world, per_rank_batches):
+    with evaluating(model):
+        for images, targets, indices in local_batches(batches, world, per_rank_batches):
             with torch.autocast(device.type, amp, enabled=amp is not None):
                 logits = model(images.to(device, non_blocking=True)).float()[: len(targets)]
             losses.append(F.cross_entropy(logits, targets.to(device), reduction="none"))
             predictions.append(logits.argmax(1))
             answers.append(targets)
+            best = logits.topk(min(5, logits.shape[1])).indices
+            hits.append((best == targets.to(device)[:, None]).any(1))
             places.append(indices)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     if not predictions:
         raise ValueError("there are no test images to evaluate on")
-    columns = [torch.cat(column).cpu() for column in (losses, predictions, answers, places)]
+    columns = [torch.cat(column).cpu() for column in (losses, predictions, answers, hits, places)]
     if world.world_size > 1:
         columns = [torch.cat(column) for column in zip(*world.all_gather(columns), strict=True)]
         columns = [column[columns[-1].argsort()] for column in columns]
-    loss, predicted, expected, _ = columns
+    loss, predicted, expected, hit, _ = columns
     accuracy = (predicted == expected).sum().item() / len(expected)
-    return Score(loss.double().mean().item(), accuracy, predicted, expected)
+    return Score(loss.double().mean().item(), accuracy, predicted, expected, hit.sum().item() / len(expected))
 
 
 class _LocalBatch(NamedTuple):
     images: Tensor
-    targets: Tensor
+    targets: Any
     indices: Tensor
 
 
-def _local_batches(batches: Any, world: World, per_rank_batches: bool) -> Iterator[_LocalBatch]:
+def local_batches(batches: Any, world: World, per_rank_batches: bool) -> Iterator[_LocalBatch]:
     """This rank's images, targets and indices; a rank with no images gets one dummy image, so collectives match."""
     for images, targets in batches:
         indices = torch.tensor(batches.indices if world.world_size > 1 else [], dtype=torch.long)
@@ -283,24 +313,21 @@ def evaluate_objective(
     Raises:
         ValueError: there are no images.
     """
-    modes = {module: module.training for module in model.modules()}
     rng = get_rng_state()
     device = next(model.parameters()).device
     world = world or World()
-    model.eval()
     total, count = 0.0, 0
     try:
         torch.manual_seed(0)
-        for images, targets, _ in _local_batches(batches, world, per_rank_batches):
-            labels = targets if len(targets) else targets.new_zeros(1)
-            with torch.autocast(device.type, amp, enabled=amp is not None):
-                loss, _ = objective(model, images.to(device, non_blocking=True), labels.to(device))
-            total = total + loss.item() * len(targets)
-            count = count + len(targets)
+        with evaluating(model):
+            for images, targets, _ in local_batches(batches, world, per_rank_batches):
+                labels = targets if len(targets) else blank_target(targets)
+                with torch.autocast(device.type, amp, enabled=amp is not None):
+                    loss, _ = objective(model, images.to(device, non_blocking=True), labels.to(device))
+                total = total + loss.item() * len(targets)
+                count = count + len(targets)
     finally:
         set_rng_state(rng)
-        for module, mode in modes.items():
-            module.training = mode
     total, count = (sum(column) for column in zip(*world.all_gather((total, count)), strict=True))
     if not count:
         raise ValueError("there are no test images to evaluate on")

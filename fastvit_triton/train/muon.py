@@ -1,6 +1,6 @@
 """Muon for the matrices of the blocks, AdamW for all other parameters, as one optimiser."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -59,6 +59,7 @@ def muon_adamw(
     weight_decay: NonNegative,
     betas: tuple[FractionBelow1, FractionBelow1] = (0.9, 0.999),
     layer_decay: FractionAbove0 = 1.0,
+    lr_scales: Mapping[str, float] | None = None,
 ) -> MuonAdamW:
     """`MuonAdamW` over `parameter_groups`, which documents the arguments.
 
@@ -70,7 +71,7 @@ def muon_adamw(
     """
     chosen = {id(parameter) for name, parameter in model.named_parameters() if is_block_matrix(model, name, parameter)}
     parts: tuple[list[dict], list[dict]] = [], []
-    for group in parameter_groups(model, weight_decay, layer_decay):
+    for group in parameter_groups(model, weight_decay, layer_decay, lr_scales=lr_scales):
         for part, wanted in zip(parts, (True, False), strict=True):
             if parameters := [parameter for parameter in group["params"] if (id(parameter) in chosen) is wanted]:
                 part.append(group | {"params": parameters})

@@ -4,6 +4,7 @@ The loss is a mean over images. The same loop trains classification, distillatio
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from .masked import colour_loss, mean_colours, pixel_loss
 from .ranges import PositiveInt, checked
 
-Objective = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+Objective = Callable[[nn.Module, Tensor, Any], tuple[Tensor, Tensor | None]]
 
 
 def supervised(loss: Callable[[Tensor, Tensor], Tensor]) -> Objective:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
 import torch
@@ -23,7 +23,11 @@ _BLOCK = re.compile(r"(^|\.)(blocks|layers?|encoder_layer)[._](\d+)\.")
 
 @checked
 def parameter_groups(
-    model: nn.Module, weight_decay: NonNegative, layer_decay: FractionAbove0 = 1.0, patch_embed_scale: NonNegative = 1.0
+    model: nn.Module,
+    weight_decay: NonNegative,
+    layer_decay: FractionAbove0 = 1.0,
+    patch_embed_scale: NonNegative = 1.0,
+    lr_scales: Mapping[str, float] | None = None,
 ) -> list[dict]:
     """Parameter groups with and without weight decay and, with layer-wise decay, with a learning-rate scale per layer.
 
@@ -39,6 +43,8 @@ def parameter_groups(
         weight_decay: weight decay of the groups that have it, in torch.optim.AdamW's convention.
         layer_decay: d in (0, 1]; with 1 all layers have the same rate.
         patch_embed_scale: additional factor for the patch projection (DINOv2: 0.2).
+        lr_scales: additional factors by regular expressions, which are searched for in the names of parameters, such as
+            {"^backbone": 0.1} of DETR.
 
     Returns:
         Groups for any `torch.optim` optimiser, those with decay first, each in the order of `model.named_parameters()`.
@@ -57,6 +63,7 @@ def parameter_groups(
             no_decay = _has_no_decay(model, name, parameter)
             scale = layer_decay ** (depth + 1 - layer_of(name, depth))
             scale *= patch_embed_scale if _PATCH.search(name) else 1
+            scale *= math.prod(factor for pattern, factor in (lr_scales or {}).items() if re.search(pattern, name))
             groups.setdefault((0.0 if no_decay else weight_decay, scale), []).append(parameter)
     groups = dict(sorted(groups.items(), key=lambda item: item[0][0] == 0.0))
     if {scale for _, scale in groups} <= {1.0}:
@@ -95,9 +102,10 @@ def adamw(
     weight_decay: NonNegative,
     betas: tuple[FractionBelow1, FractionBelow1] = (0.9, 0.999),
     layer_decay: FractionAbove0 = 1.0,
+    lr_scales: Mapping[str, float] | None = None,
 ) -> Optimizer:
     """PyTorch's fused AdamW over `parameter_groups`, which documents the arguments."""
-    groups = parameter_groups(model, weight_decay, layer_decay)
+    groups = parameter_groups(model, weight_decay, layer_decay, lr_scales=lr_scales)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
 
 

@@ -3,7 +3,7 @@
 import csv
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
@@ -19,7 +19,7 @@ from .data import Data
 from .data.split import SPLIT
 from .data.transform import join_names, save_image
 from .loop import Progress, Score
-from .plots import draw_curves, draw_predictions
+from .plots import draw_curves, draw_detections, draw_predictions
 from .recipes import Recipe
 
 WEIGHTS = "model.safetensors"
@@ -28,6 +28,7 @@ LOG = "log.csv"
 CURVES = "curves.png"
 PREDICTIONS = "predictions.png"
 EXAMPLE = "example.png"
+AP_NAMES = {"AP": "test_ap", "AP50": "test_ap50", "AP75": "test_ap75"}  # in the log
 LOCK, LOCK_SECONDS = ".lock", 10.0  # the operating system unlocks the file when the process dies, at the latest then
 FILES = {
     WEIGHTS: "the model, with its config, classes and normalisation",
@@ -39,6 +40,10 @@ FILES = {
     SPLIT: "names of the test images, chosen by --val-split",
     STATE: "weights, optimiser, EMA, random state and position in the data, for --resume",
     PREVIOUS: "the previous state, used if the newest is damaged",
+}
+DETECTION_FILES = {
+    LOG: "loss, average precision and learning rate by epoch",
+    PREDICTIONS: "the first test images with the boxes that the model finds",
 }
 
 
@@ -76,14 +81,30 @@ def remove_run(out: Path) -> None:
 
 
 def is_best(history: list[dict]) -> bool:
-    """True if the last epoch was evaluated and has the best accuracy, or the lowest loss if there is no accuracy."""
-    tested = [row for row in history if row["test_loss"] is not None]
-    marks = [-row["test_loss"] if row["test_accuracy"] is None else row["test_accuracy"] for row in tested]
+    """True if the last epoch was evaluated and has the best accuracy or precision, or the lowest loss without them."""
+    marks = _marks(history)
     return history[-1]["test_loss"] is not None and marks[-1] > max(marks[:-1], default=-math.inf)
 
 
+def evaluations_since_best(history: list[dict]) -> int:
+    """Number of evaluations after the first with the best accuracy, or the lowest loss if there is no accuracy."""
+    marks = _marks(history)
+    return len(marks) - 1 - marks.index(max(marks)) if marks else 0
+
+
+def _marks(history: list[dict]) -> list[float]:
+    """Accuracies, average precisions, or negative losses of the epochs that were evaluated."""
+    tested = [row for row in history if row["test_loss"] is not None]
+    marks = [row.get("test_ap", row["test_accuracy"]) for row in tested]
+    return [-row["test_loss"] if mark is None else mark for row, mark in zip(tested, marks, strict=True)]
+
+
 def log_row(progress: Progress) -> dict:
-    """One row of the log: losses in nats, accuracies in [0, 1], time in seconds; test values may be None."""
+    """One row of the log: losses in nats, accuracies in [0, 1], time in seconds; test values may be None.
+
+    Of detectors it has a column for each of the score's metrics.
+    """
+    metrics = (progress.test and progress.test.metrics) or {}
     return {
         "epoch": progress.epoch,
         "lr": progress.lr,
@@ -93,6 +114,7 @@ def log_row(progress: Progress) -> dict:
         "test_accuracy": progress.test and progress.test.accuracy,
         "images_per_second": progress.images / progress.seconds,
         "seconds": progress.seconds,
+        **{f"test_{name}": value for name, value in metrics.items()},
     }
 
 
@@ -131,6 +153,8 @@ def draw_results(out: Path, data: Data, history: list[dict], score: Score, warn:
     drawings[EXAMPLE] = lambda path: save_image(data.test.display_image(0), path)
     if score.predictions is not None:
         drawings[PREDICTIONS] = partial(draw_predictions, data, score)
+    if score.detections is not None:
+        drawings[PREDICTIONS] = partial(draw_detections, data, score)
     for name, draw in drawings.items():
         try:
             with write_errors(out / name), replacing(out / name) as temporary:
@@ -139,26 +163,40 @@ def draw_results(out: Path, data: Data, history: list[dict], score: Score, warn:
             warn(str(error))
 
 
-def summary(out: Path, data: Data, loss: str = "") -> str:
+def skipped(bad: Iterable[Path]) -> str:
+    """A line with the number of images that were skipped, and at most ten of their names."""
+    names = sorted(map(str, bad))
+    what = "image that" if len(names) == 1 else "images that"
+    return f"skipped {len(names):,} {what} cannot be read: {join_names(names)}"
+
+
+def summary(out: Path, data: Data, loss: str = "", epochs: int = 0, explained: bool = True) -> str:
     """Text for the end of a run: the test score, the files in `out`, skipped images, and commands to try next.
 
     Args:
         out: the output folder.
         data: of the run.
         loss: that of the recipe.
+        epochs: planned length of the run, which early stopping may have shortened.
+        explained: the command `explain` takes the classifier.
     """
     with (out / LOG).open(newline="") as file:
         *_, last = csv.DictReader(file)
     reached = f"loss {float(last['test_loss']):.4f}"
     if loss == "likelihood":
         reached += f", {float(last['test_loss']) / math.log(2):.4f} bits a dimension"
+    if loss == "detection":
+        reached = ", ".join(f"{name} {100 * float(last[key]):.1f} %" for name, key in AP_NAMES.items())
     if last["test_accuracy"]:
         reached = f"accuracy {100 * float(last['test_accuracy']):.2f} %"
     lines = [f"\ntest {reached} after {last['epoch']} {'epoch' if last['epoch'] == '1' else 'epochs'}\n"]
+    if int(last["epoch"]) < epochs:
+        lines[0] += f"stopped {epochs - int(last['epoch'])} epochs early; {BEST} holds the best weights\n"
     width = max(len(str(out / name)) for name in FILES)
-    lines += [f"  {out / name!s:{width}}  {about}" for name, about in FILES.items() if (out / name).exists()]
+    files = FILES | (DETECTION_FILES if loss == "detection" else {})
+    lines += [f"  {out / name!s:{width}}  {about}" for name, about in files.items() if (out / name).exists()]
     if bad := data.train.bad | data.test.bad:
-        lines += [f"\nskipped {len(bad)} images that cannot be read: {join_names([str(path) for path in sorted(bad)])}"]
+        lines += ["\n" + skipped(bad)]
     example = quote(str(out / EXAMPLE))
     folder = quote(str(out))
     if loss == "likelihood":
@@ -167,10 +205,14 @@ def summary(out: Path, data: Data, loss: str = "") -> str:
     if loss == "restoration":
         more = f"  fastvit-triton restore --checkpoint {folder} photo.jpg --out restored.png"
         return "\n".join([*lines, "\nnext commands:", more, f"  fastvit-triton evaluate --checkpoint {folder}"])
+    if loss == "detection":
+        lines += ["\nnext commands:", f"  fastvit-triton predict --checkpoint {folder} {example} --draw drawn"]
+        lines += [f"  fastvit-triton evaluate --checkpoint {folder}"]
+        return "\n".join([*lines, f"  fastvit-triton explain --checkpoint {folder} --image {example}"])
     if not last["test_accuracy"]:
         return "\n".join([*lines, "\nnext commands:", f"  fastvit-triton train --weights {folder} --data …"])
     lines += ["\nnext commands:", f"  fastvit-triton predict --checkpoint {folder} {example}"]
     lines += [f"  fastvit-triton evaluate --checkpoint {folder}"]
-    lines += [f"  fastvit-triton explain --checkpoint {folder} --image {example}"]
+    lines += [f"  fastvit-triton explain --checkpoint {folder} --image {example}"] * explained
     model = quote(str(out / "model.onnx"))
     return "\n".join([*lines, f"  fastvit-triton export {folder} {model} --to onnx"])

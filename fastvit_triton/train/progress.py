@@ -45,7 +45,7 @@ class _Lines:
         if progress.done:
             mean = (time.perf_counter() - self.start) / (progress.epoch - self.finished)
             minutes, seconds = divmod(round(mean * (self.epochs - progress.epoch)), 60)
-            test = None if progress.test is None else progress.test.accuracy
+            test = None if progress.test is None else progress.test.mark
             text = f"{_line(progress, self.epochs, test)}  ETA {minutes}:{seconds:02d}"
             self.console.out(text, highlight=False)
 
@@ -62,8 +62,8 @@ class _Bar:
         self.task = bar.add_task("", total=epochs * steps, completed=finished * steps)
 
     def __call__(self, progress: Progress) -> None:
-        if progress.test is not None and progress.test.accuracy is not None:
-            self.test = progress.test.accuracy
+        if progress.test is not None and progress.test.mark is not None:
+            self.test = progress.test.mark
         elif not progress.done and time.perf_counter() - self.shown < 0.1:
             return
         self.shown = time.perf_counter()

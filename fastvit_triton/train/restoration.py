@@ -1,5 +1,6 @@
 """Restoration of images: degraded copies to learn from, and how near a restored image is. Pixels are 0 … 255."""
 
+import math
 import re
 
 import torch
@@ -16,8 +17,9 @@ def degrade(images: Tensor, task: str, generator: torch.Generator | None = None)
     Args:
         images: [B, C, H, W].
         task: "x2", "x3" or "x4": reduced by bicubic interpolation with antialiasing, rounded; "denoise30": with normal
-            noise of that standard deviation, neither rounded nor clipped (IPT, section 4.1).
-        generator: of the noise.
+            noise of that standard deviation, neither rounded nor clipped (IPT, section 4.1); "derain": with the streaks
+            of `add_rain`.
+        generator: of the noise, or the rain.
 
     Returns:
         [B, C, H, W], or smaller by the scale.
@@ -25,18 +27,59 @@ def degrade(images: Tensor, task: str, generator: torch.Generator | None = None)
     Raises:
         ValueError: the task is another one, or the scale does not divide the sides.
     """
-    if found := NOISE.fullmatch(task):
+    if match := NOISE.fullmatch(task):
         noise = torch.randn(images.shape, generator=generator, device=images.device, dtype=images.dtype)
-        return images + float(found[1]) * noise
-    if not (found := SCALE.fullmatch(task)):
-        raise ValueError(f"task is {task!r}; images are degraded for x2, x3, x4 and denoise with a number")
-    scale = int(found[1])
+        return images + float(match[1]) * noise
+    if task == "derain":
+        return add_rain(images, generator)
+    if not (match := SCALE.fullmatch(task)):
+        raise ValueError(f"task is {task!r}; images are degraded for x2, x3, x4, derain and denoise with a number")
+    scale = int(match[1])
     height, width = images.shape[2:]
     if height % scale or width % scale:
         raise ValueError(f"images have {height}x{width} pixels, which {scale} does not divide; crop them")
     size = (height // scale, width // scale)
     small = F.interpolate(images, size=size, mode="bicubic", align_corners=False, antialias=True)
     return small.round().clamp(0, 255)
+
+
+def add_rain(
+    images: Tensor, generator: torch.Generator | None = None, drops: float = 0.004, length: int = 15
+) -> Tensor:
+    """Images with streaks of rain of one direction each, whose light is added: y = min(x + streaks, 255).
+
+    This imitates the light synthetic rain of Rain100L (Yang et al., CVPR 2017), on which IPT is evaluated. It is not
+    that data set: the equation is the simplest of that kind, and results are not comparable with published ones.
+
+    Args:
+        images: [B, C, H, W].
+        generator: random numbers; None uses the global ones.
+        drops: share of pixels at which a streak is centred.
+        length: of a streak, in pixels; odd.
+
+    Returns:
+        [B, C, H, W], rounded.
+
+    Raises:
+        ValueError: drops is no share, or the length is even or below 1.
+    """
+    if not 0 <= drops <= 1 or length < 1 or length % 2 == 0:
+        raise ValueError(f"drops is {drops} and length {length}; use a share from 0 to 1, and an odd number of pixels")
+    B, _, H, W = images.shape
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, device=images.device, dtype=images.dtype)
+
+    angles = math.pi / 6 * (2 * uniform(B) - 1)  # from the vertical, at most 30 degrees
+    brightness = 60 + 80 * uniform(B, H, W)  # of a streak's middle line
+    seeds = torch.where(uniform(B, H, W) < drops, brightness, 0)
+    at = torch.arange(length, device=images.device, dtype=images.dtype) - length // 2
+    down, across = at.view(1, -1, 1), at.view(1, 1, -1)
+    distance = (across * angles.cos().view(-1, 1, 1) - down * angles.sin().view(-1, 1, 1)).abs()
+    inside = (across * angles.sin().view(-1, 1, 1) + down * angles.cos().view(-1, 1, 1)).abs() <= length / 2
+    streaks = (1 - distance).clamp_min(0) * inside  # a line one pixel wide, [B, length, length]
+    rain = F.conv2d(seeds[None], streaks[:, None], padding=length // 2, groups=B)[0]
+    return (images + rain[:, None]).round().clamp(0, 255)
 
 
 def psnr(images: Tensor, targets: Tensor, peak: float = 255.0) -> Tensor:
@@ -86,5 +129,5 @@ def ssim(images: Tensor, targets: Tensor, peak: float = 255.0) -> Tensor:
     both = local(x * y) - mx * my
     c1 = (0.01 * peak) ** 2
     c2 = (0.03 * peak) ** 2
-    found = (2 * mx * my + c1) * (2 * both + c2) / ((mx * mx + my * my + c1) * (vx + vy + c2))
-    return found.flatten(1).mean(1)
+    similarity = (2 * mx * my + c1) * (2 * both + c2) / ((mx * mx + my * my + c1) * (vx + vy + c2))
+    return similarity.flatten(1).mean(1)

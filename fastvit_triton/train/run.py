@@ -4,23 +4,26 @@ import uuid
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from .build import UNMIXED
+from .class_weights import class_weights
 from .data import Data, load
 from .data.split import SPLIT, Split, read_split
 from .data.transform import MAX_PIXELS
 from .distributed import World
+from .frozen import freeze_backbone, has_batch_norm
 from .loop import Progress
 from .outputs import log_row
 from .ranges import NonNegativeInt, PositiveInt
 from .recipes import Recipe
 from .rng import use_deterministic_algorithms
-from .settings import check_unchanged, recipe_of
+from .settings import check_unchanged, check_used, recipe_of
 from .step import autocast_dtype
 from .trackers import Log, TrackedRun, check_trackers, tracking
 from .trainer import Trainer, build_trainer, run
@@ -124,6 +127,12 @@ class Run:
         if settings["deterministic"]:
             use_deterministic_algorithms()
         models.check_settings(settings, recipe)
+        if state is None:
+            check_used(settings)
+        if settings["class_weights"] is not None and recipe.loss in UNMIXED:
+            raise ValueError(f"class_weights cannot be combined with loss {recipe.loss!r}; leave it out")
+        if settings["freeze"] is not None and recipe.loss in UNMIXED:
+            raise ValueError(f"freeze trains the head of a classifier, and loss {recipe.loss!r} has none; leave it out")
         torch.manual_seed(settings["seed"])
         if settings["log_to"]:
             check_trackers("--log-to", settings["log_to"])
@@ -151,9 +160,20 @@ class Run:
         teacher = None
         if settings["teacher"] is not None:
             teacher = models.load_teacher(settings["teacher"], model, len(data.classes), world.device)
+        frozen: list[nn.Module] = []
+        if settings["freeze"] is not None:
+            frozen = freeze_backbone(model)
+            recipe = replace(recipe, layer_decay=1.0)  # the head has the whole rate with any
+        if has_batch_norm(model, frozen):
+            data.train.leave_out_single()
+        weights = None
+        if settings["class_weights"] is not None:
+            weights = class_weights(settings["class_weights"], data.classes, data.train.targets).to(world.device)
+        if settings["patience"] is not None and data.test_once:
+            raise ValueError(f"patience needs an evaluation after each epoch, and {data.name} has one after the last")
         model = model.to(world.device)
         amp = autocast_dtype(world.device, settings["amp"])
-        if world.device.type == "cuda" and not recipe.mask_ratio:
+        if world.device.type == "cuda" and not recipe.mask_ratio and recipe.loss != "detection":
             images = recipe.batch_size // world.world_size // settings["grad_accum_steps"]
             shape = max(images, 1), len(data.transform.mean), recipe.img_size, recipe.img_size
             with models.using_ways(settings["ways"]), torch.autocast("cuda", amp, enabled=amp is not None):
@@ -168,6 +188,8 @@ class Run:
             distillation=settings["distillation"],
             parallel=parallel,
             world=world,
+            class_weights=weights,
+            frozen=frozen,
         )
         return cls(trainer=trainer, out=out, settings=settings, models=models, state=state)
 

@@ -2,12 +2,26 @@
 
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
+from .class_weights import check_class_weights
 from .data import Data
 from .data.hf import absolute, is_hf
+from .detection import has_boxes
 from .ranges import OpenFraction, PositiveInt, Seed, check
-from .recipes import DIGITS, FASHION_MNIST, FOLDER, PIXELS, RESTORATION, Recipe, override_recipe
+from .recipes import (
+    BOXES,
+    DIGITS,
+    FASHION_MNIST,
+    FOLDER,
+    PHOTOS,
+    PIXELS,
+    RESTORATION,
+    SCENES,
+    SCENES_DETR,
+    Recipe,
+    override_recipe,
+)
 from .recipes.published import PUBLISHED
 
 # Defaults of the settings that are not fields of a recipe.
@@ -26,13 +40,23 @@ SETTINGS = {
     "transform": None,
     "log_to": None,
     "run_key": None,
+    "class_weights": None,  # "balanced", or a dictionary of class names and weights
+    "patience": None,  # evaluations in a row without a better one, after which the run stops
+    "freeze": None,  # "backbone" trains the head alone
     "ways": None,  # how the model's blocks run, from `Models.ways`; None for what this machine says now
 }
-RECIPES = {"digits": DIGITS, "folder": FOLDER, "fashion-mnist": FASHION_MNIST}
-RECIPES |= {"pixels": PIXELS, "restoration": RESTORATION} | PUBLISHED
-OWN_RECIPES = {PIXELS.model: "pixels", RESTORATION.model: "restoration"}  # of models that no other recipe trains
-ADDED = {"crop_mode": "box", "interpolation": "bilinear"}  # fields of a recipe that states of earlier versions lack
+RECIPES = {"digits": DIGITS, "photos": PHOTOS, "folder": FOLDER, "fashion-mnist": FASHION_MNIST}
+RECIPES |= {"pixels": PIXELS, "restoration": RESTORATION}
+RECIPES |= {"scenes": SCENES, "scenes-detr": SCENES_DETR, "boxes": BOXES} | PUBLISHED
+OWN_RECIPES = {RECIPES[name].model: name for name in ("pixels", "restoration", "scenes", "scenes-detr")}
+ADDED = {
+    "crop_mode": "box",
+    "interpolation": "bilinear",
+    "lr_scales": {},
+}  # fields of a recipe that states of earlier versions lack
 RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))
+MIXING = ("mixup", "cutmix", "mixtoken", "erasing", "label_smoothing")  # of images and classes of a batch
+AUGMENTATION = ("policy", "repeats", "min_area", "flip", "degrees", "zoom", "shear", "shift")  # which moves no boxes
 
 
 def resolve_settings(given: dict, state: dict | None = None, accept_changes: bool = False) -> dict:
@@ -56,14 +80,34 @@ def resolve_settings(given: dict, state: dict | None = None, accept_changes: boo
         given["data"] = absolute(given["data"])
     check("seed", given.get("seed", 0), Seed)
     check("grad_accum_steps", given.get("grad_accum_steps", 1), PositiveInt)
+    check_class_weights("class_weights", given.get("class_weights"))
+    check("patience", given.get("patience"), Annotated[PositiveInt | None, "no early stop"])
+    check("freeze", given.get("freeze"), Annotated[Literal["backbone"] | None, "training all weights"])
     check("val_split", given.get("val_split"), Annotated[OpenFraction | None, "a data set with test images"])
     if state is not None:
         return _resume(given, state, accept_changes)
-    usual = "digits" if given.get("data", "digits") == "digits" else "folder"
+    data = given.get("data", "digits")
+    started = given.get("model") is not None or given.get("weights") is not None
+    images = "folder" if started else "photos"
+    usual = data if data in ("digits", "scenes") else "boxes" if has_boxes(data) else images
     name = given.pop("recipe", None) or OWN_RECIPES.get(given.get("model", ""), usual)
     if name not in RECIPES:
         raise ValueError(f"recipe is {name!r}; use one of {', '.join(RECIPES)}")
     return _override(SETTINGS | asdict(RECIPES[name]) | {"recipe": name}, given)
+
+
+def check_used(settings: dict) -> None:
+    """Raises ValueError if a field differs from that of the recipe, and the task or the data make no use of it."""
+    data, loss = settings["data"], settings["loss"]
+    detector = loss == "detection"
+    task = "the training of a detector" if detector else f"training by loss {loss!r}"
+    unused: tuple[str, ...] = () if loss in ("softmax", "sigmoid", "bce") else MIXING
+    unused += AUGMENTATION if detector else ()
+    unused += ("mean", "std") if data == "scenes" else ()
+    usual = RECIPES[settings["recipe"]]
+    for name in unused:
+        if settings[name] != getattr(usual, name):
+            raise ValueError(f"{name} is {settings[name]}, which {task} does not use; leave it out")
 
 
 def imported(settings: dict) -> dict[str, str]:
@@ -118,7 +162,7 @@ def _resume(overrides: dict, state: dict, accept_changes: bool) -> dict:
     finished = progress["done"] and recipe_of(saved).epochs_of(progress["step"]) == done
     changed = {name: value for name, value in overrides.items() if value != saved.get(name)}
     for name, value in changed.items():
-        if (name == "epochs" and finished and value > done) or name == "log_to":
+        if (name == "epochs" and finished and value > done) or name in ("log_to", "patience"):
             continue
         fixed = name in ("recipe", "val_split")  # another split would test on training images
         if fixed or not accept_changes:

@@ -11,6 +11,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from .batch import blank_target, divide
 from .distributed import World
 from .distributed.parallel import gradient_sync
 from .objective import Objective, supervised
@@ -64,7 +65,7 @@ class Step:
         check_fields(self)
 
     def __call__(
-        self, model: nn.Module, optimizer: Optimizer, images: Tensor, targets: Tensor, key: int = 0
+        self, model: nn.Module, optimizer: Optimizer, images: Tensor, targets: Any, key: int = 0
     ) -> StepResult:
         """Runs one step.
 
@@ -72,7 +73,7 @@ class Step:
             model: in training mode.
             optimizer: over its parameters, with this step's learning rate.
             images: [B, C, H, W].
-            targets: class numbers [B].
+            targets: class numbers [B], or what the objective takes: a list of B dicts for detectors.
             key: seed of the model's random numbers if there are several ranks.
         """
         world = self.world
@@ -84,7 +85,7 @@ class Step:
             count = images.shape[0]
             if not count:  # collectives need every rank: one dummy image with weight 0
                 images = images.new_zeros(1, *images.shape[1:])
-                targets = targets.new_zeros(1, *targets.shape[1:])
+                targets = blank_target(targets)
             if self.per_rank_batches and self.mix is not None:
                 images, targets = self.mix(images, targets)
             optimizer.zero_grad()
@@ -121,7 +122,7 @@ def accumulate_gradients(
     model: nn.Module,
     objective: Objective,
     images: Tensor,
-    targets: Tensor,
+    targets: Any,
     grad_accum_steps: PositiveInt = 1,
     amp: torch.dtype | None = None,
     scaler: GradScaler | None = None,
@@ -139,7 +140,7 @@ def accumulate_gradients(
         model: from images [B, C, H, W] to the objective's input, such as logits [B, classes].
         objective: see objective.py.
         images: [B, C, H, W].
-        targets: [B] or [B, classes].
+        targets: [B], [B, classes], or a list of B dicts.
         grad_accum_steps: number of micro-batches, at most B; sizes differ by at most one.
         amp: autocast dtype; None computes in the weights' dtype.
         scaler: loss scaling for float16; None does not scale.
@@ -156,16 +157,27 @@ def accumulate_gradients(
         raise ValueError(f"grad_accum_steps is {grad_accum_steps} for {count} images; use at most the number of images")
     total = torch.zeros((), device=images.device)
     outputs = list[Any]()
-    pairs = zip(images.tensor_split(grad_accum_steps), targets.tensor_split(grad_accum_steps), strict=True)
+    pairs = zip(images.tensor_split(grad_accum_steps), divide(targets, grad_accum_steps), strict=True)
     for number, (micro_images, micro_targets) in enumerate(pairs, 1):
         with gradient_sync(model, number == grad_accum_steps):
             with torch.autocast(images.device.type, amp, enabled=amp is not None):
-                loss, logits = objective(model, micro_images, micro_targets)
+                loss, logits = _applied(objective, model, micro_images, micro_targets)
             loss = loss * (micro_images.shape[0] / count)
             (loss * weight if scaler is None else scaler.scale(loss * weight)).backward()
         total = total + loss.detach()
         outputs.append(None if logits is None else logits.detach())
     return total, None if None in outputs else torch.cat(outputs)
+
+
+def _applied(objective: Objective, model: nn.Module, images: Tensor, targets: Any) -> tuple[Tensor, Tensor | None]:
+    """The objective; raises ValueError with the remedy if BatchNorm has a single value of each channel."""
+    try:
+        return objective(model, images, targets)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        remedy = "raise batch_size, or lower grad_accum_steps or the number of processes"
+        raise ValueError(f"BatchNorm needs two images or more at a time, and got {len(images)}; {remedy}") from error
 
 
 def count_correct(logits: Tensor, targets: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
 """Runs a training job and writes weights, logs and plots."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..files import sweep
@@ -20,7 +20,18 @@ from .data.split import SPLIT, write_split
 from .distributed import World
 from .distributed.engine import Engine, has_finite_weights, parallelize
 from .loop import Diverged, Progress, Score, fit
-from .outputs import BEST, FILES, LOG, WEIGHTS, draw_results, is_best, log_row, weights_metadata, write_log
+from .outputs import (
+    BEST,
+    FILES,
+    LOG,
+    WEIGHTS,
+    draw_results,
+    evaluations_since_best,
+    is_best,
+    log_row,
+    weights_metadata,
+    write_log,
+)
 from .ranges import PositiveInt, checked
 from .recipes import Recipe
 from .step import Step
@@ -38,6 +49,7 @@ class Trainer:
         optimizer: over the model's parameters.
         lr_at: function from the global step, starting at 0, to the learning rate.
         engine: gathers the model's weights and state from all ranks.
+        frozen: modules that stay in evaluation mode, see `freeze_backbone`.
     """
 
     model: nn.Module
@@ -47,6 +59,7 @@ class Trainer:
     optimizer: Optimizer
     lr_at: Callable[[int], float]
     engine: Engine = field(default_factory=Engine)
+    frozen: Sequence[nn.Module] = ()
 
     @property
     def epochs(self) -> int:
@@ -74,6 +87,7 @@ class Trainer:
             step=self.step,
             test=self.test,
             test_once=self.data.test_once,
+            frozen=self.frozen,
         )
 
 
@@ -89,6 +103,8 @@ def build_trainer(
     distillation: Literal["hard", "soft"] = "hard",
     parallel: str | None = None,
     world: World | None = None,
+    class_weights: Tensor | None = None,
+    frozen: Sequence[nn.Module] = (),
 ) -> Trainer:
     """Builds objective, step, optimiser, learning-rate schedule and engine from a recipe.
 
@@ -102,8 +118,10 @@ def build_trainer(
         distillation: "hard" or "soft".
         parallel: "ddp" or "fsdp", see distributed/parallel.py; None trains in one process.
         world: from `process_group`; required with `parallel`.
+        class_weights: [K], on the model's device, see `build_loss`.
+        frozen: modules that stay in evaluation mode, from `freeze_backbone`.
     """
-    objective = build_objective(recipe, model, data.transform, teacher, distillation)
+    objective = build_objective(recipe, model, data.transform, teacher, distillation, class_weights, world)
     step = build_step(recipe, model, objective, len(data.classes), grad_accum_steps, amp)
     wrapped = model
     engine = Engine()
@@ -112,7 +130,16 @@ def build_trainer(
         wrapped, step, engine = parallelize(parallel, model, step, world, data.train.per_rank)
     optimizer = build_optimizer(recipe, model)
     lr_at = build_lr(recipe, len(data.train))
-    return Trainer(model=wrapped, data=data, recipe=recipe, step=step, optimizer=optimizer, lr_at=lr_at, engine=engine)
+    return Trainer(
+        model=wrapped,
+        data=data,
+        recipe=recipe,
+        step=step,
+        optimizer=optimizer,
+        lr_at=lr_at,
+        engine=engine,
+        frozen=frozen,
+    )
 
 
 @checked
@@ -136,7 +163,8 @@ def run(
     Args:
         trainer: from `build_trainer`.
         out: an existing folder.
-        settings: stored in the state, for resuming.
+        settings: stored in the state, for resuming. With "patience", training ends after that many evaluations in a row
+            without a better one; the history counts them, so a resumed run goes on counting.
         save: `save(model, path, metadata=…)` writes weights with a header of strings, such as `save_weights`.
         state: from `load_state`, to resume; None starts a new run.
         save_every: number of steps between states within an epoch; None saves after epochs only.
@@ -167,7 +195,7 @@ def run(
         write_split(out / SPLIT, data.split, data.test)
     score, identity = None, data.identity if world.is_main else None  # reads the size of each file
     with _errors(out):
-        for progress in trainer.fit(start):
+        for progress in () if _is_stale(settings, history, start) else trainer.fit(start):
             due = progress.done or (save_every and progress.step % save_every == 0)
             save_now = due and has_finite_weights(model, world)
             if progress.done:
@@ -186,10 +214,19 @@ def run(
             if progress.done and world.is_main:
                 write_log(out / LOG, history)
             yield progress
+            if _is_stale(settings, history, progress):
+                break
         # a run that was resumed after its last epoch has no score yet
         score = score or trainer.test(step.eval_model(model))
     if world.is_main:
         draw_results(out, data, history, score, warn)
+
+
+def _is_stale(settings: dict, history: list[dict], progress: Progress | None) -> bool:
+    """True at the end of an epoch if the last `patience` evaluations are no better than those before."""
+    patience = settings.get("patience")
+    ended = progress is not None and progress.done
+    return ended and patience is not None and evaluations_since_best(history) >= patience
 
 
 def _save_weights(trainer: Trainer, out: Path, history: list[dict], settings: dict, save: Callable[..., None]) -> None:

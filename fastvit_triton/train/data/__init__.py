@@ -1,4 +1,4 @@
-"""Training and test batches: the digits of scikit-learn, image folders, CIFAR-10, IDX, and webdataset shards."""
+"""Training and test batches: the digits of scikit-learn, image folders, CIFAR-10, IDX, webdataset shards, boxes."""
 
 import zlib
 from collections.abc import Callable, Iterator
@@ -21,6 +21,7 @@ from .custom import CustomTransform
 from .folder import FolderBatches, ImageFiles, class_folders, is_divided, scan_folder
 from .hf import is_hf, scan_hf, source_of
 from .idx import is_idx, scan_idx
+from .sampler import batch_count
 from .shards import is_shards, scan_shards
 from .split import Split
 from .transform import MAX_PIXELS, Transform, join_names
@@ -47,6 +48,9 @@ class Batches(Protocol):
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]: ...
+
+    def leave_out_single(self) -> None:
+        """Leaves a last batch of one image out of each epoch: BatchNorm has no statistics of it."""
 
     def iter_from(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Iterates without the first `count` batches, with the same random draws as a whole epoch."""
@@ -114,11 +118,16 @@ class TensorBatches:
         self.transform = transform
         self.batch_size = batch_size
         self.augment = augment
+        self.fewest = 1
         self.bad: dict[Path, str] = {}
         self.indices: list[int] = []
 
+    def leave_out_single(self) -> None:
+        """Leaves a last batch of one image out of each epoch: BatchNorm has no statistics of it."""
+        self.fewest = 2
+
     def __len__(self) -> int:
-        return -(-len(self.images) // self.batch_size)
+        return batch_count(len(self.images), self.batch_size, self.fewest)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return self.iter_from(0)
@@ -126,7 +135,7 @@ class TensorBatches:
     def iter_from(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Iterates over an epoch without its first `count` batches."""
         order = torch.randperm(len(self.images)) if self.augment else torch.arange(len(self.images))
-        return self._stream(order.split(self.batch_size)[count:])
+        return self._stream(order.split(self.batch_size)[count : len(self)])
 
     def _stream(self, batches: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, Tensor]]:
         for chosen in batches:
@@ -164,7 +173,8 @@ def load(
     own files `data_batch_1` … `test_batch`; IDX files of the MNIST family, see idx.py.
 
     Args:
-        name: "digits", a path, or a data set of the library `datasets` as hf:NAME, see hf.py.
+        name: "digits", a path, or a data set of the library `datasets` as hf:NAME, see hf.py; with the recipe of a
+            detector "scenes", or a folder with boxes, see detection/coco.py.
         recipe: image size, batch size and augmentation.
         workers: processes that decode images; 0 decodes in this process.
         skip_bad_images: leave out images that cannot be read; `train.bad` and `test.bad` list them.
@@ -178,6 +188,11 @@ def load(
             training or no test images, the recipe's augmentation or `custom` does not apply to the digits, `custom`
             fails on the first image, or the data set has test images of its own and `split` is given.
     """
+    options: dict[str, Any] = {"workers": workers, "skip_bad_images": skip_bad_images, "world": world}
+    if recipe.loss == "detection":
+        from ..detection.load import load_detection  # which imports this module
+
+        return load_detection(name, recipe, custom=custom, split=split, max_pixels=max_pixels, **options)
     size = (recipe.img_size, recipe.img_size)
     _check_divisible(name, split)
     if name == "digits":
@@ -199,14 +214,10 @@ def load(
         if custom:
             crop = {"custom": CustomTransform(custom)}
             crop["custom"].check(files, transform)
-        options: dict[str, Any] = {
-            "batch_size": recipe.batch_size,
-            "workers": workers,
-            "skip_bad_images": skip_bad_images,
-        }
-        train = FolderBatches(Path(name), files, transform, crop=crop, repeats=recipe.repeats, world=world, **options)
-    options = {"workers": workers, "skip_bad_images": skip_bad_images, "max_pixels": max_pixels, "world": world}
-    test = load_test(name, classes, transform, recipe.batch_size, **options, split=split)
+        train = FolderBatches(
+            Path(name), files, transform, batch_size=recipe.batch_size, crop=crop, repeats=recipe.repeats, **options
+        )
+    test = load_test(name, classes, transform, recipe.batch_size, **options, max_pixels=max_pixels, split=split)
     data = Data(name, classes, transform, train, test, test_once=name == "digits", split=split)
     if recipe.loss in ("softmax", "sigmoid", "bce"):  # the others need no labels
         _check_classes(data)
@@ -216,8 +227,8 @@ def load(
 def _check_classes(data: Data) -> None:
     """Raises ValueError if a class has no training or no test images: its accuracy would be unknown, or zero."""
     for batches, kind in ((data.train, "training"), (data.test, "test")):
-        found = set(torch.as_tensor(batches.targets).tolist())
-        if missing := [name for i, name in enumerate(data.classes) if i not in found]:
+        present = set(torch.as_tensor(batches.targets).tolist())
+        if missing := [name for i, name in enumerate(data.classes) if i not in present]:
             text = "add some, or remove the class"
             if is_hf(data.name):
                 text = "if its images are sorted by class, leave slices out and pass --val-split 0.1"

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -26,14 +26,14 @@ class ImageFiles(NamedTuple):
 
     Attributes:
         files: one path per image; if the sequence has a method `order()`, it draws the random order of an epoch.
-        targets: class numbers, one per file.
+        targets: class numbers, one per file; for detectors dicts.
         classes: names.
         decode: function from a path to an image.
         check: function from a path to a defect of the file's header, or None; None skips the check.
     """
 
     files: Sequence[Path]
-    targets: list[int]
+    targets: list[Any]
     classes: tuple[str, ...]
     decode: Callable[[Path], Image.Image] = read_image
     check: Callable[[Path], str | None] | None = find_defect
@@ -56,7 +56,7 @@ def scan_folder(
     """
     if not root.is_dir():
         raise ValueError(
-            f"data {str(root)!r} is not a folder; give one that holds train/<class>/ and val/<class>/ with images"
+            f"data {str(root)!r} is not a folder; give one that holds <class>/, or train/<class>/ and val/<class>/"
         )
     if not (root / split).is_dir():
         why = f"data {str(root)!r} has no folder {split}/; put images into {split}/<class>/"
@@ -202,14 +202,31 @@ class FolderBatches:
         order = getattr(files, "order", partial(torch.randperm, len(files)))
         self.sampler = SeededBatches(len(files), order if crop is not None else None, repeats, batch_size, self.world)
         self.loader = DataLoader(
-            _ImageDataset(files, targets, transform, crop, self.decode),
+            self.dataset(crop),
             batch_sampler=self.sampler,
             num_workers=workers,
-            collate_fn=_collate,
+            collate_fn=self.collate,
             pin_memory=torch.cuda.is_available(),
             persistent_workers=workers > 0,
             generator=torch.Generator(),  # the loader's own draws depend on the number of workers
         )
+
+    def dataset(self, crop: dict | None) -> Dataset:
+        """From a `SampleKey` to a `Sample`; `crop` is the argument of the class."""
+        return _ImageDataset(self.files, self.targets, self.transform, crop, self.decode)
+
+    @staticmethod
+    def collate(samples: list["Sample"]) -> "Batch":
+        """The samples that can be read, as a batch."""
+        good = [sample for sample in samples if sample.image is not None]
+        decoded = [sample.image for sample in samples if sample.image is not None]
+        images = torch.stack(decoded) if decoded else torch.empty(0)
+        targets = torch.tensor([sample.target for sample in good], dtype=torch.long)
+        return Batch(images, targets, [sample.index for sample in good], unreadable(samples))
+
+    def leave_out_single(self) -> None:
+        """Leaves a last batch of one image out of each epoch: BatchNorm has no statistics of it."""
+        self.sampler.fewest = 2
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -264,25 +281,32 @@ class FolderBatches:
             raise ValueError(f"{message}; repair or remove them, or pass --skip-bad-images")
 
 
-class _Sample(NamedTuple):
+class Sample(NamedTuple):
     """One decoded image; if it cannot be read, `image` is None and `error` is the reason."""
 
     image: Tensor | None
-    target: int
+    target: Any
     index: int  # type: ignore[assignment]  # hides tuple.index
     path: Path
     error: str
 
 
-class _Batch(NamedTuple):
+class Batch(NamedTuple):
+    """Decoded images and their targets, indices of the images, and the files that cannot be read, with the reason."""
+
     images: Tensor
-    targets: Tensor
+    targets: Any
     indices: list[int]
     bad: dict[Path, str]
 
 
+def unreadable(samples: list[Sample]) -> dict[Path, str]:
+    """The files that cannot be read, with the reason."""
+    return {sample.path: sample.error for sample in samples if sample.image is None}
+
+
 class _ImageDataset(Dataset):
-    """Maps a `SampleKey` to a `_Sample`."""
+    """Maps a `SampleKey` to a `Sample`."""
 
     def __init__(
         self,
@@ -302,23 +326,14 @@ class _ImageDataset(Dataset):
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, key: SampleKey) -> _Sample:
+    def __getitem__(self, key: SampleKey) -> Sample:
         path = self.files[key.index]
         target = self.targets[key.index]
         try:
             image = self.decode(path)
             if self.custom is None:
-                return _Sample(self.transform(image, key.seed, **self.crop), target, key.index, path, "")
+                return Sample(self.transform(image, key.seed, **self.crop), target, key.index, path, "")
             image.load()
         except DECODE_ERRORS as error:
-            return _Sample(None, target, key.index, path, reason_of(error))
-        return _Sample(self.custom(image, key.seed, self.transform), target, key.index, path, "")
-
-
-def _collate(samples: list[_Sample]) -> _Batch:
-    good = [sample for sample in samples if sample.image is not None]
-    decoded = [sample.image for sample in samples if sample.image is not None]
-    images = torch.stack(decoded) if decoded else torch.empty(0)
-    targets = torch.tensor([sample.target for sample in good], dtype=torch.long)
-    bad = {sample.path: sample.error for sample in samples if sample.image is None}
-    return _Batch(images, targets, [sample.index for sample in good], bad)
+            return Sample(None, target, key.index, path, reason_of(error))
+        return Sample(self.custom(image, key.seed, self.transform), target, key.index, path, "")

@@ -30,8 +30,8 @@ def transforms(model: nn.Module, train: bool = False) -> Callable[[Image.Image],
     config = data_config(model)
     if (pipeline := _torchvision(config, train)) is not None:
         return pipeline
-    own = transform_of(config)
-    return own if not train else lambda image: own(image, int(torch.randint(2**31, ())), min_area=MIN_AREA)
+    transform = transform_of(config)
+    return transform if not train else lambda image: transform(image, int(torch.randint(2**31, ())), min_area=MIN_AREA)
 
 
 def check_image(image: Image.Image | Tensor) -> Image.Image | Tensor:

@@ -65,6 +65,12 @@ class SampleKey(NamedTuple):
     seed: int | None
 
 
+def batch_count(images: int, batch_size: int, fewest: int) -> int:
+    """Number of batches in an epoch; a last one of fewer than `fewest` images, after others, does not count."""
+    full, rest = divmod(images, batch_size)
+    return full + (0 < rest and (rest >= fewest or not full))
+
+
 class SeededBatches(Sampler[list[SampleKey]]):
     """Batches of image indices, each with its own augmentation seed, drawn when an epoch starts.
 
@@ -76,7 +82,12 @@ class SeededBatches(Sampler[list[SampleKey]]):
         repeats: copies of each image in repeated augmentation; 1 disables it.
         batch_size: images per batch, over all ranks.
         world: processes among which each batch is divided.
+
+    Attributes:
+        fewest: a last batch of fewer images, after others, is left out.
     """
+
+    fewest = 1
 
     def __init__(
         self, count: int, order: Callable[[], Tensor] | None, repeats: int, batch_size: int, world: World
@@ -89,7 +100,7 @@ class SeededBatches(Sampler[list[SampleKey]]):
         self.keys: list[SampleKey] = []
 
     def __len__(self) -> int:
-        return -(-(self.count if self.repeated is None else len(self.repeated)) // self.batch_size)
+        return batch_count(self.count if self.repeated is None else len(self.repeated), self.batch_size, self.fewest)
 
     def start_epoch(self, skip: int) -> None:
         """Draws an epoch from PyTorch's global generator and drops its first `skip` batches."""
@@ -103,7 +114,7 @@ class SeededBatches(Sampler[list[SampleKey]]):
                 order = list(self.repeated)
             seeds = torch.randint(2**62, (len(order),)).tolist()
             self.keys = list(map(SampleKey, order, seeds))
-        self.keys = self.keys[skip * self.batch_size :]
+        self.keys = self.keys[skip * self.batch_size : len(self) * self.batch_size]
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         for start in range(0, len(self.keys), self.batch_size):

@@ -55,13 +55,13 @@ class Split:
         members: dict[int, list[str]] = {}
         for name, target in zip(names, images.targets, strict=True):
             members.setdefault(target, []).append(name)
-        if small := [images.classes[target] for target, found in sorted(members.items()) if len(found) < 2]:
+        if small := [images.classes[target] for target, group in sorted(members.items()) if len(group) < 2]:
             text = "add images, or remove the class"
             raise ValueError(f"--val-split needs two images of each class, and {join_names(small)} has one; {text}")
         test: set[str] = set()
-        for found in members.values():
-            count = min(max(round(len(found) * self.fraction), 1), len(found) - 1)
-            test.update(sorted(found, key=self._hash)[:count])
+        for group in members.values():
+            count = min(max(round(len(group) * self.fraction), 1), len(group) - 1)
+            test.update(sorted(group, key=self._hash)[:count])
         return test
 
     def _hash(self, name: str) -> bytes:

@@ -7,7 +7,9 @@ from .augment import augment
 from .average_precision import average_precision
 from .boxes import from_corners, generalized_iou, intersection_over_union, to_corners
 from .coco import DetectionFiles, fractions, load_coco, load_yolo, scan_detection
-from .criterion import DEFORMABLE, DETR, SetCriterion, detected
+from .criterion import DEFORMABLE, DETR, SetCriterion, criterion_of, detected
+from .evaluate import evaluate_detector
+from .load import has_boxes, load_detection_test
 from .matching import Costs, match
 from .scenes import scenes
 
@@ -19,12 +21,16 @@ __all__ = [
     "SetCriterion",
     "augment",
     "average_precision",
+    "criterion_of",
     "detected",
+    "evaluate_detector",
     "fractions",
     "from_corners",
     "generalized_iou",
+    "has_boxes",
     "intersection_over_union",
     "load_coco",
+    "load_detection_test",
     "load_yolo",
     "match",
     "scan_detection",

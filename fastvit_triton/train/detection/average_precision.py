@@ -53,8 +53,8 @@ def average_precision(
         `_100`, the recall with so many detections per image; `ar_small`, `_medium`, `_large`.
     """
     by_class: defaultdict[int, list[_Matched]] = defaultdict(list)
-    for found, target in zip(detections, targets, strict=True):
-        for label, matched in _match_image(_numbers(found), _numbers(target)):
+    for detected, target in zip(detections, targets, strict=True):
+        for label, matched in _match_image(_numbers(detected), _numbers(target)):
             by_class[label].append(matched)
     curves = [_curves(by_class[label]) for label in sorted(by_class)]
     shape = (len(curves), len(AREAS), len(MOST), len(THRESHOLDS))
@@ -62,8 +62,8 @@ def average_precision(
     recall = np.array([r for _, r in curves]).reshape(shape)
 
     def mean(values: Any) -> float:
-        known = values[values > -1]
-        return float(known.mean()) if known.size else -1.0
+        defined = values[values > -1]
+        return float(defined.mean()) if defined.size else -1.0
 
     last = len(MOST) - 1
     numbers = [mean(precision[:, 0, last]), mean(precision[:, 0, last, 0]), mean(precision[:, 0, last, 5])]
@@ -102,8 +102,8 @@ def _overlaps(found: Any, real: Any, crowd: Any) -> Any:
     low = np.maximum(found[:, None, :2], real[:, :2])
     high = np.minimum(found[:, None, :2] + found[:, None, 2:], real[:, :2] + real[:, 2:])
     common = np.clip(high - low, 0, None).prod(-1)
-    own = found[:, 2:].prod(1)[:, None]
-    union = np.where(crowd, own, own + real[:, 2:].prod(1) - common)
+    area = found[:, 2:].prod(1)[:, None]
+    union = np.where(crowd, area, area + real[:, 2:].prod(1) - common)
     return np.divide(common, union, out=np.zeros_like(common), where=union > 0)
 
 

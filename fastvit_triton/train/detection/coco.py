@@ -58,8 +58,8 @@ def scan_detection(root: Path, split: Literal["train", "val"], ids: Ids = "compa
     Raises:
         ValueError: the folder has no such layout, or a file is damaged; the message says which and where.
     """
-    if (found := _find_coco(root, split)) is not None:
-        return load_coco(*found, ids)
+    if (paths := _find_coco(root, split)) is not None:
+        return load_coco(*paths, ids)
     if (folder := _find_yolo(root, split)) is not None:
         return load_yolo(root / "data.yaml", *folder)
     raise ValueError(

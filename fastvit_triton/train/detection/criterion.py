@@ -4,7 +4,7 @@ Sources: DETR (arXiv:2005.12872, section 3.1) and Deformable DETR (arXiv:2010.04
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ..objective import at_least_float32
 from .boxes import generalized_iou, to_corners
 from .matching import ALPHA, GAMMA, Costs, Kind, Matches, match
 
-Targets = Sequence[Mapping[str, Tensor]]
+Targets = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,11 @@ class SetCriterion:
         image, query = _places(matches)
         chosen = [t["labels"].to(query.device)[taken] for t, (_, taken) in zip(targets, matches, strict=True)]
         wanted = torch.cat([t["boxes"].to(boxes)[taken] for t, (_, taken) in zip(targets, matches, strict=True)])
-        found = boxes[image, query]
-        giou = generalized_iou(to_corners(found), to_corners(wanted))
+        predicted = boxes[image, query]
+        giou = generalized_iou(to_corners(predicted), to_corners(wanted))
         return dict(
             labels=self.label_loss(logits, (image, query), torch.cat(chosen), objects),
-            boxes=(found - wanted).abs().sum() / objects,
+            boxes=(predicted - wanted).abs().sum() / objects,
             giou=(1 - giou).sum() / objects,
         )
 
@@ -114,22 +114,59 @@ class SetCriterion:
     def cardinality(self, logits: Tensor, targets: Targets) -> Tensor:
         """Mean over images of the difference between predicted and true numbers of objects."""
         is_object = logits.argmax(-1) != logits.shape[-1] - 1 if self.kind == "softmax" else logits.amax(-1) > 0
-        found = is_object.sum(1).to(torch.float32)
-        counts = torch.tensor([float(len(t["labels"])) for t in targets], device=found.device)
-        return (found - counts).abs().mean()
+        predicted = is_object.sum(1).to(torch.float32)
+        counts = torch.tensor([float(len(t["labels"])) for t in targets], device=predicted.device)
+        return (predicted - counts).abs().mean()
 
 
 DETR = SetCriterion()
 DEFORMABLE = SetCriterion("focal", Costs(label=2.0), Costs(label=2.0))
 
 
+def criterion_of(model: Any, world: World | None = None) -> SetCriterion:
+    """The loss of a detector: that of DETR or of Deformable DETR, by its `scoring`, "softmax" or "focal".
+
+    Args:
+        model: a detector.
+        world: ranks over which objects are counted.
+    """
+    criterion = {"softmax": DETR, "focal": DEFORMABLE}[model.scoring]
+    return criterion if world is None else replace(criterion, world=world)
+
+
 def detected(criterion: SetCriterion) -> Any:
-    """The objective of a detector: (model, images, targets) → (loss, None), see `train.objective`."""
+    """The objective of a detector: (model, images, targets) → (loss, None), see `train.objective`.
+
+    Images are [B, C, H, W], padded below and right if targets have a `size`, (height, width) without padding.
+    """
 
     def objective(model: nn.Module, images: Any, targets: Targets) -> tuple[Tensor, None]:
-        return criterion.total(criterion(model(images), targets)), None
+        return criterion.total(criterion(predicted(model, images, targets), targets)), None
 
     return objective
+
+
+def predicted(model: nn.Module, images: Any, targets: Targets) -> dict[str, Any]:
+    """The outputs of a detector, which does not see the padding of the images."""
+    mask = padding_mask(images, targets) if isinstance(images, Tensor) else None
+    return model(images) if mask is None else model(images, mask)
+
+
+def padding_mask(images: Tensor, targets: Targets) -> Tensor | None:
+    """The mask [B, H, W] of a batch, True at pixels of an image; None if no image is padded.
+
+    Args:
+        images: [B, C, H, W].
+        targets: for each image a dict; its `size`, (height, width), is that of the image without padding.
+    """
+    whole = (images.shape[2], images.shape[3])
+    sizes = [target.get("size", whole) for target in targets]
+    if all(size == whole for size in sizes):
+        return None
+    mask = torch.zeros(len(sizes), *whole, dtype=torch.bool)
+    for row, (height, width) in zip(mask, sizes, strict=True):
+        row[:height, :width] = True
+    return mask.to(images.device, non_blocking=True)
 
 
 def _places(matches: Matches) -> tuple[Tensor, Tensor]:

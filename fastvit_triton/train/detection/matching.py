@@ -51,10 +51,10 @@ def match(
     boxes = outputs["boxes"].detach().to(logits.dtype)
     classes = -logits.softmax(-1) if kind == "softmax" else _focal_difference(logits.sigmoid())
     tables = []
-    for scores, found, target in zip(classes, boxes, targets, strict=True):
-        wanted = target["boxes"].to(found)
-        l1 = torch.cdist(found, wanted, p=1)
-        giou = generalized_iou(to_corners(found)[:, None], to_corners(wanted))
+    for scores, predicted, target in zip(classes, boxes, targets, strict=True):
+        wanted = target["boxes"].to(predicted)
+        l1 = torch.cdist(predicted, wanted, p=1)
+        giou = generalized_iou(to_corners(predicted)[:, None], to_corners(wanted))
         tables.append(costs.label * scores[:, target["labels"]] + costs.l1 * l1 - costs.giou * giou)
     flat = torch.cat([table.flatten() for table in tables]).cpu()  # one copy for the batch
     if not flat.isfinite().all():

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..batch import divide
 from ..ranges import NonNegativeInt, Positive, PositiveInt, check_fields, checked
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -52,9 +53,9 @@ class World:
         """True on rank 0."""
         return self.rank == 0
 
-    def shard(self, values: Tensor) -> Tensor:
-        """This rank's slice of the first axis, [B, ...] → [B_p, ...]; sizes differ by at most one, and may be 0."""
-        return values.tensor_split(self.world_size)[self.rank]
+    def shard(self, values: Any) -> Any:
+        """This rank's slice of a tensor [B, ...] → [B_p, ...] or a list; sizes differ by at most one and may be 0."""
+        return divide(values, self.world_size)[self.rank]
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Sum over ranks, in place."""
@@ -148,19 +149,19 @@ def process_group(device: str = "auto", timeout: Positive = 10.0) -> Iterator[Wo
         raise ValueError(
             f"local rank {local_rank} has no GPU, because this machine has {count}; start {count} processes per machine"
         )
-    own = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
+    rank_device = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
-        torch.cuda.set_device(own)
+        torch.cuda.set_device(rank_device)
     wait = timedelta(minutes=timeout)
     # binds the collectives to this GPU from the first call on
-    bound: dict[str, Any] = {"device_id": own} if kind == "cuda" else {}
+    bound: dict[str, Any] = {"device_id": rank_device} if kind == "cuda" else {}
     backend = "nccl" if kind == "cuda" else "gloo"
     try:
         store = next(dist.rendezvous("env://", rank, world_size, timeout=wait))[0]
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = _fresh_store(store, rank, world_size, wait)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=wait, **bound)
-        yield World(rank, world_size, own)
+        yield World(rank, world_size, rank_device)
         dist.barrier()  # no rank exits while another is still sending
     except RuntimeError as error:
         if "timed out" in str(error).lower() or "wait timeout" in str(error):
@@ -182,20 +183,20 @@ def _fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedel
     With `--max-restarts`, ranks that are started again find the addresses of the killed ones in the store, and would
     wait for them. Rank 0 draws a prefix, and tells it to each rank under a key that this start of that rank drew.
     """
-    own = uuid4().hex
+    key = uuid4().hex
     end = time.monotonic() + timeout.total_seconds()
     if rank:
-        store.set(f"start/{rank}", own)
-        prefix = store.get(f"prefix/{own}").decode()
+        store.set(f"start/{rank}", key)
+        prefix = store.get(f"prefix/{key}").decode()
         store.set(f"{prefix}/{rank}", "")
         return dist.PrefixStore(prefix, store)
     missing = list(range(1, world_size))
     while missing and time.monotonic() < end:
         for other in missing:
             if store.check([f"start/{other}"]):  # may be an earlier start of that rank, which does not answer
-                store.set(f"prefix/{store.get(f'start/{other}').decode()}", own)
+                store.set(f"prefix/{store.get(f'start/{other}').decode()}", key)
         time.sleep(0.02)
-        missing = [other for other in missing if not store.check([f"{own}/{other}"])]
+        missing = [other for other in missing if not store.check([f"{key}/{other}"])]
     if missing:
         raise OSError(f"rank {missing[0]} did not start within {timeout}; see --timeout")
-    return dist.PrefixStore(own, store)
+    return dist.PrefixStore(key, store)

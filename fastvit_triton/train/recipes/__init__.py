@@ -52,12 +52,14 @@ class Recipe:
         weight_decay: see `parameter_groups`; in torch.optim.AdamW's convention.
         betas: β₁ and β₂ of AdamW and LAMB.
         layer_decay: see `parameter_groups`.
+        lr_scales: see `parameter_groups`.
         schedule: "own" (`warmup_cosine`), "vit", "deit" or "mae", see schedule.py.
         decay: "cosine" or, for "vit", "linear".
         floor: rate at the end, if the schedule has one.
         clip: maximum gradient norm; None does not clip.
         loss: "softmax"; "sigmoid", summed over classes; "bce", as in DeiT III; "pixels" or "colours" of masked patches;
-            "likelihood" of models of pixels; "restoration", the mean absolute error of restored images.
+            "likelihood" of models of pixels; "restoration", the mean absolute error of restored images; "detection",
+            classes and boxes of a set of objects.
         head_bias: initial value of the head's bias.
         pos_std: standard deviation of initial positions; None keeps the model's 0.02.
         label_smoothing: probability spread evenly over all classes.
@@ -107,11 +109,14 @@ class Recipe:
     weight_decay: NonNegative = 0.05
     betas: tuple[FractionBelow1, FractionBelow1] = (0.9, 0.999)
     layer_decay: FractionAbove0 = 1.0
+    lr_scales: dict = field(default_factory=dict)
     schedule: Literal["own", "vit", "deit", "mae"] = "own"
     decay: Literal["cosine", "linear"] = "cosine"
     floor: NonNegative = 0.0
     clip: Annotated[Positive | None, "no clipping"] = None
-    loss: Literal["softmax", "sigmoid", "bce", "pixels", "colours", "likelihood", "restoration"] = "softmax"
+    loss: Literal["softmax", "sigmoid", "bce", "pixels", "colours", "likelihood", "restoration", "detection"] = (
+        "softmax"
+    )
     head_bias: Finite = 0.0
     pos_std: Annotated[Positive | None, "the model's own"] = None
     label_smoothing: FractionBelow1 = 0.0
@@ -153,6 +158,8 @@ class Recipe:
             raise ValueError(f"warmup is {self.warmup}; it is a fraction of the run, in [0, 1)")
         if self.shift > self.img_size:
             raise ValueError(f"shift is {self.shift}; it is in pixels, use at most img_size, {self.img_size}")
+        if wrong := [pattern for pattern, factor in self.lr_scales.items() if not 0 <= factor < math.inf]:
+            raise ValueError(f"lr_scales is {self.lr_scales}; the factor of {wrong[0]!r} has to be a number from 0")
         if not self.lr * self.weight_decay < 1:
             raise ValueError(
                 f"weight_decay is {self.weight_decay} and lr {self.lr}; their product is the "
@@ -214,7 +221,21 @@ DIGITS = Recipe(
     shift=0.5,
 )
 
-# A default for image folders, after DeiT (arXiv:2012.12877, table 9); its accuracy was not measured.
+# The default for images without --model or --weights: random weights, a few hundred photos, a CPU. LeViT's convolutions
+# learn from fewer images than a plain ViT, and a step at 128 pixels computes less than one of FOLDER.
+# docs/tutorials/photos.md has what it reached; nothing was searched beyond model and size.
+PHOTOS = Recipe(
+    model="levit_128s",
+    img_size=128,
+    epochs=30,
+    batch_size=32,
+    lr=1e-3,
+    label_smoothing=0.1,
+    mixup=0.2,
+    clip=1.0,
+)
+
+# For image folders with --model or --weights, after DeiT (arXiv:2012.12877, table 9); its accuracy was not measured.
 FOLDER = Recipe(
     model="vit_tiny_patch16_224",
     epochs=50,
@@ -279,4 +300,37 @@ RESTORATION = Recipe(
     clip=1.0,
     loss="restoration",
     min_area=1.0,
+)
+
+# For scenes of digits, by a small Deformable DETR; trained by benchmarks/scenes.py: results/scenes-recipe.json, AP 73 %
+# in 1,600 steps. Nothing was searched.
+SCENES = Recipe(
+    model="deformable_detr_digits",
+    img_size=32,
+    mean=(0.0,),
+    std=(1.0,),
+    batch_size=32,
+    epochs=4,
+    lr=1e-3,
+    weight_decay=1e-4,
+    clip=0.5,
+    loss="detection",
+)
+
+# The same by a small DETR, which needs three times as many steps: AP 69 % in 4,800.
+SCENES_DETR = replace(SCENES, model="detr_digits", epochs=12, clip=0.1)
+
+# For folders with boxes: rates, batch and length of Deformable DETR (arXiv:2010.04159, section 5.1), with a cosine
+# instead of a drop after 40 epochs; its average precision was not measured.
+BOXES = Recipe(
+    model="deformable_detr_resnet50",
+    img_size=800,
+    batch_size=32,
+    epochs=50,
+    warmup=0.01,
+    lr=2e-4,
+    lr_scales={"^backbone|reference_points|sampling_offsets": 0.1},
+    weight_decay=1e-4,
+    clip=0.1,
+    loss="detection",
 )
