@@ -175,8 +175,8 @@ def counts(rows: Iterable[Row], known: dict[str, Any], jobs: int, kept: Path | N
     missing = sorted({row.key for row in rows} - set(known))
     if missing:
         with ProcessPoolExecutor(jobs, mp_context=torch.multiprocessing.get_context("spawn")) as pool:
-            for n, (key, found) in enumerate(zip(missing, pool.map(counted, missing, chunksize=4), strict=True), 1):
-                known[key] = found
+            for n, (key, count) in enumerate(zip(missing, pool.map(counted, missing, chunksize=4), strict=True), 1):
+                known[key] = count
                 if kept is not None and (n % 100 == 0 or n == len(missing)):
                     with replacing(kept) as temporary:
                         temporary.write_text(json.dumps(known))
@@ -196,15 +196,15 @@ def predicted(
     gpus: Mapping[str, Device] | None = None,
 ) -> list[Row]:
     """The rows with their predictions, from these constants and GPUs, or those of rates.json."""
-    found, gpus = [], devices() if gpus is None else gpus
+    predictions, gpus = [], devices() if gpus is None else gpus
     for row in rows:
         count = known[row.key]
         if row.gpu not in gpus:
-            found.append(row._replace(why=f"no rates of {row.gpu}"))
+            predictions.append(row._replace(why=f"no rates of {row.gpu}"))
         elif row.mode not in ("eager", "compile", "fused"):
-            found.append(row._replace(why=f"no model of {row.mode}"))
+            predictions.append(row._replace(why=f"no model of {row.mode}"))
         elif "why" in count:
-            found.append(row._replace(why=count["why"]))
+            predictions.append(row._replace(why=count["why"]))
         else:
             host = None if row.mode == "fused" else row.mode
             rates = with_ours(cost.gpus()[row.gpu], 1) if row.mode == "fused" else fitted
@@ -212,8 +212,8 @@ def predicted(
             us = call_us(kernels, gpus[row.gpu], row.batch, host, rates)
             unknown = sorted({kernel.kind for kernel, _ in kernels} & set(UNMODELLED))
             why = f"no model of the time of {', '.join(unknown)}" if unknown else None
-            found.append(row._replace(predicted=row.batch / us * 1e6, why=why))
-    return found
+            predictions.append(row._replace(predicted=row.batch / us * 1e6, why=why))
+    return predictions
 
 
 def excluded(rows: Iterable[Row]) -> dict[str, dict[str, float | int]]:
@@ -222,8 +222,8 @@ def excluded(rows: Iterable[Row]) -> dict[str, dict[str, float | int]]:
     for row in rows:
         if row.predicted is not None and row.why is None and is_fitted(row.model) and family(row.model) not in ALWAYS:
             groups[family(row.model)].append(row)
-    found = {kind: errors(group) for kind, group in sorted(groups.items())}
-    return {kind: one for kind, one in found.items() if one["median"] > BAND[0] or one["p90"] > BAND[1]}
+    by_family = {kind: errors(group) for kind, group in sorted(groups.items())}
+    return {kind: one for kind, one in by_family.items() if one["median"] > BAND[0] or one["p90"] > BAND[1]}
 
 
 def without_excluded(rows: Iterable[Row]) -> list[Row]:
@@ -255,12 +255,12 @@ def gains(rows: Iterable[Row]) -> list[Row]:
 
 def errors(rows: Iterable[Row]) -> dict[str, float | int]:
     """Number of rows, median, 90th percentile and largest error."""
-    found = sorted(row.error for row in rows if row.predicted is not None)
-    if not found:
+    ordered = sorted(row.error for row in rows if row.predicted is not None)
+    if not ordered:
         return {"predicted": 0}
-    last = len(found) - 1
-    figures = {"median": found[last // 2], "p90": found[round(0.9 * last)], "worst": found[-1]}
-    return {"predicted": len(found)} | {name: round(value, 4) for name, value in figures.items()}
+    last = len(ordered) - 1
+    figures = {"median": ordered[last // 2], "p90": ordered[round(0.9 * last)], "worst": ordered[-1]}
+    return {"predicted": len(ordered)} | {name: round(value, 4) for name, value in figures.items()}
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
@@ -309,30 +309,30 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that count (default: all cores)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--out", type=Path, help="file for errors and rows")
-    given = parser.parse_args()
+    args = parser.parse_args()
     try:
-        rows = read(given.table)
+        rows = read(args.table)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    known = json.loads(given.counts.read_text()) if given.counts and given.counts.exists() else {}
-    rows = predicted(rows, counts(rows, known, given.jobs, given.counts))
-    found = summary(rows)
-    if given.out:
-        with replacing(given.out) as temporary:
-            temporary.write_text(to_json(found, rows))
-    if given.json:
-        print(json.dumps(found, indent=1))
+    model_counts = json.loads(args.counts.read_text()) if args.counts and args.counts.exists() else {}
+    rows = predicted(rows, counts(rows, model_counts, args.jobs, args.counts))
+    result = summary(rows)
+    if args.out:
+        with replacing(args.out) as temporary:
+            temporary.write_text(to_json(result, rows))
+    if args.json:
+        print(json.dumps(result, indent=1))
         return
     for row in without_excluded(rows):
         shown = f"{row.predicted:10.0f} {row.predicted / row.published:6.2f}" if row.predicted else "  not predicted: "
         shown += "" if row.predicted else str(row.why)
         print(f"{row.gpu:15} {row.mode:8} {row.model:50} {row.img_size:4} {row.published:10.0f}{shown}")
-    for name, groups in found["by"].items():
+    for name, groups in result["by"].items():
         print(f"\nby {name}: rows, median, 90th percentile, largest error")
         for key, one in groups.items():
             print(f"{key:36}" + "".join(f"{value:10.3f}" for value in one.values()))
-    total = {name: found.get(name) for name in ("rows", "predicted", "median", "p90", "with excluded")}
-    total |= {"excluded": [*found["excluded families"], *found["excluded models"]]}
+    total = {name: result.get(name) for name in ("rows", "predicted", "median", "p90", "with excluded")}
+    total |= {"excluded": [*result["excluded families"], *result["excluded models"]]}
     print("\n" + json.dumps(total))
 
 

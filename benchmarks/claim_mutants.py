@@ -68,7 +68,7 @@ def read(text: str) -> list[Mutant]:
     Raises:
         ValueError: an entry has no text, nothing that replaces it, or a line of another kind.
     """
-    found = []
+    edits = []
     for entry in re.split(r"\n\s*\n", text):
         lines = [line for line in entry.splitlines() if line and not line.startswith("#")]
         if not lines:
@@ -77,8 +77,8 @@ def read(text: str) -> list[Mutant]:
         old, new = ("\n".join(line[2:] for line in lines[1:] if line.startswith(mark)) for mark in ("- ", "+ "))
         if not (file and old and new and all(line.startswith(("- ", "+ ")) for line in lines[1:])):
             raise ValueError(f'entry {lines[0]!r} must be a number and a file, then lines "- text" and "+ text"')
-        found.append(Mutant(name, file, old, new))
-    return found
+        edits.append(Mutant(name, file, old, new))
+    return edits
 
 
 def mutants() -> list[Mutant]:
@@ -91,8 +91,8 @@ def tests() -> dict[str, list[str]]:
     """Claim → its tests, "tests/file.py::name" or "tests/file.py::name[case]"; claims without tests are left out."""
     lines = (ROOT / "docs" / "claims.txt").read_text(encoding="utf-8").splitlines()
     rows = [line.split(" | ") for line in lines if re.match(r"\d-\d\d \| ", line)]
-    found = {row[0]: [word for word in row[-1].split("; ") if "::" in word] for row in rows}
-    return {claim: words for claim, words in found.items() if words}
+    by_claim = {row[0]: [word for word in row[-1].split("; ") if "::" in word] for row in rows}
+    return {claim: words for claim, words in by_claim.items() if words}
 
 
 def edited(mutant: Mutant, root: Path = ROOT) -> tuple[str, str]:
@@ -120,12 +120,12 @@ def files(root: Path = ROOT) -> Iterator[Path]:
 def functions(path: Path) -> dict[str, str]:
     """Function → source with its decorators, of a test file."""
     text = path.read_text(encoding="utf-8")
-    lines, found = text.splitlines(), {}
+    lines, sources = text.splitlines(), {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef):
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
-    return found
+            sources[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+    return sources
 
 
 def hashes(mutant: Mutant, root: Path = ROOT) -> dict[str, str]:
@@ -160,10 +160,10 @@ def is_current(mutant: Mutant, row: dict[str, Any] | None) -> bool:
 def commit() -> str | None:
     """The commit that is checked out, None without git."""
     try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+        completed = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found.stdout.strip()
+    return completed.stdout.strip()
 
 
 def copied(folder: Path) -> Path:
@@ -320,22 +320,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT, help="result file (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for a claim's tests (default: %(default)s)")
     args = parser.parse_args()
-    found, chosen = rows(args.out), mutants()
+    results, chosen = rows(args.out), mutants()
     if args.only is not None:
-        known = {name for mutant in chosen for name in (mutant.name, mutant.claim)}
-        if unknown := [name for name in args.only if name not in known]:
+        names = {name for mutant in chosen for name in (mutant.name, mutant.claim)}
+        if unknown := [name for name in args.only if name not in names]:
             parser.error(f"--only {' '.join(unknown)}: no such claim or edit in {LIST.name}")
         chosen = [mutant for mutant in chosen if mutant.name in args.only or mutant.claim in args.only]
     if args.missing:
-        chosen = [mutant for mutant in chosen if not is_current(mutant, found.get(mutant.name))]
+        chosen = [mutant for mutant in chosen if not is_current(mutant, results.get(mutant.name))]
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(prefix="claim-mutants-") as folder:
         tree, facts, declared, passing = copied(Path(folder)), {"commit": commit()}, prepare(), set()
         for mutant in chosen:
             row = examine(mutant, tree, args.seconds, declared, passing)
-            found[mutant.name] = {"name": mutant.name} | hashes(mutant, tree) | facts | row
+            results[mutant.name] = {"name": mutant.name} | hashes(mutant, tree) | facts | row
             print(f"{mutant.name:6} {row['error'] or row['killed'] or 'SURVIVED'}  {row['seconds']} s", flush=True)
-            write(found, args.out)
+            write(results, args.out)
 
 
 if __name__ == "__main__":

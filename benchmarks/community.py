@@ -66,8 +66,8 @@ def problems(held: object) -> list[str]:
     if not isinstance(held, dict) or "format" not in held:
         return ["it is not a contributed file; python -m benchmarks.community join makes one from the commands' files"]
     errors = Draft202012Validator(json.loads((FOLDER / SCHEMA).read_text())).iter_errors(held)
-    found = [_sentence(error) for error in errors]
-    return found or [*_wrong_parts(**held), *_wrong_times(held["benchmark"]["rows"])]
+    violations = [_sentence(error) for error in errors]
+    return violations or [*_wrong_parts(**held), *_wrong_times(held["benchmark"]["rows"])]
 
 
 def _sentence(error: object) -> str:
@@ -75,9 +75,9 @@ def _sentence(error: object) -> str:
     place = error.json_path.removeprefix("$").removeprefix(".") or "the file"
     if error.validator in ("required", "dependentRequired", "additionalProperties"):
         return f"{place}: {error.message}"
-    given = json.dumps(error.instance, ensure_ascii=False)
-    given = given if len(given) <= 60 else f"{given[:57]}..."
-    return f"{place} is {given}; it must be {error.schema['description']}"
+    value = json.dumps(error.instance, ensure_ascii=False)
+    value = value if len(value) <= 60 else f"{value[:57]}..."
+    return f"{place} is {value}; it must be {error.schema['description']}"
 
 
 def _wrong_parts(benchmark: dict, selftest: dict, tune: dict | None = None, **_: object) -> Iterator[str]:
@@ -120,8 +120,8 @@ def _wrong_times(rows: Sequence[dict]) -> Iterator[str]:
     """Yields a sentence for each inconsistency of a benchmark's rows, the first of which is the baseline."""
     first = rows[0]
     for name in ("model", "batch", "dtype", "phase"):
-        if given := [row[name] for row in rows if row[name] != first[name]]:
-            yield f"rows: {name} is {first[name]} and {given[0]}; all rows must agree"
+        if others := [row[name] for row in rows if row[name] != first[name]]:
+            yield f"rows: {name} is {first[name]} and {others[0]}; all rows must agree"
     arms = [row["arm"] for row in rows]
     if twice := [arm for arm in dict.fromkeys(arms) if arms.count(arm) > 1]:
         yield f"rows: {twice[0]} appears more than once"
@@ -151,16 +151,16 @@ def table(held: dict[str, dict]) -> str:
         return NOTHING
     lines = [f"| ms on GPUs of users | eager | {' | '.join(COLUMNS)} | selftest |", "|---" * (len(COLUMNS) + 3) + "|"]
     for name, content in sorted(held.items(), key=lambda item: (item[1]["benchmark"]["gpu"], item[0])):
-        made, checks = content["benchmark"], content["selftest"]
-        first, rows = made["rows"][0], {row["arm"]: row for row in made["rows"] if "us" in row}
+        benchmark, checks = content["benchmark"], content["selftest"]
+        first, rows = benchmark["rows"][0], {row["arm"]: row for row in benchmark["rows"] if "us" in row}
         shown = [first, *(next((rows[arm] for arm in arms if arm in rows), None) for arms in COLUMNS.values())]
         best = min((row["us"] for row in shown if row), default=math.nan)
         phase = "training" if first["phase"] == "training" else "inference"
         what = f"{first['model']}, {phase}, {first['dtype']}, batch {first['batch']}"
-        versions = f"torch {made['packages']['torch']}, triton {made['packages']['triton']}"
+        versions = f"torch {benchmark['packages']['torch']}, triton {benchmark['packages']['triton']}"
         tuned = ", tuned" if _is_tuned(content) else ""
-        link = f"[{made['date'][:10]}](benchmarks/results/community/{name})"
-        cells = [f"{made['gpu']}: {what}; {versions}{tuned}, {link}", *(_cell(row, best) for row in shown)]
+        link = f"[{benchmark['date'][:10]}](benchmarks/results/community/{name})"
+        cells = [f"{benchmark['gpu']}: {what}; {versions}{tuned}, {link}", *(_cell(row, best) for row in shown)]
         lines.append(f"| {' | '.join(cells)} | {checks['passed']} passed, {len(checks['not_reached'])} not reached |")
     return "\n".join(lines)
 
@@ -183,15 +183,15 @@ def _check(paths: Sequence[Path]) -> int:
     wrong = 0
     for path in paths:
         try:
-            held = read(path)
-            found = problems(held)
+            content = read(path)
+            sentences = problems(content)
         except (OSError, ValueError) as error:
-            found = [str(error)]
-        for sentence in found:
+            sentences = [str(error)]
+        for sentence in sentences:
             print(f"{path}: {sentence.removeprefix(f'{path} ')}")
-        if not found:
-            print(f"{path}: a valid measurement of {held['benchmark']['gpu']}")
-        wrong += bool(found)
+        if not sentences:
+            print(f"{path}: a valid measurement of {content['benchmark']['gpu']}")
+        wrong += bool(sentences)
     return int(wrong > 0)
 
 
@@ -213,11 +213,11 @@ def main(words: Sequence[str] | None = None) -> int:
         print(table(load()))
         return 0
     try:
-        given = [path and read(path) for path in (arguments.benchmark, arguments.selftest, arguments.tune)]
-        if not isinstance(given[1], dict):
+        contents = [path and read(path) for path in (arguments.benchmark, arguments.selftest, arguments.tune)]
+        if not isinstance(contents[1], dict):
             raise ValueError(f"{arguments.selftest} is not a file of `fastvit-triton selftest`")
         with replacing(arguments.out) as temporary:
-            temporary.write_text(json.dumps(join(*given), indent=1) + "\n", encoding="utf-8")
+            temporary.write_text(json.dumps(join(*contents), indent=1) + "\n", encoding="utf-8")
     except (OSError, ValueError) as error:
         parser.error(str(error))
     return _check([arguments.out])

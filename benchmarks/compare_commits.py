@@ -33,13 +33,13 @@ def collect(folder: Path, times: Times) -> None:
 
 def ratios(before: Times, after: Times) -> dict[tuple[str, str, str], tuple[float, float]]:
     """Speedup of each variant, and eager PyTorch's, which shows the noise."""
-    found = {}
+    speedups = {}
     for key in before.keys() & after.keys():
         eager = (*key[:2], "eager")
         if key != eager and eager in before and eager in after:
             gained, noise = (statistics.median(before[k]) / statistics.median(after[k]) for k in (key, eager))
-            found[key] = gained, noise
-    return dict(sorted(found.items(), key=lambda item: item[1][0]))
+            speedups[key] = gained, noise
+    return dict(sorted(speedups.items(), key=lambda item: item[1][0]))
 
 
 def main(words: list[str] | None = None) -> dict[tuple[str, str, str], tuple[float, float]]:
@@ -74,14 +74,14 @@ def main(words: list[str] | None = None) -> dict[tuple[str, str, str], tuple[flo
                     collect(out, times[side])
         finally:
             subprocess.run([*git, "remove", "--force", str(tree)], check=True)
-    found = {key: pair for key, pair in ratios(times["before"], times["after"]).items() if "our" in key[2]}
+    speedups = {key: pair for key, pair in ratios(times["before"], times["after"]).items() if "our" in key[2]}
     table = Table(
         "case", "phase", "variant", "before / after", "eager before / after", title=f"against {arguments.ref}"
     )
-    for key, (gained, noise) in found.items():
+    for key, (gained, noise) in speedups.items():
         table.add_row(*key, f"{gained:.3f}", f"{noise:.3f}")
     Console().print(table)
-    return found
+    return speedups
 
 
 if __name__ == "__main__":

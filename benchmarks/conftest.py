@@ -51,15 +51,15 @@ def tabulate(benchmark) -> Callable:
     """Passes one variant's samples and columns to pytest-benchmark; skips missing variants, fails incorrect ones."""
 
     def report(build: Callable[[], Case], phase: str, variant: str, group: str) -> None:
-        found = measured(build, phase)
-        row = found.rows.get(variant, dict(reason="the case has no such variant"))
+        measurement = measured(build, phase)
+        row = measurement.rows.get(variant, dict(reason="the case has no such variant"))
         if "reason" in row:
             pytest.skip(row["reason"])
         assert "error" not in row, row["error"]
         assert row["match"], f"{row['worst']} has {row['within']} times the allowed error"
-        benchmark.group, benchmark._timer = group, Replay(found.samples[variant])
+        benchmark.group, benchmark._timer = group, Replay(measurement.samples[variant])
         benchmark.extra_info |= row
-        benchmark.pedantic(lambda: None, rounds=len(found.samples[variant]))
+        benchmark.pedantic(lambda: None, rounds=len(measurement.samples[variant]))
 
     return report
 

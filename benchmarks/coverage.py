@@ -1,13 +1,16 @@
 """How much of other packages' models `optimize` fuses, on the meta device: parameters, products, launches and bytes.
 
-    python -m benchmarks.coverage [towers] --out benchmarks/results [--package PACKAGE] [--only PATTERN]
+    python -m benchmarks.coverage [towers | detection] --out benchmarks/results [--package PACKAGE] [--only PATTERN]
     python -m benchmarks.coverage official --sources FOLDER --out benchmarks/results [--only PATTERN]
+    python -m benchmarks.coverage capture --out benchmarks/results [--only PATTERN]
 
 The models are those of coverage_models.txt, or with `towers` those of coverage_towers.txt: every vision model class of
 transformers, of depth 2, and a model of each family of timm. Inference in bfloat16, a batch of 8, on sm_90: counted
 from shapes by fastvit_triton.expected; nothing runs and nothing is measured. A model that fails becomes a row
-with the error. coverage_excluded.txt names the classes that have no attention over image tokens, and why. `official`
-captures blocks of research repositories and compares them with the originals: see official.py.
+with the error. coverage_excluded.txt names the classes that have no attention over image tokens, and why. `detection`
+counts the detectors of coverage_detection.txt, whose blocks no list names: they are first captured on the CPU, with
+zeros as weights, from two images of half the size. `official` captures blocks of research repositories and compares
+them with the originals: see official.py. `capture` compares readers with captured blocks: see capture_only.py.
 """
 
 import argparse
@@ -36,8 +39,8 @@ from fastvit_triton.measure.timeout import one_line
 
 from .tables import coverage_markdown, towers_markdown
 
-MODELS, TOWERS, EXCLUDED = (
-    Path(__file__).with_name(f"coverage_{name}.txt") for name in ("models", "towers", "excluded")
+MODELS, TOWERS, DETECTION, EXCLUDED = (
+    Path(__file__).with_name(f"coverage_{name}.txt") for name in ("models", "towers", "detection", "excluded")
 )
 BATCH, DTYPE, GPU = 8, torch.bfloat16, "h200"
 NOTE = "inference in bfloat16, batch 8; counted from shapes on the meta device, not measured; the plan is predicted"
@@ -72,7 +75,7 @@ def entries(text: str) -> list[Entry]:
     Raises:
         ValueError: a line has fewer than two words.
     """
-    found = []
+    listed = []
     for line in text.splitlines():
         words = line.partition("#")[0].split(None, 2)
         if not words:
@@ -80,10 +83,10 @@ def entries(text: str) -> list[Entry]:
         if len(words) < 2:
             raise ValueError(f"line {line!r} has one word; give a package, a model, its inputs and its options")
         inputs, brace, options = "".join(words[2:]).partition("{")
-        given = shlex.split(inputs)
-        pairs = tuple(tuple(word.split("=", 1)) for word in given if word != "-")
-        found.append(Entry(words[0], words[1], pairs, brace + options or "{}", "-" not in given))
-    return found
+        items = shlex.split(inputs)
+        pairs = tuple(tuple(word.split("=", 1)) for word in items if word != "-")
+        listed.append(Entry(words[0], words[1], pairs, brace + options or "{}", "-" not in items))
+    return listed
 
 
 def excluded(text: str) -> dict[str, str]:
@@ -92,13 +95,13 @@ def excluded(text: str) -> dict[str, str]:
     Raises:
         ValueError: a line has no reason.
     """
-    found = {}
+    reasons = {}
     for line in filter(None, (line.partition("#")[0].strip() for line in text.splitlines())):
         name, colon, reason = line.partition(": ")
         if not (colon and reason.strip()):
             raise ValueError(f"line {line!r} has no reason; give package:model: reason")
-        found[name] = reason.strip()
-    return found
+        reasons[name] = reason.strip()
+    return reasons
 
 
 def build(entry: Entry) -> nn.Module:
@@ -126,12 +129,22 @@ def inputs_of(entry: Entry, model: nn.Module) -> tuple[tuple[Tensor, ...], dict[
     def tensor(text: str) -> Tensor:
         if text.startswith("["):
             return torch.tensor(json.loads(text))
+        if text.startswith("B*"):
+            return torch.tensor([json.loads(text[2:])] * BATCH)
         return torch.empty([BATCH if n == "B" else int(n) for n in text.split("x")], dtype=DTYPE, device="meta")
 
     if not entry.inputs:
         return (tensor(f"Bx{'x'.join(map(str, model.pretrained_cfg['input_size']))}"),), {}
-    found = {name: tensor(text) for name, text in entry.inputs}
-    return ((), found) if entry.package == "transformers" else (tuple(found.values()), {})
+    tensors = {name: tensor(text) for name, text in entry.inputs}
+    return ((), tensors) if entry.package == "transformers" else (tuple(tensors.values()), {})
+
+
+def example_of(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The first two of these inputs on the CPU; images as zeros, of half the height and width."""
+    return {
+        name: torch.zeros(2, t.shape[1], *(n // 2 for n in t.shape[2:]), dtype=t.dtype) if t.is_meta else t[:2]
+        for name, t in named.items()
+    }
 
 
 def inside(model: nn.Module, report: Report) -> float:
@@ -149,30 +162,34 @@ def inside(model: nn.Module, report: Report) -> float:
     return fused / max(total, 1)
 
 
-def row_of(entry: Entry) -> dict[str, object]:
-    """The figures of one model."""
+def row_of(entry: Entry, capturing: bool = False) -> dict[str, object]:
+    """The figures of one model, whose blocks are captured from an example if `capturing`."""
     model = build(entry)
-    report = optimize(model, freeze=True)
-    left = Counter((r.type, r.why) for r in report.left).most_common()
+    example = None
+    if capturing:
+        model = model._apply(lambda t: torch.zeros_like(t, device="cpu") if t.is_meta else t)
+        example = example_of(inputs_of(entry, model)[1])
+    report = optimize(model, freeze=True, example=example)
+    unfused = Counter((r.type, r.why) for r in report.left).most_common()
     return dict(
         model=entry.name,
         parameters=sum(p.numel() for p in model.parameters()),
         inside=round(inside(model, report), 4),
         candidates=[len(report.fused), len(report.fused) + len(report.left), len(report.norms)],
         **(call_of(entry, model) if entry.called else {}),
-        left=[[n, f"{kind}: {why}"] for (kind, why), n in left],
+        left=[[n, f"{kind}: {why}"] for (kind, why), n in unfused],
     )
 
 
 def call_of(entry: Entry, model: nn.Module) -> dict[str, object]:
     """The figures of one call of an optimised model."""
-    gpu, (given, named) = cost.gpus()[GPU], inputs_of(entry, model)
+    gpu, (positional, named) = cost.gpus()[GPU], inputs_of(entry, model)
     choices: list[Choice] = []
-    eager = traced(model, None, False, given, named)
+    eager = traced(model, None, False, positional, named)
     with forcing("fused"):
-        ours = traced(model, gpu, False, given, named, frozen=True)
+        ours = traced(model, gpu, False, positional, named, frozen=True)
     with observing(choices.append):
-        default = traced(model, gpu, False, given, named, frozen=True).count
+        default = traced(model, gpu, False, positional, named, frozen=True).count
     products = sum(event.flops for event in ours.events)
     plan = Counter(choice.way for choice in choices[len(choices) // 2 :] for _ in choice.branches)  # of the second call
     return dict(
@@ -184,60 +201,66 @@ def call_of(entry: Entry, model: nn.Module) -> dict[str, object]:
     )
 
 
-def guarded(entry: Entry) -> dict[str, object]:
+def guarded(entry: Entry, capturing: bool = False) -> dict[str, object]:
     """`row_of`, or a row with the error."""
     try:
-        return row_of(entry)
+        return row_of(entry, capturing)
     # Any error: the model is built and run by its own package; one that fails is a row with its error.
     except Exception as error:
         return dict(model=entry.name, error=one_line(error))
 
 
-def write(rows: list[dict[str, object]], folder: Path, towers: bool = False) -> None:
-    """Writes coverage.json, one row on a line, and coverage.md; of towers, coverage-towers.json and .md."""
+def write(rows: list[dict[str, object]], folder: Path, listed: str = "models") -> None:
+    """Writes coverage.json, one row on a line, and coverage.md; for another list, coverage-LIST.json and .md."""
     facts: dict[str, object] = {"note": NOTE}
     facts |= {k: v for k, v in provenance().items() if k in ("command", "date", "commit", "packages")}
-    if towers:
+    if listed == "towers":
         facts["excluded"] = excluded(EXCLUDED.read_text(encoding="utf-8"))
     body = ",\n".join("  " + json.dumps(row, separators=(",", ":")) for row in rows)
     head = json.dumps(facts, indent=1)[:-2]
     text = f'{head},\n "rows": [\n{body}\n ]\n}}\n'
-    table = (towers_markdown if towers else coverage_markdown)(json.loads(text))
+    table = (towers_markdown if listed == "towers" else coverage_markdown)(json.loads(text))
+    name = "coverage" if listed == "models" else f"coverage-{listed}"
     for kind, content in (("json", text), ("md", table)):
-        with replacing(folder / f"coverage{'-towers' * towers}.{kind}") as temporary:
+        with replacing(folder / f"{name}.{kind}") as temporary:
             temporary.write_text(content)
 
 
 def main() -> None:
     """Counts the models, prints a line for each, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    lists = ("models", "towers", "official")
+    lists = ("models", "towers", "detection", "official", "capture")
     parser.add_argument("list", nargs="?", choices=lists, default="models", help="which list of models")
     parser.add_argument("--out", type=Path, help="folder for the results")
     parser.add_argument("--only", default="", metavar="PATTERN", help="regular expression for package:model")
     parser.add_argument("--sources", type=Path, help="of official code: folder with a checkout of each repository")
     parser.add_argument("--package", default="", help="only the models of this package")
-    given = parser.parse_args()
-    if given.list == "official":
+    args = parser.parse_args()
+    if args.list == "official":
         from . import official  # here, as it sets the backend
 
-        if given.sources is None:
+        if args.sources is None:
             parser.error("official needs --sources FOLDER, with a checkout of each repository")
-        official.main(given.sources, given.only, given.out)
+        official.main(args.sources, args.only, args.out)
         return
-    path = TOWERS if given.list == "towers" else MODELS
-    chosen = [e for e in entries(path.read_text(encoding="utf-8")) if given.package in ("", e.package)]
-    chosen = [e for e in chosen if re.search(given.only, e.name)]
+    if args.list == "capture":
+        from . import capture_only  # as above
+
+        capture_only.main(args.only, args.out)
+        return
+    path = {"models": MODELS, "towers": TOWERS, "detection": DETECTION}[args.list]
+    chosen = [e for e in entries(path.read_text(encoding="utf-8")) if args.package in ("", e.package)]
+    chosen = [e for e in chosen if re.search(args.only, e.name)]
     if not chosen:
-        parser.error(f"--only {given.only} matches no model of {path.name}")
+        parser.error(f"--only {args.only} matches no model of {path.name}")
     rows = []
     for entry in chosen:
-        rows.append(guarded(entry))
+        rows.append(guarded(entry, args.list == "detection"))
         print(
             *(f"{name}={value}" for name, value in rows[-1].items() if name not in ("left", "parameters")), flush=True
         )
-    if given.out:
-        write(rows, given.out, given.list == "towers")
+    if args.out:
+        write(rows, args.out, args.list)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from fastvit_triton import freeze, optimize
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels import onednn
 from fastvit_triton.kernels.measured import cpu_name
-from fastvit_triton.measure.check import medium
+from fastvit_triton.measure.libraries import medium
 from fastvit_triton.measure.machine import provenance
 from fastvit_triton.measure.timeout import one_line
 from fastvit_triton.measure.timing import order
@@ -176,12 +176,12 @@ def peak_mib(step: Callable, call: Callable, images: Tensor) -> float:
     """The most memory that PyTorch's allocator holds during one step, beyond what it held before, in MiB."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         step(call, images)
-    held = 0
+    allocated = 0
     most = 0
     for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
+            allocated += event.nbytes()
+            most = max(most, allocated)
     return most / 2**20
 
 
@@ -189,14 +189,14 @@ def shares(step: Callable, call: Callable, images: Tensor) -> dict[str, float]:
     """Shares of a step's operator time: products, attention and the rest."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         step(call, images)
-    found = {"products": 0.0, "attention": 0.0, "rest": 0.0}
+    times = {"products": 0.0, "attention": 0.0, "rest": 0.0}
     for event in profiler.key_averages():
         name = event.key
         kind = "attention" if "attention" in name else "rest"
         kind = "products" if any(word in name for word in PRODUCTS) else kind
-        found[kind] += event.self_cpu_time_total
-    whole = sum(found.values())
-    return {kind: round(part / whole, 3) for kind, part in found.items()}
+        times[kind] += event.self_cpu_time_total
+    whole = sum(times.values())
+    return {kind: round(part / whole, 3) for kind, part in times.items()}
 
 
 def product_rate(dtype: torch.dtype) -> float:
@@ -296,13 +296,13 @@ def write(path: Path, rows: list[dict]) -> None:
 
 def table(rows: list[dict]) -> Table:
     """A line per cell and column."""
-    made = Table("cell", "column", "eager / it", "quartiles", "error", "peak MiB", width=150)
+    listing = Table("cell", "column", "eager / it", "quartiles", "error", "peak MiB", width=150)
     for row in rows:
         for name, one in row["columns"].items():
             numbers = (f"{one['ratio']:.2f}", f"{one['q1']:.2f} to {one['q3']:.2f}") if "ratio" in one else ("", "")
             rest = one.get("error", one.get("missing")), one.get("peak_mib", "")
-            made.add_row(row["cell"], name, *numbers, *map(str, rest))
-    return made
+            listing.add_row(row["cell"], name, *numbers, *map(str, rest))
+    return listing
 
 
 def main(words: list[str] | None = None, **sizes: int) -> list[dict]:
@@ -324,12 +324,12 @@ def main(words: list[str] | None = None, **sizes: int) -> list[dict]:
     end = time.perf_counter() + arguments.seconds
     console = Console(width=160)
     for i, cell in enumerate(cells):
-        left = end - time.perf_counter()
-        if left <= 0 and i:
+        remaining = end - time.perf_counter()
+        if remaining <= 0 and i:
             console.print(f"{len(cells) - i} cells were not reached in time; --resume measures them")
             break
         names = [n for n in PHASES[cell.phase] if n != "eager" and (asked is None or n in asked)]
-        rows.append(measured(cell, names, max(left, 0) / (len(cells) - i), arguments.rounds, **sizes))
+        rows.append(measured(cell, names, max(remaining, 0) / (len(cells) - i), arguments.rounds, **sizes))
         if arguments.out is not None:
             write(arguments.out, rows)
         console.print(table(rows[-1:]))

@@ -2,11 +2,11 @@
 
     python -m benchmarks.cpu_rows [--seconds 300] [--threads 1,2] [--dtypes float32,bfloat16] [--write]
 
-Each product of the shapes of ViT-Ti, ViT-S and ViT-B is timed in three phases: inference with the weight as it is,
-inference with a packed weight (after `freeze`), and training with the backward pass. Both variants alternate in one
-process. A row holds, for each phase, the fewest multiplications from which on oneDNN is faster: in the median of the
-measured products, each with the number of threads at which it gains less, and in none of them slower than `FLOOR`. A
-phase without such a number is left out, and PyTorch's product runs.
+Each product of the shapes of ViT-Ti, ViT-S and ViT-B is timed with what follows it in a block, a GELU or a residual, in
+three phases: inference with the weight as it is, inference with a packed weight (after `freeze`), and training with the
+backward pass. Both variants alternate in one process. A row holds, for each phase, the fewest multiplications from
+which on oneDNN is faster: in the median of the measured products, each with the number of threads at which it gains
+less, and in none of them slower than `FLOOR`. A phase without such a number is left out, and PyTorch's product runs.
 --write adds the row of this CPU to the table.
 """
 
@@ -36,20 +36,27 @@ FLOOR = 0.96  # of every product; the spread of a ratio on a shared machine is a
 
 
 def variants(phase: str, rows: int, K: int, F_: int, dtype: torch.dtype) -> tuple[Callable, Callable]:
-    """(PyTorch's product, oneDNN's) of random operands."""
+    """(PyTorch's product, oneDNN's) of random operands: fc1 with GELU, fc2 and projections with a residual, or qkv."""
     x = torch.randn(rows, K, dtype=dtype)
     weight = torch.randn(F_, K, dtype=dtype)
     bias = torch.randn(F_, dtype=dtype)
-    if phase == "training":
-        operands = [t.requires_grad_() for t in (x, weight, bias)]
-        grad = torch.randn(rows, F_, dtype=dtype)
+    activation = "gelu" if F_ == 4 * K else None
+    residual = torch.randn(rows, F_, dtype=dtype) if F_ <= K else None
+    operand = onednn.pack(weight, bias, None, rows) if phase == "frozen" else weight
 
-        def trained(product: Callable[..., Tensor]) -> None:
-            torch.autograd.grad(product(*operands), operands, grad)
+    def eager() -> Tensor:
+        y = F.linear(x, weight, bias)
+        y = y if activation is None else F.gelu(y)
+        return y if residual is None else residual + y
 
-        return lambda: trained(F.linear), lambda: trained(onednn.product)
-    held = onednn.pack(weight, bias, None, rows) if phase == "frozen" else weight
-    return lambda: F.linear(x, weight, bias), lambda: onednn.product(x, held, bias)
+    def ours() -> Tensor:
+        return onednn.product(x, operand, bias, activation, residual)
+
+    if phase != "training":
+        return eager, ours
+    learned = [t.requires_grad_() for t in (x, weight, bias)]
+    grad = torch.randn(rows, F_, dtype=dtype)
+    return lambda: torch.autograd.grad(eager(), learned, grad), lambda: torch.autograd.grad(ours(), learned, grad)
 
 
 def ratio(pair: tuple[Callable, Callable], calls: int, rounds: int) -> float:
@@ -71,7 +78,7 @@ def ratio(pair: tuple[Callable, Callable], calls: int, rounds: int) -> float:
 def measured(phase: str, dtype: torch.dtype, threads: list[int], seconds: float) -> dict[str, dict[int, float]]:
     """ "M,K,F" → number of threads → ratio, for all products of a phase."""
     every = sum(rows * K * F_ for rows, (K, F_) in CELLS)
-    found: dict[str, dict[int, float]] = {}
+    ratios: dict[str, dict[int, float]] = {}
     for rows, (K, F_) in CELLS:
         pair = variants(phase, rows, K, F_, dtype)
         with torch.set_grad_enabled(phase == "training"):
@@ -84,8 +91,8 @@ def measured(phase: str, dtype: torch.dtype, threads: list[int], seconds: float)
             rounds = min(21, max(5, int(share / both / calls)))
             for count in threads:
                 torch.set_num_threads(count)
-                found.setdefault(f"{rows},{K},{F_}", {})[count] = round(ratio(pair, calls, rounds), 3)
-    return found
+                ratios.setdefault(f"{rows},{K},{F_}", {})[count] = round(ratio(pair, calls, rounds), 3)
+    return ratios
 
 
 def error_ratio(rows: int, K: int, F_: int, dtype: torch.dtype) -> float:

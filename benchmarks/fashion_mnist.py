@@ -90,14 +90,14 @@ def summary(runs: dict[str, list[dict]]) -> dict:
     columns = {arm: [row["accuracy"] for row in rows] for arm, rows in runs.items()}
     if min(map(len, columns.values())) < 2:
         return {}
-    found = {
+    accuracies = {
         arm: {"mean": round(statistics.mean(column), 5), "deviation": round(statistics.stdev(column), 5)}
         for arm, column in columns.items()
     }
     first, second = columns.values()
     error = sum(statistics.variance(column) / len(column) for column in (first, second)) ** 0.5
     difference = statistics.mean(first) - statistics.mean(second)
-    return found | {"difference": round(difference, 5), "standard_error": round(error, 5)}
+    return accuracies | {"difference": round(difference, 5), "standard_error": round(error, 5)}
 
 
 def draw(result: dict) -> None:
@@ -131,9 +131,9 @@ def main() -> None:
     if args.path is None:
         parser.error("give the folder of the four IDX files, or --plot")
     torch.set_num_threads(1)
-    known = facts(args.path, FASHION_MNIST)
-    if any(result.get(name) != value for name, value in known.items()):
-        result = provenance() | {"threads": 1, "images": 60_000} | known | {"runs": {arm: [] for arm in ARMS}}
+    dataset = facts(args.path, FASHION_MNIST)
+    if any(result.get(name) != value for name, value in dataset.items()):
+        result = provenance() | {"threads": 1, "images": 60_000} | dataset | {"runs": {arm: [] for arm in ARMS}}
     for seed in SEEDS:
         for arm, rows in result["runs"].items():
             if seed not in (row["seed"] for row in rows):

@@ -96,11 +96,11 @@ def ends_equal(out: Path) -> str | None:
     """Resumes a run; returns how its end differs from that of an undisturbed run."""
     if code := finish(train(out)):
         return f"resuming ends with {code}: {out.with_suffix('.log').read_text()[-300:]}"
-    expected, found = undisturbed()[0], load_state(out / STATE)["model"]
-    if not all(torch.equal(tensor, found[name]) for name, tensor in expected.items()):
+    expected, resumed = undisturbed()[0], load_state(out / STATE)["model"]
+    if not all(torch.equal(tensor, resumed[name]) for name, tensor in expected.items()):
         return "the weights differ"
-    if left := [path.name for path in out.iterdir() if path.name.startswith(".") and path.name != ".lock"]:
-        return f"{left[0]} is left"
+    if leftovers := [path.name for path in out.iterdir() if path.name.startswith(".") and path.name != ".lock"]:
+        return f"{leftovers[0]} is left"
     model, _ = load_model(out)
     return None if all(torch.equal(t, expected[n]) for n, t in model.state_dict().items()) else f"{WEIGHTS} differs"
 
@@ -240,14 +240,14 @@ def main(words: list[str] | None = None) -> int:
     args = parser.parse_args(words)
     torch.set_num_threads(1)  # forked processes cannot use the threads of this one
     began = time.monotonic()
-    found = campaign(args.seed, args.minutes)
-    facts = provenance() | dict(seed=args.seed, seconds=round(time.monotonic() - began)) | found
+    results = campaign(args.seed, args.minutes)
+    facts = provenance() | dict(seed=args.seed, seconds=round(time.monotonic() - began)) | results
     with replacing(args.out / "faults.json") as temporary:
         temporary.write_text(json.dumps(facts, indent=1) + "\n")
-    for row in found["rows"]:
+    for row in results["rows"]:
         print(f"{row['fault']:45} {row['tried']:5} tried {row['survived']:5} survived {len(row['lost']):3} lost")
-    print(f"memory: {found['memory']['mib']} MiB over the second half of {found['memory']['steps']:,} steps")
-    return int(any(row["lost"] for row in found["rows"]))
+    print(f"memory: {results['memory']['mib']} MiB over the second half of {results['memory']['steps']:,} steps")
+    return int(any(row["lost"] for row in results["rows"]))
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ def key(launch: Launch, arch: str) -> str:
     """
     tensors: dict[tuple, int] = {}
     fixed = {p.name for p in launch.kernel.params if p.is_constexpr}
-    given = [n for n in launch.kernel.arg_names if n in launch.values]
+    names = [n for n in launch.kernel.arg_names if n in launch.values]
     arguments = [
-        (launch.kernel.arg_names.index(n), _argument(launch.values[n], n in fixed, arch, tensors)) for n in given
+        (launch.kernel.arg_names.index(n), _argument(launch.values[n], n in fixed, arch, tensors)) for n in names
     ]
     return _digest(arch, launch.grid, code(launch.kernel), arguments, sorted(launch.options.items()))[:12]
 
@@ -86,9 +86,9 @@ class _Speller:
         if isinstance(node, list):
             return "[" + ",".join(self.spell(n) for n in node if not _is_docstring(n)) + "]"
         if isinstance(node, (ast.Name, ast.Attribute)):
-            found = self.resolve(node)
-            if found is not _LOCAL:
-                return self.spell_global(node, found)
+            value = self.resolve(node)
+            if value is not _LOCAL:
+                return self.spell_global(node, value)
             if isinstance(node, ast.Name):
                 return f"${self.numbers.setdefault(node.id, len(self.numbers))}"
         if isinstance(node, ast.Call):

@@ -79,15 +79,15 @@ class Fit:
 
     def _us(self, kind: str, fitted: Mapping[str, float]) -> np.ndarray:
         """Microseconds that kernels of this kind take in each row; computed again only if their constants change."""
-        own = {name: value for name, value in fitted.items() if name.startswith((f"{kind}:", *SHARED))}
-        before, found = self._known.get(kind, (None, None))
-        if before != own:
-            found = np.zeros(len(self.rows))
+        used = {name: value for name, value in fitted.items() if name.startswith((f"{kind}:", *SHARED))}
+        before, us = self._known.get(kind, (None, None))
+        if before != used:
+            us = np.zeros(len(self.rows))
             gpus = fitted_devices(fitted)
             for n, times, kernel in self.kernels[kind]:
-                found[n] += times * kernel_us(kernel, gpus[self.rows[n].gpu], fitted)
-            self._known[kind] = own, found
-        return found
+                us[n] += times * kernel_us(kernel, gpus[self.rows[n].gpu], fitted)
+            self._known[kind] = used, us
+        return us
 
     def run(self, first: Mapping[str, float] | None = None) -> dict[str, float]:
         """The constants of least loss; they start at `first`, or at those of rates.json."""
@@ -99,18 +99,18 @@ class Fit:
             return np.concatenate([self.weights * self.log_errors(fitted), PRIOR * (logs - start)])
 
         most = np.array([math.log(1.02) if name.endswith(": bandwidth") else math.inf for name in names])
-        found = least_squares(
+        solution = least_squares(
             residuals, np.minimum(start, most - 1e-3), bounds=(-math.inf, most), loss="soft_l1", f_scale=OUTLIER
         )
-        return dict(zip(names, map(math.exp, found.x), strict=True))
+        return dict(zip(names, map(math.exp, solution.x), strict=True))
 
 
 def current() -> dict[str, float]:
     """The constants of rates.json, and the factors of its fitted devices."""
-    found = dict(constants())
+    values = dict(constants())
     for key in FITTED_DEVICES:
-        found |= {f"device {key}: {name}": getattr(devices()[key], name) for name in ("clock", "memory")}
-    return found
+        values |= {f"device {key}: {name}": getattr(devices()[key], name) for name in ("clock", "memory")}
+    return values
 
 
 def neutral() -> dict[str, float]:
@@ -121,8 +121,8 @@ def neutral() -> dict[str, float]:
 def fitted_devices(fitted: Mapping[str, float]) -> dict[str, Device]:
     """The GPUs with their fitted factors."""
     factors = ("clock", "memory")
-    own = {key: {name: fitted[f"device {key}: {name}"] for name in factors} for key in FITTED_DEVICES}
-    return {key: device._replace(**own.get(key, {})) for key, device in devices().items()}
+    by_device = {key: {name: fitted[f"device {key}: {name}"] for name in factors} for key in FITTED_DEVICES}
+    return {key: device._replace(**by_device.get(key, {})) for key, device in devices().items()}
 
 
 SHARED = ("product: depth", "device ")  # constants of several kinds
@@ -136,7 +136,7 @@ def errors_of_gain(rows: Iterable[Row]) -> dict[str, float]:
     families: dict[str, list[Row]] = defaultdict(list)
     for row in gains(rows):
         families[family(row.model)].append(row)
-    return {kind: errors(found)["p90"] for kind, found in sorted(families.items())}
+    return {kind: errors(group)["p90"] for kind, group in sorted(families.items())}
 
 
 def main() -> None:
@@ -150,36 +150,36 @@ def main() -> None:
     action.add_argument(
         "--hold-out-families", action="store_true", help="hold out half of the families; writes nothing"
     )
-    given = parser.parse_args()
-    known = json.loads(given.counts.read_text()) if given.counts.exists() else {}
+    args = parser.parse_args()
+    model_counts = json.loads(args.counts.read_text()) if args.counts.exists() else {}
     rows = read(TABLE)
-    known = counts(rows, known, given.jobs, given.counts)
-    if given.errors:
-        write(json.loads(RATES.read_text()) | {"error_of_gain": errors_of_gain(predicted(rows, known))})
+    model_counts = counts(rows, model_counts, args.jobs, args.counts)
+    if args.errors:
+        write(json.loads(RATES.read_text()) | {"error_of_gain": errors_of_gain(predicted(rows, model_counts))})
         return
-    fits = is_family_fitted if given.hold_out_families else is_fitted
-    fitted = Fit(rows, known, fits).run(neutral() if given.hold_out_families else None)
+    fits = is_family_fitted if args.hold_out_families else is_fitted
+    fitted = Fit(rows, model_counts, fits).run(neutral() if args.hold_out_families else None)
     gpus = fitted_devices(fitted)
-    if given.hold_out_families:
-        every = predicted(rows, known, fitted, gpus)
+    if args.hold_out_families:
+        every = predicted(rows, model_counts, fitted, gpus)
         for part in (True, False):
             some = [row for row in every if fits(row.model) == part]
             for title, group in (("eager and compile", some), ("gain", gains(some))):
                 print("fitted families" if part else "held-out families", title, errors(group))
         return
-    shown = predicted([row for row in rows if is_fitted(row.model)], known, fitted, gpus)
+    shown = predicted([row for row in rows if is_fitted(row.model)], model_counts, fitted, gpus)
     for name, value in fitted.items():
         print(f"{name:32} {constants().get(name, 1.0):8.3f} → {value:8.3f}")
     for gpu in dict.fromkeys(row.gpu for row in shown):
         for mode in ("eager", "compile"):
             print(gpu, mode, errors(row for row in shown if (row.gpu, row.mode) == (gpu, mode)))
     print("excluded", excluded(shown))
-    if given.write:
+    if args.write:
         table = json.loads(RATES.read_text())
         table["constants"] = {name: {"value": round(fitted[name], 4)} for name in constants()}
         for key in FITTED_DEVICES:
             table["devices"][key] |= {name: round(getattr(gpus[key], name), 4) for name in ("clock", "memory")}
-        every = predicted(rows, known, fitted, gpus)
+        every = predicted(rows, model_counts, fitted, gpus)
         table["error_of_gain"] = errors_of_gain(every)
         table["note"] = (
             f"Constants fitted by benchmarks.fit_rates to {sum(row.predicted is not None for row in shown)} rows of "

@@ -70,53 +70,58 @@ def _more(op: str, given: dict, draw: random.Random) -> dict:
     def randn(*shape: int, like: torch.Tensor) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.float64).to(like.dtype).requires_grad_()
 
-    found = {}
+    options = {}
     if op == "attention":
         q, k = given["q"], given["k"]
         (B, H, Nq, _), Nk = q.shape, k.shape[2]
         mask = torch.rand(1, 1, Nq, Nk) < 0.7
         lens = torch.randint(-1, Nk + 2, (B,))
-        found = dict(scale=0.3, return_lse=True)
+        options = dict(scale=0.3, return_lse=True)
         if "axis_bias" not in given:
-            found |= dict(bias=draw.choice((mask, randn(1, H, 1, Nk, like=q))), kv_lens=lens)
+            options |= dict(bias=draw.choice((mask, randn(1, H, 1, Nk, like=q))), kv_lens=lens, causal=True)
     elif op == "varlen_attention" or "varlen" in given:
-        found = dict(scale=0.5)
+        options = dict(scale=0.5, causal=True)
     elif op == "attention_qkv":
         B, N, _ = given["qkv"].shape
         mask, lens = torch.rand(1, 1, N, N) < 0.7, torch.randint(0, N + 1, (B,), dtype=torch.int32)
-        found = dict(bias=mask, scale=-0.3, return_lse=True, kv_lens=lens)
+        options = dict(bias=mask, scale=-0.3, return_lse=True, kv_lens=lens, causal=True)
     elif op == "linear" and "activation" not in given:
         activation = draw.choice((*ACTIVATIONS, None))
-        found = dict(return_stats=True, activation=activation, residual=None, layer_scale=None)
+        options = dict(return_stats=True, activation=activation, residual=None, layer_scale=None)
     elif op == "depthwise":
         activation = draw.choice((*ACTIVATIONS, None))
-        found = dict(bias=None, activation=activation, residual=given["stride"] == 1)
+        options = dict(bias=None, activation=activation, residual=given["stride"] == 1)
+    elif op == "batch_norm_act":
+        activation = draw.choice((*ACTIVATIONS, None))
+        options = dict(
+            weight=None, bias=None, activation=activation, residual=randn(*given["x"].shape, like=given["x"])
+        )
     elif op == "window_attention":
         (h, w), heads = given["window_size"], given["num_heads"]
         shift = draw.randrange(h), draw.randrange(w)
         pad = randn(given["qkv"].shape[3], like=given["qkv"])
-        found = dict(shift_size=shift, bias=None, pad=pad, pad_first=draw.random() < 0.5)
-        found["scale"] = draw.choice((0.3, None, randn(heads, like=pad)))
+        options = dict(shift_size=shift, bias=None, pad=pad, pad_first=draw.random() < 0.5)
+        options["scale"] = draw.choice((0.3, None, randn(heads, like=pad)))
     elif op == "deformable_attention":
         (B, Nq, _, L, *_), like = given["locations"].shape, given["locations"]
-        found = dict(reference=draw.choice((randn(B, Nq, L, 2, like=like), randn(B, Nq, L, 4, like=like), None)))
+        options = dict(reference=draw.choice((randn(B, Nq, L, 2, like=like), randn(B, Nq, L, 4, like=like), None)))
     elif op == "mlp":
-        found = dict(return_stats=True, residual=given["x"])
+        options = dict(return_stats=True, residual=given["x"])
     elif op == "patch_embed":
         image, weight = given["image"], given["weight"]
         pixels, mean = torch.randint(0, 256, image.shape, dtype=torch.uint8), torch.full((image.shape[1],), 0.45)
         if draw.random() < 0.4:
             return dict(image=pixels, mean=mean.to(weight.dtype), std=mean / 2)
-    found = {n: v for n, v in found.items() if draw.random() < 0.3}
+    options = {n: v for n, v in options.items() if draw.random() < 0.3}
     if op in ("linear", "mlp") and "norm" in given and draw.random() < 0.5:
-        found["stats"] = row_stats(given["x"])
+        options["stats"] = row_stats(given["x"])
         weight, bias = (given["weight"], given.get("bias")) if op == "linear" else given["fc1"]
         norm_weight, norm_bias, *kind = given["norm"]
         if isinstance(weight, torch.Tensor) and draw.random() < 0.5:
-            made = fold((weight,), (bias,), norm_weight, norm_bias, weight.dtype)
-            found |= dict(norm=(None, None, *kind))
-            found |= dict(weight=made, bias=None) if op == "linear" else dict(fc1=(made, None))
-    return found
+            folded = fold((weight,), (bias,), norm_weight, norm_bias, weight.dtype)
+            options |= dict(norm=(None, None, *kind))
+            options |= dict(weight=folded, bias=None) if op == "linear" else dict(fc1=(folded, None))
+    return options
 
 
 def _replaced(value: object, draw: random.Random, exact: bool) -> tuple[object, str]:
@@ -129,8 +134,8 @@ def _replaced(value: object, draw: random.Random, exact: bool) -> tuple[object, 
     if isinstance(value, (tuple, list)):
         return draw.choice(((value[:-1], "shorter"), ((*value, None), "longer"), (list(value), "as a list")))
     if not isinstance(value, torch.Tensor) or value.is_meta or value.is_sparse or draw.random() < 0.1:
-        made = draw.choice(VALUES)
-        return made, repr(made)
+        other = draw.choice(VALUES)
+        return other, repr(other)
     kinds = [_view, _view, _sized, _ranked, _typed, _placed, *[_shifted] * (2 if value.dtype in LENGTHS else 0)]
     return draw.choice(kinds)(value.detach(), draw, exact)
 
@@ -139,10 +144,10 @@ def _view(t: torch.Tensor, draw: random.Random, exact: bool) -> tuple[torch.Tens
     strided = t.repeat_interleave(2, -1)[..., ::2] if t.dim() else t
     turned = t.mT.contiguous().mT if t.dim() > 1 else strided
     shifted = torch.cat((t.flatten()[:1], t.flatten()))[1:].view(t.shape) if t.numel() else t
-    found = [(strided, "strided"), (turned, "turned"), (shifted, "shifted")]
+    views = [(strided, "strided"), (turned, "turned"), (shifted, "shifted")]
     if t.dim() and len(t) and not exact:
-        found.append((t[:1].expand(t.shape), "expanded"))
-    return draw.choice(found)
+        views.append((t[:1].expand(t.shape), "expanded"))
+    return draw.choice(views)
 
 
 def _shifted(t: torch.Tensor, draw: random.Random, exact: bool) -> tuple[torch.Tensor, str]:
@@ -162,22 +167,22 @@ def _sized(t: torch.Tensor, draw: random.Random, exact: bool) -> tuple[torch.Ten
 
 
 def _ranked(t: torch.Tensor, draw: random.Random, exact: bool) -> tuple[torch.Tensor, str]:
-    found = [(t[None], "one axis more"), (t.flatten(), "flat"), (torch.tensor(1.0).to(t.dtype), "a 0-d tensor")]
+    variants = [(t[None], "one axis more"), (t.flatten(), "flat"), (torch.tensor(1.0).to(t.dtype), "a 0-d tensor")]
     if t.dim() and len(t):
-        found.append((t[0], "one axis less"))
-    return draw.choice(found)
+        variants.append((t[0], "one axis less"))
+    return draw.choice(variants)
 
 
 def _typed(t: torch.Tensor, draw: random.Random, exact: bool) -> tuple[torch.Tensor, str]:
     dtype = draw.choice(DTYPES + UNSUPPORTED)
-    return t.to(dtype), str(dtype)
+    return (t if dtype.is_complex or not t.is_complex() else t.real).to(dtype), str(dtype)
 
 
 def _placed(t: torch.Tensor, draw: random.Random, exact: bool) -> tuple[object, str]:
-    made = [(t.to("meta"), "on meta"), (t.tolist(), "a list"), (None, "None")]
+    variants = [(t.to("meta"), "on meta"), (t.tolist(), "a list"), (None, "None")]
     if t.dtype in (torch.float32, torch.float64):
-        made += [(t.numpy(), "an array"), (t.to_sparse(), "sparse")]
-    return draw.choice(made)
+        variants += [(t.numpy(), "an array"), (t.to_sparse(), "sparse")]
+    return draw.choice(variants)
 
 
 def answer(number: int, seed: int = SEED) -> dict:
@@ -217,7 +222,7 @@ def answer(number: int, seed: int = SEED) -> dict:
         for named in (truth, baseline, got):
             named[name] = named[name].masked_fill(same, 0)
     every = got | baseline | truth
-    compared = verdict(*(_gradients_joined(found, every) for found in (got, truth, baseline)), dtype)
+    compared = verdict(*(_gradients_joined(outputs, every) for outputs in (got, truth, baseline)), dtype)
     return row if compared.match else row | dict(wrong=f"{compared.worst} has {compared.error:.3g} times its budget")
 
 
@@ -249,8 +254,8 @@ def on_kernels(numbers: range, seed: int = SEED) -> list[dict]:
     while first < numbers.stop:
         words = [sys.executable, *MODULE, "--worker", str(first), str(numbers.stop), "--seed", str(seed)]
         done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
-        made = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"number"')]
-        rows, first = rows + made, first + len(made)
+        finished = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"number"')]
+        rows, first = rows + finished, first + len(finished)
         if first < numbers.stop:
             op, _, replaced = example(first, seed)
             why = f"the process ended with code {done.returncode}: {done.stderr.strip().splitlines()[-1:]}"
@@ -261,11 +266,11 @@ def on_kernels(numbers: range, seed: int = SEED) -> list[dict]:
 
 def failures(plain: list[dict], kernels: list[dict]) -> list[str]:
     """One line for each failure, and for each call whose result differs between the two paths."""
-    found = [f"{row['number']} {row['op']} {row['done']}: {row}" for row in (*plain, *kernels) if "wrong" in row]
+    lines = [f"{row['number']} {row['op']} {row['done']}: {row}" for row in (*plain, *kernels) if "wrong" in row]
     of = {row["number"]: row for row in plain}
     pairs = [(of[row["number"]], row) for row in kernels]
     differ = [(a, b) for a, b in pairs if (a["came"], a.get("message")) != (b["came"], b.get("message"))]
-    return found + [f"the paths differ: {a} {b}" for a, b in differ]
+    return lines + [f"the paths differ: {a} {b}" for a, b in differ]
 
 
 def counts(rows: list[dict]) -> dict[str, dict[str, int]]:

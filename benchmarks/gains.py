@@ -38,11 +38,11 @@ GPUS = ("h200", "a100", "rtx4090")
 
 def rows(title: str, name: str, batch: int) -> list[dict[str, Any]]:
     """A model's predictions, one for each GPU."""
-    found = build_model(name, None)
-    model = found.model.to(torch.bfloat16)
+    built = build_model(name, None)
+    model = built.model.to(torch.bfloat16)
     fastvit_triton.optimize(model)
-    positional, named = found.inputs(batch, partial(torch.empty, dtype=torch.bfloat16, device="meta"))
-    made = []
+    positional, named = built.inputs(batch, partial(torch.empty, dtype=torch.bfloat16, device="meta"))
+    predictions = []
     for key in GPUS:
         one = predict(model, gpus()[key], False, *positional, **named)
         kind = family(name.removeprefix("timm:")) if name.startswith("timm:") else None
@@ -52,8 +52,8 @@ def rows(title: str, name: str, batch: int) -> list[dict[str, Any]]:
         ) | dict(zip(("slow_ms", "ours_ms", "best_ms"), one.ours_us(), strict=True))
         ways = sorted({choice.way for choice in one.blocks})
         saved = round(one.saved_bytes("mixed") / one.saved_bytes("plain"), 2)  # fused saves the same
-        made.append(facts | {k: round(us / 1e3, 3) for k, us in ms.items()} | dict(ways=ways, saved=saved))
-    return made
+        predictions.append(facts | {k: round(us / 1e3, 3) for k, us in ms.items()} | dict(ways=ways, saved=saved))
+    return predictions
 
 
 def main() -> None:

@@ -160,8 +160,8 @@ def main(words: list[str] | None = None) -> list[Path]:
                 work(result, device)
         except DeviceLost as error:
             result.close()
-            left = [part if limits[part] is None else f"{part}={limits[part]:g}" for part in wanted[i:]]
-            restart(left, arguments, end.left, str(error))
+            remaining = [part if limits[part] is None else f"{part}={limits[part]:g}" for part in wanted[i:]]
+            restart(remaining, arguments, end.left, str(error))
         except (Exception, TimedOut) as error:  # outside of rows; the remaining parts still run
             result.add(dict(case=name, error=one_line(error)))
         result.close()

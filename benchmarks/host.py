@@ -165,16 +165,16 @@ def variants() -> Iterator[tuple[str, str, str, Callable[[int], nn.Module], bool
 def measure(phase: str, way: str, make: Callable[[int], nn.Module], rounds: int) -> dict[str, float]:
     """Microseconds and Python calls of a block and of timm's, the median ratio and its quartiles."""
     eager = [call(by_timm, depth, phase, 1 if way in ("mixed", "onednn") else 0) for depth in DEPTHS]
-    given = [call(make, depth, phase, 0 if way == "plain" else 1) for depth in DEPTHS]
+    tested = [call(make, depth, phase, 0 if way == "plain" else 1) for depth in DEPTHS]
     blocks = DEPTHS[1] - DEPTHS[0]
     with forcing(way):
-        for run in (*eager, *given) * 3:  # fills caches of plans and compiled kernels
+        for run in (*eager, *tested) * 3:  # fills caches of plans and compiled kernels
             run()
         gc.collect()  # frees earlier models
-        calls = [(calls_of(deep) - calls_of(shallow)) / blocks for shallow, deep in (eager, given)]
+        calls = [(calls_of(deep) - calls_of(shallow)) / blocks for shallow, deep in (eager, tested)]
         slopes = [[], []]
         for _ in range(rounds):
-            for slope, (shallow, deep) in zip(slopes, (eager, given), strict=True):
+            for slope, (shallow, deep) in zip(slopes, (eager, tested), strict=True):
                 slope.append((seconds_of(deep) - seconds_of(shallow)) / blocks * 1e6)
     ratios = [b / a for a, b in zip(*slopes, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
@@ -189,12 +189,12 @@ def rows(rounds: int) -> list[dict[str, object]]:
     border, replays = fold.SPACE["border"], ways.REPLAYS
     fold.SPACE["border"] = dict(ROWS_PER_OUTPUT=0)
     try:
-        found = []
+        results = []
         for phase, block, way, make, ways.REPLAYS in variants():
             with using_backend("onednn") if way == "onednn" else no_device():
                 figures = measure(phase, way, make, rounds)
-            found.append(dict(phase=phase, block=block, way=way, **figures, target=target(phase, way)))
-        return found
+            results.append(dict(phase=phase, block=block, way=way, **figures, target=target(phase, way)))
+        return results
     finally:
         fold.SPACE["border"], ways.REPLAYS = border, replays
 
@@ -207,15 +207,15 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=60, help="number of calls of each model")
     arguments = parser.parse_args(words)
     torch.set_num_threads(1)
-    found = rows(arguments.rounds)
+    results = rows(arguments.rounds)
     if arguments.out:
         with replacing(arguments.out) as temporary:
-            temporary.write_text(json.dumps(dict(provenance=provenance(), rows=found), indent=1) + "\n")
+            temporary.write_text(json.dumps(dict(provenance=provenance(), rows=results), indent=1) + "\n")
     if arguments.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(results, indent=1))
         return
     table = Table("phase", "block", "way", "µs", "timm µs", "ratio", "quartiles", "calls", "timm calls", "target")
-    for row in found:
+    for row in results:
         table.add_row(*(str(value) for value in row.values()))
     Console().print(table)
 

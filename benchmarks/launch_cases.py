@@ -14,6 +14,7 @@ from fastvit_triton import (
     add_rms_norm,
     attention,
     attention_qkv,
+    batch_norm_act,
     deformable_attention,
     depthwise,
     layer_norm,
@@ -59,10 +60,19 @@ def cases(quick: bool = False) -> list[Case]:
         names = ("N=577 D=64", "recompute, D=128", "ViT-B/16, LayerScale and drop path")
         other = [c for c in (*_attentions(), *_linears(), *_blocks()) if c.name in names and c.dtype == "bfloat16"]
         return [*_vit("ViT-B/16", "bfloat16"), *other]
-    found = [case for model in MODELS for case in _vit(model, "bfloat16")]
-    found += [*_attentions(), *_towers(), *_windows(), *_linears(), *_convolutions(), *_samplings(), *_blocks()]
-    found += [*_vit("ViT-B/16", "float16"), *_vit("ViT-B/16", "float32"), *_vit("ViT-B/16", "float32", "high")]
-    return found
+    all_cases = [case for model in MODELS for case in _vit(model, "bfloat16")]
+    all_cases += [
+        *_attentions(),
+        *_towers(),
+        *_windows(),
+        *_linears(),
+        *_convolutions(),
+        *_samplings(),
+        *_maps(),
+        *_blocks(),
+    ]
+    all_cases += [*_vit("ViT-B/16", "float16"), *_vit("ViT-B/16", "float32"), *_vit("ViT-B/16", "float32", "high")]
+    return all_cases
 
 
 def _maker(dtype: str) -> Callable[..., torch.Tensor]:
@@ -131,8 +141,8 @@ def _blocks() -> Iterator[Case]:
                 name = f"ViT-B/16{ends}{kind}"
                 yield Case(name, "two blocks", dtype, partial(build, "ViT-B/16", dtype, autocast, **options))
             if dtype != "float16" and (ends or autocast):
-                made = partial(build, "ViT-B/16", dtype, autocast, "mixed", **options)
-                yield Case(f"ViT-B/16{ends}{kind}, mixed", "two blocks", dtype, made)
+                build_mixed = partial(build, "ViT-B/16", dtype, autocast, "mixed", **options)
+                yield Case(f"ViT-B/16{ends}{kind}, mixed", "two blocks", dtype, build_mixed)
 
 
 def _attentions() -> Iterator[Case]:
@@ -174,6 +184,13 @@ def _attentions() -> Iterator[Case]:
         "axes 14x14 D=80": lambda: heads(100, 196, 196, 80, 80, axis_bias=axes(100, 196, 14, 14)),
         "axes 7x7 D=96": lambda: heads(256, 196, 49, 96, 96, axis_bias=axes(256, 196, 7, 7)),
     }
+    other |= {
+        "causal N=1024 D=64": lambda: heads(32, 1024, 1024, 64, 64, causal=True),
+        "causal N=577 D=80": lambda: heads(64, 577, 577, 80, 80, causal=True),
+        "causal Nq=256 Nk=512 D=128": lambda: heads(64, 256, 512, 128, 128, causal=True),
+        "causal bias N=257 D=64": lambda: heads(64, 257, 257, 64, 64, bias=new(1, 12, 257, 257), causal=True),
+        "causal N=77 D=64": lambda: heads(256, 77, 77, 64, 64, causal=True),
+    }
     for name, build in other.items():
         yield Case(name, "attention", "bfloat16", build)
 
@@ -205,13 +222,13 @@ def _towers() -> Iterator[Case]:
     def rms():
         return new(D), None, 1e-6, "rms_norm"
 
-    made = {
+    builders = {
         "windows D=80": ("attention_qkv", attend),
         "RMSNorm of heads, windows D=80": ("attention_qkv", lambda: attend(q_norm=rms(), k_norm=rms())),
         "D=1280": ("rms_norm", lambda: (rms_norm, (new(T, 1280), new(1280), 1e-6), {})),
         "sum, D=1280": ("add_rms_norm", lambda: (add_rms_norm, (new(T, 1280), new(T, 1280), new(1280), 1e-6), {})),
     }
-    yield from (Case(f"Qwen2.5-VL {name}", op, "bfloat16", build) for name, (op, build) in made.items())
+    yield from (Case(f"Qwen2.5-VL {name}", op, "bfloat16", build) for name, (op, build) in builders.items())
 
 
 # case → images, side of the grid, heads, side of the window, shift, padded, cosine
@@ -271,6 +288,29 @@ def _samplings() -> Iterator[Case]:
     yield Case("float32", "deformable_attention", "float32", partial(build, "float32", *SAMPLINGS["heads of 64"]))
 
 
+# name → images, channels, sides of the map, channels last
+MAPS = {
+    "ResNet-50 stage 1 of DETR": (8, 256, 200, 272, False),
+    "ResNet-50 stage 4 of DETR": (8, 2048, 25, 34, False),
+    "channels last": (8, 256, 100, 136, True),
+}
+
+
+def _maps() -> Iterator[Case]:
+    """BatchNorm by stored statistics, residual and ReLU after a convolution."""
+
+    def build(dtype: str, B: int, C: int, H: int, W: int, last: bool):
+        new = _maker(dtype)
+        order = torch.channels_last if last else torch.contiguous_format
+        x, residual = (torch.empty_like(new(B, C, H, W), memory_format=order).requires_grad_() for _ in range(2))
+        vectors = new(C).detach(), new(C).detach(), new(C), new(C), 1e-5
+        return batch_norm_act, (x, *vectors), dict(activation="relu", residual=residual)
+
+    for name, sizes in MAPS.items():
+        yield Case(name, "batch_norm_act", "bfloat16", partial(build, "bfloat16", *sizes))
+    yield Case("float32", "batch_norm_act", "float32", partial(build, "float32", *MAPS["channels last"]))
+
+
 def _linears() -> Iterator[Case]:
     """Other arguments of linear, mlp and patch_embed, as recipes and other model families use them."""
     new, M, D = _maker("bfloat16"), (BATCH, 197), 768
@@ -300,7 +340,7 @@ def _linears() -> Iterator[Case]:
         T = (image.shape[2] // P) ** 2
         return patch_embed, (image, new(D, 3, P, P), new(D), new(1, T, D)), options
 
-    made = {
+    builders = {
         "swiglu": ("mlp", lambda: gated("swiglu")),
         "rms_norm, geglu": ("mlp", lambda: gated("geglu")),
         "rms_norm, geglu_tanh": ("mlp", lambda: gated("geglu_tanh")),
@@ -324,7 +364,7 @@ def _linears() -> Iterator[Case]:
             ),
         ),
     }
-    yield from (Case(name, op, "bfloat16", build) for name, (op, build) in made.items())
+    yield from (Case(name, op, "bfloat16", build) for name, (op, build) in builders.items())
 
 
 def _convolutions() -> Iterator[Case]:
@@ -338,7 +378,7 @@ def _convolutions() -> Iterator[Case]:
         return depthwise, (tokens[:, prefix:].unflatten(1, (side, side)), new(C, 1, K, K), new(C)), options
 
     mlp, position = dict(activation="gelu"), dict(residual=True)
-    made = {
+    shapes = {
         "PVTv2-B1 stage 1": (BATCH, 56, 512, 0, 3, mlp),
         "PVTv2-B1 stage 4": (BATCH, 7, 2048, 0, 3, mlp),
         "SegFormer-B0 stage 1": (16, 128, 128, 0, 3, mlp),
@@ -347,6 +387,6 @@ def _convolutions() -> Iterator[Case]:
         "CvT-13 keys": (BATCH, 28, 192, 0, 3, dict(stride=2)),
         "side 5": (BATCH, 28, 192, 0, 5, mlp),
     }
-    for name, (*sizes, options) in made.items():
+    for name, (*sizes, options) in shapes.items():
         yield Case(name, "depthwise", "bfloat16", partial(build, "bfloat16", *sizes, **options))
     yield Case("side 3", "depthwise", "float32", partial(build, "float32", BATCH, 28, 192, 0, 3, **mlp))

@@ -62,8 +62,8 @@ class Launch:
     @property
     def tensors(self) -> list[Pointer]:
         """All tensors among the arguments, including those in tuples."""
-        given = (t for v in self.values.values() for t in (v if isinstance(v, tuple) else (v,)))
-        return [t for t in given if isinstance(t, Pointer)]
+        arguments = (t for v in self.values.values() for t in (v if isinstance(v, tuple) else (v,)))
+        return [t for t in arguments if isinstance(t, Pointer)]
 
     @property
     def nbytes(self) -> int:
@@ -84,14 +84,14 @@ def recording(arch: str) -> Iterator[list[Launch]]:
 
     PyTorch's matrix products are not computed, because their values are not used.
     """
-    found: list[Launch] = []
+    launches: list[Launch] = []
 
     def run(self, *positional, grid, warmup=False, **named):
         values = {n: named.pop(n) for n in self.arg_names if n in named}
         values |= dict(zip(self.arg_names, positional, strict=False))
         values = {n: _pointers(v) for n, v in values.items()}
         grid = grid(values) if callable(grid) else grid
-        found.append(Launch(self, tuple(grid), values, named))
+        launches.append(Launch(self, tuple(grid), values, named))
 
     def product(a, b, out_dtype=None):
         return a.new_empty(*a.shape[:-1], b.shape[-1], dtype=out_dtype)
@@ -110,7 +110,7 @@ def recording(arch: str) -> Iterator[list[Launch]]:
         setattr(owner, name, function)
     try:
         with targeting(arch), using_backend("triton"), _NoLinear():
-            yield found
+            yield launches
     finally:
         for (owner, name, _), function in zip(patches, before, strict=True):
             setattr(owner, name, function) if function is not None else delattr(owner, name)

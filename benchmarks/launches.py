@@ -87,8 +87,8 @@ def image_shape(setting: Setting, model: nn.Module) -> tuple[int, int, int]:
     """[C, H, W] of the images of a setting, for the model that `build` made: the model's own size unless one is set."""
     if hasattr(model, "config"):
         return model.config.in_chans, *(setting.size or sides(model.config.img_size))
-    channels, *own = model.pretrained_cfg["input_size"]
-    return channels, *(setting.size or own)
+    channels, *model_sides = model.pretrained_cfg["input_size"]
+    return channels, *(setting.size or model_sides)
 
 
 def trace(setting: Setting) -> tuple[Trace, dict[str, str]]:
@@ -109,35 +109,35 @@ def trace(setting: Setting) -> tuple[Trace, dict[str, str]]:
         if setting.frozen:
             fastvit_triton.freeze(model)
             _traced(model, images, setting.phase)  # folds
-        found = _traced(model, images, setting.phase)
-    if any(event.name.startswith("patch_embed.") for event in found.events):
+        traced = _traced(model, images, setting.phase)
+    if any(event.name.startswith("patch_embed.") for event in traced.events):
         ways["stem"] = "fused"
-    return found, ways
+    return traced, ways
 
 
 def _traced(model: nn.Module, images: torch.Tensor, phase: str) -> Trace:
-    with tracing() as found, torch.set_grad_enabled(phase != "inference"):
+    with tracing() as traced, torch.set_grad_enabled(phase != "inference"):
         with torch.autocast("cpu", torch.bfloat16, enabled=phase == "autocast"):
             y = model(images)
         if phase != "inference":
             y.backward(torch.empty_like(y))
-    return found
+    return traced
 
 
 @functools.lru_cache(maxsize=64)
 def _eager(setting: Setting) -> tuple[Count, Count]:
     """Counts for eager PyTorch, and for torch.compile as estimated by the rule."""
-    found, _ = trace(replace(setting, arch=None))
-    return found.count, inductor_count(found.events)
+    eager, _ = trace(replace(setting, arch=None))
+    return eager.count, inductor_count(eager.events)
 
 
 def figures(setting: Setting) -> dict[str, object]:
     """Ways, launches and bytes of a model: ours, eager PyTorch's and Inductor's."""
-    found, ways = trace(setting)
+    traced, ways = trace(setting)
     eager, inductor = _eager(replace(setting, arch=None, ours=False, frozen=False))
-    counts = {"": found.count, "eager_": eager, "inductor_": inductor}
+    counts = {"": traced.count, "eager_": eager, "inductor_": inductor}
     numbers = {f"{who}{n}": v for who, c in counts.items() for n, v in (("launches", c.launches), ("bytes", c.nbytes))}
-    return {"ways": ways} | numbers | ({"findings": found.findings} if found.findings else {})
+    return {"ways": ways} | numbers | ({"findings": traced.findings} if traced.findings else {})
 
 
 def parts(setting: Setting) -> tuple[dict[str, object], dict[str, object]]:
@@ -147,20 +147,29 @@ def parts(setting: Setting) -> tuple[dict[str, object], dict[str, object]]:
     return block, {k: v - block[k] for k, v in one.items() if isinstance(v, int)}
 
 
+def _number_of_weights(setting: Setting) -> int:
+    return sum(parameter.numel() for parameter in build(setting).parameters())
+
+
 def violations(setting: Setting, block: dict[str, object], rest: dict[str, object]) -> list[str]:
     """Limits that a model exceeds, one sentence each."""
-    found, inference = [], setting.phase == "inference"
+    sentences, inference = [], setting.phase == "inference"
     launches, eager_bytes = block["launches"], block["eager_bytes"]
     chosen = {block["ways"][branch] for branch in ("attention", "mlp")}
 
     def limit(what: str, value: float, most: float) -> None:
         if value > most:
-            found.append(f"{value:.10g} {what}, at most {most:.10g}")
+            sentences.append(f"{value:.10g} {what}, at most {most:.10g}")
 
     whole = {name: 12 * value + rest[name] for name, value in block.items() if name in rest}
-    more = 1.0 if inference or setting.batch >= 64 else 1.1  # in small training batches the host takes longer
-    for where, part in (("a block", block), ("a model of 12 blocks", whole)):
-        limit(f"bytes in {where}", part["bytes"], part["eager_bytes"] * more)
+    weights = [0, 0]
+    if setting.phase == "autocast":
+        one, two, twelve = (_number_of_weights(replace(setting, depth=depth)) for depth in (1, 2, 12))
+        weights = [two - one, twelve]
+    for where, part, count in (("a block", block, weights[0]), ("a model of 12 blocks", whole, weights[1])):
+        # under autocast our backward pass casts each weight again, 6 bytes, where eager PyTorch keeps its 16-bit copy;
+        # it writes the gradient in float32, 4 bytes, where eager PyTorch writes 16 bits and casts them, 8 bytes
+        limit(f"bytes in {where}", part["bytes"], part["eager_bytes"] + (6 + 4 - 8) * count)
         limit(f"launches in {where}", part["launches"], part["eager_launches"] * (1 if inference else 1.1))
     if inference and chosen == {"fused"}:
         limit("launches in a fused block", launches, 6 - setting.ours + (0 if setting.frozen else 2))
@@ -170,7 +179,7 @@ def violations(setting: Setting, block: dict[str, object], rest: dict[str, objec
         limit("launches in a mixed block", launches, 9)
         if setting.batch >= 8:  # for one image most bytes are weights, which every way reads
             limit("bytes in a mixed block", block["bytes"], 0.95 * eager_bytes)
-    return found + list(block.get("findings", []))
+    return sentences + list(block.get("findings", []))
 
 
 def settings() -> Iterator[Setting]:
@@ -213,34 +222,34 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--table", action="store_true", help="all models, batches, phases and architectures")
     parser.add_argument("--out", type=Path, help="file for the table")
-    given = parser.parse_args()
-    if given.table:
+    args = parser.parse_args()
+    if args.table:
         rows = table()
-        if given.out:
-            with replacing(given.out) as temporary:
+        if args.out:
+            with replacing(args.out) as temporary:
                 temporary.write_text(to_json(rows))
         print(f"{len(rows)} rows, {sum(bool(row['violations']) for row in rows)} of them violate a limit")
         return
-    size = given.img_size
-    setting = Setting(given.model, given.batch, given.phase, given.arch, given.ours, given.frozen, given.depth, size)
+    size = args.img_size
+    setting = Setting(args.model, args.batch, args.phase, args.arch, args.ours, args.frozen, args.depth, size)
     try:
         check_size("--img-size", size or (1, 1))
-        check_name("--model", given.model.removeprefix("timm:") if given.ours else given.model)
-        at_least(1)("--batch", given.batch)
-        if given.depth is not None:
-            at_least(1)("--depth", given.depth)
+        check_name("--model", args.model.removeprefix("timm:") if args.ours else args.model)
+        at_least(1)("--batch", args.batch)
+        if args.depth is not None:
+            at_least(1)("--depth", args.depth)
         block, rest = parts(setting)
     except ValueError as error:
         parser.error(str(error))
-    found = figures(setting) | {"block": block, "violations": violations(setting, block, rest)}
-    if given.json:
-        print(json.dumps(found, indent=1))
+    result = figures(setting) | {"block": block, "violations": violations(setting, block, rest)}
+    if args.json:
+        print(json.dumps(result, indent=1))
         return
-    for who, numbers in (("model", found), ("block", block)):
+    for who, numbers in (("model", result), ("block", block)):
         for arm in ("", "eager_", "inductor_"):
             launches, mb = numbers[f"{arm}launches"], numbers[f"{arm}bytes"] / 1e6
             print(f"{who}  {arm.rstrip('_') or 'default':8}  {launches:6g} launches  {mb:10.1f} MB")
-    print(*(f"{branch}: {way}" for branch, way in found["ways"].items()), *found["violations"], sep="\n")
+    print(*(f"{branch}: {way}" for branch, way in result["ways"].items()), *result["violations"], sep="\n")
 
 
 if __name__ == "__main__":

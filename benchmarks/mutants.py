@@ -40,11 +40,13 @@ def main() -> None:
         if name in rows and not (again and again in name):
             continue
         start = time.monotonic()
-        found = {f"{when} {' '.join(change).strip()}": verdict for change, when, verdict in judged(model)}
-        silent = {key: verdict.what for key, verdict in found.items() if not verdict.same}
-        rows[name] = dict(commit=commit(), mutants={key: verdict.what for key, verdict in found.items()}, silent=silent)
+        verdicts = {f"{when} {' '.join(change).strip()}": verdict for change, when, verdict in judged(model)}
+        silent = {key: verdict.what for key, verdict in verdicts.items() if not verdict.same}
+        rows[name] = dict(
+            commit=commit(), mutants={key: verdict.what for key, verdict in verdicts.items()}, silent=silent
+        )
         write(rows)
-        print(f"{name}: {len(found)} mutants, {len(silent)} silent, {time.monotonic() - start:.0f} s", flush=True)
+        print(f"{name}: {len(verdicts)} mutants, {len(silent)} silent, {time.monotonic() - start:.0f} s", flush=True)
         for key, what in silent.items():
             print(f"    {key}: {what}", flush=True)
 

@@ -327,14 +327,14 @@ def fused(model: nn.Module, report: Report) -> dict[str, Any]:
     def inside(path: str, tops: set[str]) -> bool:
         return any(path == top or path.startswith(f"{top}.") or not top for top in tops)
 
-    left: dict[str, None] = {}
+    uncaptured: dict[str, None] = {}
     attention_left: list[str] = []
     attention = 0
     for path, module in model.named_modules():
         if is_bound(module):
             capture = captures_of(module)[0]
             prefix = f"{path}." if path else ""
-            left |= {f"{prefix}{row.path}": None for row in capture.left if row.type == "linear"}
+            uncaptured |= {f"{prefix}{row.path}": None for row in capture.left if row.type == "linear"}
             attention_left += [f"{prefix}{row.path}: {row.why}" for row in capture.left if row.type in ATTENTION]
             attention += sum(n for name, n in capture.calls.items() if "attention" in name)
     attention += sum("attention" in (row.became or "") and "captured" not in row.became for row in report.rows)
@@ -344,7 +344,7 @@ def fused(model: nn.Module, report: Report) -> dict[str, Any]:
         if isinstance(module, (nn.Linear, nn.MultiheadAttention)) and inside(path, blocks):
             size = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 2)
             total += size
-            if inside(path, paths) and path not in left:
+            if inside(path, paths) and path not in uncaptured:
                 weights += size
             else:
                 unfused.append(path)
@@ -375,7 +375,7 @@ def row_of(entry: Official, folder: Path) -> dict[str, Any]:
                 row[mode] = difference(results(model, example, mode == "train"), want)
         # Any error: the row states it, and the other models are tried.
         except Exception as error:
-            row["error"] = f"{type(error).__name__}: {one_line(str(error))[:200]}"
+            row["error"] = one_line(error)
     return row
 
 

@@ -129,8 +129,8 @@ def _call(name: str, s: Shape, dtype: torch.dtype) -> tuple[str, Callable, dict,
         adds = name == "add_layer_norm"
 
         def make(new: Callable) -> dict:
-            given = dict(x=new(*rows), weight=new(D), bias=new(D))
-            return given | (dict(residual=new(*rows)) if adds else {})
+            arguments = dict(x=new(*rows), weight=new(D), bias=new(D))
+            return arguments | (dict(residual=new(*rows)) if adds else {})
 
         return name, make, dict(eps=1e-6), (0.0, (4 if adds else 2) * M * D * size)
 

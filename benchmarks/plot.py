@@ -12,7 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from fastvit_triton.expected.times import devices
@@ -84,29 +86,29 @@ def load(folder: Path = RESULTS) -> Results:
     newest: dict[str, dict] = {}
     cpu = []
     for path in sorted(folder.glob("*.json")):
-        held = json.loads(path.read_text())
-        if isinstance(held, list):  # lists of releases or suites are not measurements
+        result = json.loads(path.read_text())
+        if isinstance(result, list):  # lists of releases or suites are not measurements
             continue
-        if "benchmarks.cpu" in held.get("command", "") and "processor" in held:
-            cpu.append(held)
-        if "part" in held and held.get("dry_run") is False and held.get("gpu"):
-            newest[held["part"]] = max(newest.get(held["part"], held), held, key=lambda r: r["date"])
+        if "benchmarks.cpu" in result.get("command", "") and "processor" in result:
+            cpu.append(result)
+        if "part" in result and result.get("dry_run") is False and result.get("gpu"):
+            newest[result["part"]] = max(newest.get(result["part"], result), result, key=lambda r: r["date"])
     report, *others = (
         json.loads(path.read_text()) if (path := folder / f"{name}.json").exists() else None
         for name in ("static", "host", "launches", "gains", "backtest")
     )
     parts = (newest.get(part) for part in ("ops", "models", "ceilings", "ways"))
     users = community.load(folder / "community")
-    return Results(*parts, report, tuple(sorted(cpu, key=lambda held: held["date"])), *others, users)
+    return Results(*parts, report, tuple(sorted(cpu, key=lambda result: result["date"])), *others, users)
 
 
 def times(result: dict | None, model: str | None = None) -> dict[tuple[str, str], dict[str, float]]:
     """(case, phase) → microseconds by variant, for variants whose results matched; optionally of one model only."""
-    found: dict[tuple[str, str], dict[str, float]] = {}
+    by_case: dict[tuple[str, str], dict[str, float]] = {}
     for row in result["rows"] if result else ():
         if row.get("us") is not None and row.get("match") and model in (None, row["model"]):
-            found.setdefault((row["case"], row["phase"]), {})[row["arm"]] = row["us"]
-    return {key: by_variant for key, by_variant in found.items() if "eager" in by_variant}
+            by_case.setdefault((row["case"], row["phase"]), {})[row["arm"]] = row["us"]
+    return {key: by_variant for key, by_variant in by_case.items() if "eager" in by_variant}
 
 
 def origin(result: dict) -> str:
@@ -159,13 +161,13 @@ def cpu_table(results: Results, shown: str = "") -> str:
         results: with the files of `benchmarks.cpu`; the newest row of a cell on a processor counts.
         shown: word that the names of the shown cells contain.
     """
-    newest = {(held["processor"], row["cell"]): (row, held) for held in results.cpu for row in held["rows"]}
-    newest = {key: found for key, found in newest.items() if shown in key[1]}
+    newest = {(file["processor"], row["cell"]): (row, file) for file in results.cpu for row in file["rows"]}
+    newest = {key: entry for key, entry in newest.items() if shown in key[1]}
     if not newest:
         return f"{NOT_YET}; `python -m benchmarks.cpu --out FILE` measures it."
     tables = []
     for processor in dict.fromkeys(processor for processor, _ in newest):
-        rows = [found for (here, _), found in newest.items() if here == processor]
+        rows = [entry for (here, _), entry in newest.items() if here == processor]
         names = [n for n in CPU_COLUMNS if any("ratio" in row["columns"].get(n, {}) for row, _ in rows)]
         lines = [f"| eager / it, {processor} | {' | '.join(CPU_COLUMNS[n] for n in names)} |"]
         lines.append("|---" + "|--:" * len(names) + "|")
@@ -173,26 +175,36 @@ def cpu_table(results: Results, shown: str = "") -> str:
             threads = f"{row['threads']} thread{'s' * (row['threads'] > 1)}"
             title = f"{row['model']}, {row['dtype']}, batch {row['batch']}, {row['phase']}, {threads}"
             lines.append(f"| {title} | {' | '.join(_ratio(row['columns'].get(name)) for name in names)} |")
-        for held in {id(held): held for _, held in rows}.values():
-            where = f"torch {held['packages']['torch']}, commit {held['commit']}, {held['date']}"
-            lines += ["", f"{where}: `{held['command']}`."]
+        for file in {id(file): file for _, file in rows}.values():
+            where = f"torch {file['packages']['torch']}, commit {file['commit']}, {file['date']}"
+            lines += ["", f"{where}: `{file['command']}`."]
         tables.append("\n".join(lines))
     return "\n\n".join(tables)
 
 
 def cpu_short_table(results: Results) -> str:
-    """`cpu_table` of one image of ViT-B in float32 on one thread, with errors of the reduced precisions."""
-    return cpu_table(results, "vit_base_patch16_224 float32 batch 1 inference threads 1")
+    """One image of ViT-B in float32 on one thread, a line for each processor; see `cpu_table`."""
+    cell = f"{PICTURED} float32 batch 1 inference threads 1"
+    newest = {file["processor"]: (row, file) for file in results.cpu for row in file["rows"] if row["cell"] == cell}
+    if not newest:
+        return cpu_table(results, cell)
+    names = [n for n in CPU_COLUMNS if any("ratio" in row["columns"].get(n, {}) for row, _ in newest.values())]
+    lines = [f"| eager / it | {' | '.join(CPU_COLUMNS[n] for n in names)} |", "|---" + "|--:" * len(names) + "|"]
+    for processor, (row, _) in newest.items():
+        lines.append(f"| {processor} | {' | '.join(_ratio(row['columns'].get(name)) for name in names)} |")
+    runs = (f"{file['date']}, commit {file['commit']}" for _, file in newest.values())
+    versions = dict.fromkeys(file["packages"]["torch"] for _, file in newest.values())
+    return "\n".join([*lines, "", f"`python -m benchmarks.cpu`, torch {', '.join(versions)}: {'; '.join(runs)}."])
 
 
 def host_table(results: Results) -> str:
     """Table of a block's host time relative to timm's, with quartiles, by way and phase."""
     if results.host is None:
         return f"{NOT_YET}; `python -m benchmarks.host --out benchmarks/results/host.json` measures it."
-    found = {(row["block"], row["way"], row["phase"]): row for row in results.host["rows"]}
+    by_cell = {(row["block"], row["way"], row["phase"]): row for row in results.host["rows"]}
     lines = ["| block | way | inference | training |", "|---|---|--:|--:|"]
-    for block, way in dict.fromkeys(key[:2] for key in found):
-        cells = (found.get((block, way, phase)) for phase in ("inference", "training"))
+    for block, way in dict.fromkeys(key[:2] for key in by_cell):
+        cells = (by_cell.get((block, way, phase)) for phase in ("inference", "training"))
         cells = (
             "" if r is None else f"{r['ratio']:.2f} ({' to '.join(f'{q:.2f}' for q in r['quartiles'])})" for r in cells
         )
@@ -305,11 +317,11 @@ def backtest_table(results: Results) -> str:
         f"| predicted against published | {columns} | with what is excluded: {columns} |",
         "|---" + "|--:" * 6 + "|",
     ]
-    found = results.backtest["by"]
-    for key, every in found["gpu, mode, fitted, with excluded"].items():
+    errors = results.backtest["by"]
+    for key, every in errors["gpu, mode, fitted, with excluded"].items():
         gpu, mode, part = key.split(" ", 2)
         cells = [f"{one['predicted']} | {_percent(one['median'])} | {_percent(one['p90'])}"
-                 for one in (found["gpu, mode, fitted"][key], every)]  # fmt: skip
+                 for one in (errors["gpu, mode, fitted"][key], every)]  # fmt: skip
         lines.append(f"| {SHEETS[gpu].name}, {titles[mode]}, {part} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -319,12 +331,12 @@ def families_table(results: Results) -> str:
     if results.backtest is None:
         return NOT_YET
     lines = ["| family | rows | median error | nine of ten within | shown as |", "|---|--:|--:|--:|---|"]
-    found, outside = results.backtest["by"]["family"], results.backtest["excluded families"]
+    errors, outside = results.backtest["by"]["family"], results.backtest["excluded families"]
     models = defaultdict(list)
     for name, why in results.backtest["excluded models"].items():
         model, mode = name.split(", ")
         models[family(model)].append(f"{mode}: {why}")
-    for kind, one in sorted(found.items(), key=lambda pair: (pair[0] not in ALWAYS, pair[0])):
+    for kind, one in sorted(errors.items(), key=lambda pair: (pair[0] not in ALWAYS, pair[0])):
         if kind in ALWAYS:
             shown = "predicted"
         elif kind in outside:
@@ -368,8 +380,8 @@ def fill(readme: str, results: Results) -> str:
     """
     parts = readme.split("<!-- measured: ")
     for i, part in enumerate(parts[1:], 1):
-        name, found, rest = part.partition(" -->")
-        if not found or name not in TABLES or "<!-- end -->" not in rest:
+        name, closing, rest = part.partition(" -->")
+        if not closing or name not in TABLES or "<!-- end -->" not in rest:
             raise ValueError(
                 f"the marker <!-- measured: {name[:40]} needs a table ({', '.join(TABLES)}) and <!-- end -->"
             )
@@ -479,14 +491,25 @@ def backtest_points(results: Results, path: Path) -> bool:
 
 
 def cpu_bars(results: Results, path: Path) -> bool:
-    """Plots speedups over eager on a CPU by cell and column, of the newest file; False if there is none."""
-    if not results.cpu:
+    """Plots speedups over eager on CPUs by cell and column, of each processor's newest file; False if there is none."""
+    newest = {file["processor"]: file for file in results.cpu}  # files are sorted by date
+    if not newest:
         return False
-    held = results.cpu[-1]
-    rows = [row for row in held["rows"] if row["dtype"] == "float32" and row["threads"] == 1]
+    panels = []
+    for file in newest.values():
+        rows = [row for row in file["rows"] if row["dtype"] == "float32" and row["threads"] == 1]
+        panels.append([row for row in rows if row["phase"] == "inference"])
+    figure, axes = _figure(8 * len(panels), 0.8 + 0.85 * max(map(len, panels)), len(panels))
+    for axis, file, rows in zip(np.ravel(axes), newest.values(), panels, strict=True):
+        _cpu_panel(axis, rows)
+        axis.set_title(f"{file['processor']}, torch {file['packages']['torch']}", fontsize=9)
+    return _saved(figure, path)
+
+
+def _cpu_panel(axis: Any, rows: list[dict]) -> None:
+    """Bars of one processor: a group for each cell, a bar for each column."""
     names = ("medium", "compile", "onnx", "ours", "frozen", "bf16", "int8")
     shades = ("#8d8d8d", "#b0b0b0", "#d0d0d0", "#4c72b0", "#8da9cf", "#dd8452", "#c44e52")
-    figure, axis = _figure(8, 0.8 + 0.85 * len(rows))
     for i, (name, color) in enumerate(zip(names, shades, strict=True)):
         points = [(y, row["columns"][name]) for y, row in enumerate(rows) if "ratio" in row["columns"].get(name, {})]
         at = [y + (i - 3) * 0.12 for y, _ in points]
@@ -498,9 +521,7 @@ def cpu_bars(results: Results, path: Path) -> bool:
     axis.invert_yaxis()
     axis.axvline(1, color="black", linewidth=0.8)
     axis.set_xlabel("times faster than eager PyTorch, float32 model, one thread", fontsize=8)
-    axis.set_title(f"{held['processor']}, torch {held['packages']['torch']}", fontsize=9)
     axis.legend(fontsize=7, loc="lower right")
-    return _saved(figure, path)
 
 
 def _figure(width: float, height: float, columns: int = 1) -> tuple:

@@ -47,8 +47,8 @@ def compile_candidates(target: Target, arch: str, start: int = 0, stop: int | No
     with ThreadPoolExecutor(2) as pool:
         for config in configs[start:stop]:
             with overriding({name: config}):
-                made = record(arch, op.run, **arguments)
-            launches = [(phase, a) for phase in phases for a in made[phase] if _uses(a, name)]
+                recorded = record(arch, op.run, **arguments)
+            launches = [(phase, a) for phase in phases for a in recorded[phase] if _uses(a, name)]
             errors: dict[str, str] = {}
             with capturing(errors, "error"):
                 kernels = [compiled(a, arch) for _, a in launches]
@@ -57,9 +57,9 @@ def compile_candidates(target: Target, arch: str, start: int = 0, stop: int | No
                 continue
             new = [k for k in dict.fromkeys(kernels) if k not in binaries]
             binaries.update(zip(new, pool.map(read, new), strict=True))
-            found = [(phase, a, binaries[k], k.asm["ttir"]) for (phase, a), k in zip(launches, kernels, strict=True)]
-            faults = [f for _, a, binary, ttir in found for f in violations(a, binary, arch, ttir)]
-            us = sum(bounds(a, binary, GPUS[arch])["together"] for phase, a, binary, _ in found if phase == phases[0])
+            built = [(phase, a, binaries[k], k.asm["ttir"]) for (phase, a), k in zip(launches, kernels, strict=True)]
+            faults = [f for _, a, binary, ttir in built for f in violations(a, binary, arch, ttir)]
+            us = sum(bounds(a, binary, GPUS[arch])["together"] for phase, a, binary, _ in built if phase == phases[0])
             tried.append(dict(config=config, predicted_us=round(us, 2), faults=faults))
     return name, tried
 

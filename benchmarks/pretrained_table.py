@@ -60,7 +60,7 @@ def class_names() -> list[tuple[str, str]]:
     names = [info.index_to_description(i).split(", ") for i in range(1000)]
     uses = Counter(first for first, *_ in names)
     chosen = [
-        next((n for n in found if uses[n] < 2), f"{found[0]} ({s})") for s, found in zip(synsets, names, strict=True)
+        next((n for n in words if uses[n] < 2), f"{words[0]} ({s})") for s, words in zip(synsets, names, strict=True)
     ]
     return list(zip(synsets, chosen, strict=True))
 

@@ -6,6 +6,8 @@ Reads the installed timm, transformers and vit-pytorch, and adds their fingerpri
 file. A row names a registered class, the classes with the same code, and the releases in which they were seen; see
 fastvit_triton.convert.recognition. `python -m benchmarks.recognition --list` shows, for the installed transformers, the
 classes of vision models that are recognised, by registered class; it imports every model and takes minutes.
+`python -m benchmarks.recognition --gain FILE` counts the weights of linear layers in fused modules of each vision tower
+of transformers (coverage_towers.txt) twice, with recognition and with registered names alone, and writes both.
 """
 
 import argparse
@@ -14,15 +16,21 @@ import json
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from unittest.mock import patch
 
 from torch import nn
 
-from fastvit_triton.convert import modules  # registers the forwards
+from fastvit_triton import optimize
+from fastvit_triton.convert import forwards, modules, third_party  # registers the forwards
 from fastvit_triton.convert.forwards import FORWARDS, INNER
-from fastvit_triton.convert.recognition import KNOWN, Unreadable, fingerprint
+from fastvit_triton.convert.recognition import KNOWN, Unreadable, fingerprint, recognised
 from fastvit_triton.files import replacing
+from fastvit_triton.measure.machine import provenance
+
+from . import coverage
 
 PACKAGES = ("timm", "transformers", "vit_pytorch")
 assert modules.LEFT is not None
@@ -32,8 +40,17 @@ def main() -> None:
     """Command line; see the module's documentation."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--list", action="store_true", help="show the recognised classes instead of writing the file")
+    parser.add_argument("--gain", type=Path, help="write what recognition gains to this file instead")
     warnings.simplefilter("ignore")
-    if parser.parse_args().list:
+    arguments = parser.parse_args()
+    if arguments.gain:
+        rows = dict(gains())
+        facts = {k: v for k, v in provenance().items() if k in ("command", "date", "commit", "packages")}
+        with replacing(arguments.gain) as path:
+            path.write_text(json.dumps(facts | dict(rows=rows), indent=1) + "\n")
+        print(f"{sum(named < share for share, named in rows.values())} of {len(rows)} classes gain")
+        return
+    if arguments.list:
         for name, classes in recognised_classes().items():
             print(f"{name}: {', '.join(classes)}")
         return
@@ -46,7 +63,7 @@ def main() -> None:
 def fingerprints() -> dict[str, dict]:
     """Rows of the file for the installed packages."""
     rows: dict[str, dict] = {}
-    portable = [name for name, known in FORWARDS.items() if not any(forward.by_name for forward in known)]
+    portable = [name for name, forwards in FORWARDS.items() if not any(forward.by_name for forward in forwards)]
     for name in sorted([*portable, *INNER]):
         package = name.partition(".")[0]
         cls = _class(name) if package in PACKAGES else None
@@ -78,17 +95,39 @@ def merged(old: dict[str, dict], new: dict[str, dict]) -> dict[str, dict]:
 
 def recognised_classes() -> dict[str, list[str]]:
     """Classes of the installed transformers' vision models by the registered class whose code they run."""
-    known = {digest: row["as"] for digest, row in json.loads(KNOWN.read_text()).items()}
-    found: dict[str, list[str]] = defaultdict(list)
+    registered = {digest: row["as"] for digest, row in json.loads(KNOWN.read_text()).items()}
+    classes: dict[str, list[str]] = defaultdict(list)
     for cls in vision_classes():
         name = f"{cls.__module__}.{cls.__name__}"
         try:
-            same = known.get(fingerprint(cls))
+            same = registered.get(fingerprint(cls))
         except Unreadable:
             same = None
         if same is not None and name not in FORWARDS:
-            found[same].append(name)
-    return dict(sorted(found.items()))
+            classes[same].append(name)
+    return dict(sorted(classes.items()))
+
+
+def gains() -> Iterator[tuple[str, list[float]]]:
+    """Yields each vision tower of transformers, with its fused share with recognition and by registered names alone."""
+    names = {name for row in json.loads(KNOWN.read_text()).values() for name in row["classes"]}
+
+    def by_name(cls: type[nn.Module]) -> str | None:
+        return recognised(cls) if f"{cls.__module__}.{cls.__qualname__}" in names else None
+
+    excluded = coverage.excluded(coverage.EXCLUDED.read_text())
+    for entry in coverage.entries(coverage.TOWERS.read_text()):
+        if entry.package != "transformers" or entry.name in excluded:
+            continue
+        shares = []
+        for function in (recognised, by_name):
+            with patch.object(forwards, "recognised", function), patch.object(third_party, "recognised", function):
+                third_party._has_fused_forward.cache_clear()
+                model = coverage.build(replace(entry, called=False))
+                shares.append(round(coverage.inside(model, optimize(model)), 4))
+        third_party._has_fused_forward.cache_clear()
+        print(entry.model, *shares, flush=True)
+        yield entry.model, shares
 
 
 def vision_classes() -> Iterator[type[nn.Module]]:
@@ -115,10 +154,10 @@ def _class(name: str) -> type[nn.Module] | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # old paths are deprecated
-            found = getattr(importlib.import_module(path), attribute, None)
+            cls = getattr(importlib.import_module(path), attribute, None)
     except ImportError:
         return None
-    return found if isinstance(found, type) and f"{found.__module__}.{found.__qualname__}" == name else None
+    return cls if isinstance(cls, type) and f"{cls.__module__}.{cls.__qualname__}" == name else None
 
 
 def _order(release: str) -> tuple:

@@ -88,11 +88,11 @@ def cases() -> list[Case]:
 
 def sizes_of(count: int, images: int | None = None) -> list[list[tuple[int, int]]]:
     """For each call rows and columns of each image, no two calls alike; 2 to 4 images, or this number."""
-    found = []
+    sizes = []
     for i in range(count):
         n = images or 2 + i % 3
-        found.append([(4 + 4 * ((i + j) % 4), 4 + 4 * (i // 4) + 8 * (j % 2)) for j in range(n)])
-    return found
+        sizes.append([(4 + 4 * ((i + j) % 4), 4 + 4 * (i // 4) + 8 * (j % 2)) for j in range(n)])
+    return sizes
 
 
 class Compiler:
@@ -125,9 +125,9 @@ def counted(model: nn.Module, calls: list[Given], variant: str, whole: bool) -> 
     row: dict[str, Any] = {}
     with running(variant), torch.no_grad(), limits:
         try:
-            for given in calls:
+            for inputs in calls:
                 torch.manual_seed(1)
-                outputs.append(compiled(**given))
+                outputs.append(compiled(**inputs))
         # Any error: that Dynamo or the model raises one is the result, which the row records.
         except Exception as error:
             row["error"] = one_line(error)
@@ -171,14 +171,14 @@ class _Limits(logging.Handler):
 
 def precomputed(model: nn.Module, given: Given) -> Given:
     """The inputs with all tensors that the model may be given instead of computing them from the sizes of images."""
-    home, found = sys.modules[type(model).__module__], {}
+    home, computed = sys.modules[type(model).__module__], {}
     before = {name: getattr(home, name) for name in KEYS if hasattr(home, name)}
 
     def record(name: str, *inputs: Any, **named: Any) -> Any:
         y = before[name](*inputs, **named)
         pairs = zip(KEYS[name], y if isinstance(y, tuple) else (y,), strict=True)
         if named.get("kwargs") is not None:  # else it cannot be given
-            found.update({key: value for key, value in pairs if isinstance(value, Tensor)})
+            computed.update({key: value for key, value in pairs if isinstance(value, Tensor)})
         return y
 
     for name in before:
@@ -189,7 +189,7 @@ def precomputed(model: nn.Module, given: Given) -> Given:
     finally:
         for name, function in before.items():
             setattr(home, name, function)
-    return given | found
+    return given | computed
 
 
 def row_of(case: Case) -> dict[str, Any]:
@@ -211,17 +211,17 @@ def figures(
     for blocks_of in [m for m in plain.modules() if isinstance(m, nn.ModuleList) and blocks]:
         del blocks_of[blocks:]
     one = 1 if captured and case.packed and variant == "original" else None
-    given = [case.give(plain, sizes) for sizes in sizes_of(calls or (SIZES if captured else CALLS), one)]
+    inputs = [case.give(plain, sizes) for sizes in sizes_of(calls or (SIZES if captured else CALLS), one)]
     if captured and case.packed:
-        given = [precomputed(plain, each) for each in given]
+        inputs = [precomputed(plain, each) for each in inputs]
     model = copy.deepcopy(plain)
     if variant != "original":
         optimize(model)
-    found = counted(model, given, variant, captured)
-    outputs = found.pop("outputs")
+    row = counted(model, inputs, variant, captured)
+    outputs = row.pop("outputs")
     if variant == "converted" and outputs:
-        found["distance"] = max(distance(y, plain, each) for y, each in zip(outputs, given, strict=False))
-    return found
+        row["distance"] = max(distance(y, plain, each) for y, each in zip(outputs, inputs, strict=False))
+    return row
 
 
 def distance(got: object, model: nn.Module, given: Given) -> float:
@@ -244,12 +244,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=inspect.getdoc(sys.modules[__name__]).splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder for recompiles.json; its rows are not measured again")
     parser.add_argument("--only", default="", help="models whose name contains this")
-    given = parser.parse_args()
+    args = parser.parse_args()
     warnings.simplefilter("ignore")
-    path = given.out and given.out / "recompiles.json"
+    path = args.out and args.out / "recompiles.json"
     rows = {row["model"]: row for row in json.loads(path.read_text())["rows"]} if path and path.exists() else {}
     for case in cases():
-        if case.name in rows or given.only not in case.name:
+        if case.name in rows or args.only not in case.name:
             continue
         rows[case.name] = row_of(case)
         print(json.dumps(rows[case.name]), flush=True)

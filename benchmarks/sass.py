@@ -161,10 +161,10 @@ def _read_amd(kernel) -> Binary:
         shared_bytes=meta.shared,
         tensor_columns=0,
         ctas_per_sm=min(by_registers, by_memory, gpu.warps // meta.num_warps, gpu.blocks),
-        mma={"mfma": found} if (found := count(r"\bv_mfma")) else {},
+        mma={"mfma": mfma} if (mfma := count(r"\bv_mfma")) else {},
         wide=wide,
         narrow=count(r"(?:global|buffer)_(?:load|store)_") - wide,
-        mix={"mfma": found, "exp": count("v_exp_f32"), "ds_read": count("ds_read"), "barrier": count("s_barrier")},
+        mix={"mfma": mfma, "exp": count("v_exp_f32"), "ds_read": count("ds_read"), "barrier": count("s_barrier")},
         loop=Pipes(),
         once=Pipes(),
     )
@@ -226,8 +226,8 @@ def _mix(code: list[Instruction]) -> dict[str, int]:
     """Number of instructions by kind."""
     kinds = dict(mma=MATRIX.pattern, mufu="MUFU", ffma="FFMA", fmul="FMUL", fadd="FADD", fmnmx="FMNMX", sel="F?SEL")
     kinds |= dict(convert="F2F", shuffle="SHFL", copy="LDGSTS|UTMALDG", load="LDG(?!STS)", ldsm="LDSM", barrier="BAR")
-    found = {name: sum(bool(re.match(p, i.code)) for i in code) for name, p in kinds.items()}
-    return {"all": len(code)} | {name: n for name, n in found.items() if n}
+    counts = {name: sum(bool(re.match(p, i.code)) for i in code) for name, p in kinds.items()}
+    return {"all": len(code)} | {name: n for name, n in counts.items() if n}
 
 
 def _blocks(code: list[Instruction]) -> tuple[list[range], list[list[int]]]:
@@ -266,9 +266,9 @@ def _main_loops(code: list[Instruction]) -> set[int]:
     while changed:
         changed = False
         for b in range(1, len(blocks)):
-            found = {b} | (set.intersection(*(dominators[p] for p in before[b])) if before[b] else set())
-            changed |= found != dominators[b]
-            dominators[b] = found
+            dominating = {b} | (set.intersection(*(dominators[p] for p in before[b])) if before[b] else set())
+            changed |= dominating != dominators[b]
+            dominators[b] = dominating
     loops: dict[int, set[int]] = {}
     for b, following in enumerate(after):
         for head in set(following) & dominators[b]:

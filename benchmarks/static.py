@@ -35,6 +35,7 @@ from triton.errors import TritonError
 
 from fastvit_triton.expected.launched import sequence, work
 from fastvit_triton.files import replacing
+from fastvit_triton.kernels.cost import seen_pairs
 
 from .fingerprint import key
 from .launch_cases import Case, cases
@@ -48,22 +49,22 @@ RESULTS = Path(__file__).parent / "results"
 
 def violations(launch: Launch, binary: Binary, arch: str, ttir: str) -> list[str]:
     """Violations of a binary, one sentence each; the module docstring lists them."""
-    found, gpu = [], GPUS[arch]
+    sentences, gpu = [], GPUS[arch]
     if binary.spill_bytes:
-        found.append(f"{binary.spill_bytes} bytes spilled")
+        sentences.append(f"{binary.spill_bytes} bytes spilled")
     if binary.shared_bytes > gpu.block_kb * 1024:
-        found.append(f"{binary.shared_bytes} bytes of shared memory, {gpu.name} has {gpu.block_kb * 1024}")
+        sentences.append(f"{binary.shared_bytes} bytes of shared memory, {gpu.name} has {gpu.block_kb * 1024}")
     if binary.tensor_columns > 512:
-        found.append(f"{binary.tensor_columns} columns of tensor memory, there are 512")
+        sentences.append(f"{binary.tensor_columns} columns of tensor memory, there are 512")
     if not binary.ctas_per_sm:
-        found.append("no block fits")
+        sentences.append("no block fits")
     products = re.findall(r"tt\.dot .*-> tensor<(\d+)x(\d+)xf32", ttir)
     if products and launch.values.get("PRECISION") != "ieee":
         if not binary.mma:
-            found.append("no matrix instruction")
+            sentences.append("no matrix instruction")
         elif arch == "sm_90" and max(int(rows) for rows, _ in products) >= 64 and not _warpgroup(binary):
-            found.append("no wgmma")
-    return found
+            sentences.append("no wgmma")
+    return sentences
 
 
 def _warpgroup(binary: Binary) -> bool:
@@ -108,15 +109,16 @@ def _pipe_us(pipes: Pipes, launch: Launch, gpu: Gpu) -> dict[str, float]:
 def floor(launch: Launch, phase: str, gpu: Gpu) -> float:
     """Lower bound of the operation in microseconds: its flops at the GPU's peak, or one transfer of each byte.
 
-    Attention pads queries to 64 and keys to 16. Its backward pass, whose floor is listed with the dq kernel, reads and
-    writes all eight tensors once; so does that of window attention, not padded. Row statistics and folded weights are
-    overhead, so their floor is 0.
+    Attention pads queries to 64 and keys to 16, and causal attention counts the pairs that it needs. Its backward pass,
+    whose floor is listed with the dq kernel, reads and writes all eight tensors once; so does that of window attention,
+    not padded. Row statistics and folded weights are overhead, so their floor is 0.
     """
     a, name = launch.values, launch.name
     if name in ("attention._fwd_kernel", "attention._bwd_dq_kernel", "attention._bwd_kernel"):
         heads, backward = launch.programs / a["tiles"], "_bwd_" in name
         Nq, Nk = sequence(launch)
-        pairs = heads * math.ceil(Nq / 64) * 64 * math.ceil(Nk / 16) * 16
+        seen = seen_pairs(Nq, Nk, a["CAUSAL"]) / max(Nq * Nk, 1)
+        pairs = heads * math.ceil(Nq / 64) * 64 * math.ceil(Nk / 16) * 16 * seen
         values = heads * (Nq + Nk) * (a["D"] + a["Dv"]) * (2 if backward else 1)
         flops = pairs * (2 * a["D"] + 2 * a["Dv"]) * (2.5 if backward else 1)
         itemsize = a["q_ptr"].dtype.itemsize
@@ -133,6 +135,7 @@ def floor(launch: Launch, phase: str, gpu: Gpu) -> float:
         "layer_norm._bwd_kernel",
         "depthwise._conv_kernel",
         "depthwise._bwd_weight_kernel",
+        "batch_norm._kernel",
     ):
         unused = a["pre_ptr"].nbytes if phase == "inference" and "pre_ptr" in a else 0
         return max((launch.nbytes - unused) / gpu.gbs / 1e3, work(launch).flops / gpu.tflops / 1e6)
@@ -236,8 +239,8 @@ def report(archs: Iterable[str], quick: bool = False, known: dict[str, dict] | N
     """Compiles and reads every launch whose key is not in `known`; returns the content of static.json."""
     known = dict(known or {})
     with ThreadPoolExecutor(2) as pool:
-        made = cases(quick)
-        rows = [row for case in track(made, "compiling", transient=True) for row in rows_of(case, archs, pool, known)]
+        chosen = cases(quick)
+        rows = [row for case in track(chosen, "compiling", transient=True) for row in rows_of(case, archs, pool, known)]
     return dict(
         command=COMMAND,
         note="predicted from instruction counts; nothing here was measured",
@@ -252,12 +255,12 @@ def report(archs: Iterable[str], quick: bool = False, known: dict[str, dict] | N
 
 def ptxas_versions() -> dict[str, str]:
     """Versions of Triton's assemblers for NVIDIA GPUs."""
-    found = {}
+    versions = {}
     for name in ("ptxas", "ptxas-blackwell"):
         if (tool := TOOL.parent / name).exists():
             text = subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout
-            found[name] = re.search(r"V([\d.]+)", text)[1]
-    return found
+            versions[name] = re.search(r"V([\d.]+)", text)[1]
+    return versions
 
 
 def to_json(result: dict) -> str:
@@ -282,22 +285,22 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
-    earlier, known = arguments.out and arguments.out / "static.json", {}
+    earlier, reused = arguments.out and arguments.out / "static.json", {}
     if earlier and earlier.exists() and not arguments.all:
-        known = reusable(json.loads(earlier.read_text()))
-    result, console = report(arguments.arch.split(","), arguments.quick, known), Console(width=180)
+        reused = reusable(json.loads(earlier.read_text()))
+    result, console = report(arguments.arch.split(","), arguments.quick, reused), Console(width=180)
     for arch in result["parts"]:
         console.print(kernel_table(result, arch))
     console.print(operation_table(result, "sm_90" if "sm_90" in result["parts"] else next(iter(result["parts"]))))
-    found = violation_lines(result)
-    kept = sum(row["key"] in known for row in result["rows"])
-    summary = f"{len(result['rows'])} launches, {kept} of them unchanged and not compiled, {len(found)} violations"
-    console.print(summary, *found, sep="\n", markup=False)
+    lines = violation_lines(result)
+    kept = sum(row["key"] in reused for row in result["rows"])
+    summary = f"{len(result['rows'])} launches, {kept} of them unchanged and not compiled, {len(lines)} violations"
+    console.print(summary, *lines, sep="\n", markup=False)
     if arguments.out:
         for name, text in (("static.json", to_json(result)), ("static.md", markdown(result))):
             with replacing(arguments.out / name) as temporary:
                 temporary.write_text(text)
-    sys.exit(bool(found) and not arguments.report_only)
+    sys.exit(bool(lines) and not arguments.report_only)
 
 
 if __name__ == "__main__":

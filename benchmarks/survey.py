@@ -56,7 +56,8 @@ class System(NamedTuple):
         model: the name whose parameters and launches are counted, or why there is none.
         oracle: what our model, or our layer, is compared with in the tests.
         differs: what differs from the paper or from the oracle.
-        side: pixels of the enlarged digits; 0 for systems that do not classify, whose figures are in docs/pixels.md.
+        side: pixels of the enlarged digits; 0 for systems that do not classify, whose figures are in docs/pixels.md
+            or docs/detect.md.
         tiny: options for the digits; "model" is the name of another model of the family, and with "similarity_loss"
             the loss includes `train.similarity_loss`.
     """
@@ -89,15 +90,15 @@ def read(text: str) -> list[System]:
     Raises:
         ValueError: a line has too few or too many fields.
     """
-    found = []
+    systems = []
     for line in text.splitlines():
         words = ["" if word == "-" else word for word in line.split(" | ")]
         if not line or line.startswith("#"):
             continue
         if len(words) != len(System._fields):
             raise ValueError(f"line {line!r} has {len(words)} fields; give {', '.join(System._fields)}")
-        found.append(System(*words[:-2], int(words[-2] or 0), as_tuples(json.loads(words[-1] or "{}"))))
-    return found
+        systems.append(System(*words[:-2], int(words[-2] or 0), as_tuples(json.loads(words[-1] or "{}"))))
+    return systems
 
 
 def as_tuples(value: Any) -> Any:
@@ -144,13 +145,14 @@ def build(name: str, **options: Any) -> nn.Module:
 def counted(system: System) -> dict[str, Any]:
     """Parameters with 1000 classes, and launches of a block: [eager PyTorch, fused]."""
     config = model_config(system.model)
-    name = next(field.name for field in fields(config) if field.name in ("depth", "depths"))
+    names = [field.name for field in fields(config)]
+    name = next(name for name in ("encoder_layers", "depth", "depths") if name in names)
     depths = [filled(getattr(config, name), n, getattr(config, "num_heads", ())) for n in (2, 4)]
     models = [build(system.model, **{name: depth}) for depth in depths]
     added = blocks(depths[1]) - blocks(depths[0])
-    found = [(launches(models[1], fused) - launches(models[0], fused)) / added for fused in (False, True)]
+    per_block = [(launches(models[1], fused) - launches(models[0], fused)) / added for fused in (False, True)]
     parameters = sum(p.numel() for p in build(system.model).parameters())
-    return dict(model=system.model, parameters=parameters, launches=[round(value, 2) for value in found])
+    return dict(model=system.model, parameters=parameters, launches=[round(value, 2) for value in per_block])
 
 
 def small(system: System) -> nn.Module:
@@ -192,14 +194,14 @@ def learned(system: System, epochs: int = EPOCHS, seeds: int = SEEDS) -> dict[st
         run = fit(model, train, adamw(model, LR, DECAY), lr_at, **settings)
         accuracy.append([round(progress.test.accuracy, 4) for progress in run if progress.done])
     seconds = round((time.process_time() - began) / seeds, 1)
-    found = dict(parameters=sum(p.numel() for p in model.parameters()), accuracy=accuracy, core_seconds=seconds)
-    return dict(side=system.side, tiny=system.tiny) | found | provenance()
+    results = dict(parameters=sum(p.numel() for p in model.parameters()), accuracy=accuracy, core_seconds=seconds)
+    return dict(side=system.side, tiny=system.tiny) | results | provenance()
 
 
 def reached(row: dict[str, Any], epoch: int = EPOCHS) -> tuple[float, float, float]:
     """Mean, smallest and largest accuracy of the seeds after an epoch, in percent."""
-    found = [100 * accuracy[epoch - 1] for accuracy in row["digits"]["accuracy"]]
-    return sum(found) / len(found), min(found), max(found)
+    percents = [100 * accuracy[epoch - 1] for accuracy in row["digits"]["accuracy"]]
+    return sum(percents) / len(percents), min(percents), max(percents)
 
 
 def write(rows: list[dict[str, Any]], folder: Path) -> None:
@@ -278,8 +280,8 @@ def main() -> None:
     for system in SYSTEMS:
         wanted = re.search(args.only, system.name) and not (args.missing and system.name in rows)
         if system.built and wanted and not args.plot:
-            known = rows.get(system.name, {}).get("digits")
-            run = known if not system.side or (known and args.counts) else learned(system)
+            earlier = rows.get(system.name, {}).get("digits")
+            run = earlier if not system.side or (earlier and args.counts) else learned(system)
             rows[system.name] = dict(system=system.name, **counted(system)) | (dict(digits=run) if run else {})
             print(json.dumps(rows[system.name]), flush=True)
             write(list(rows.values()), args.out)

@@ -75,17 +75,17 @@ def markdown(result: dict) -> str:
 
 def coverage_markdown(result: dict) -> str:
     """The table of `benchmarks.coverage`, and why candidates are not fused."""
-    found = [r for r in result["rows"] if "error" not in r]
+    counted = [r for r in result["rows"] if "error" not in r]
     lines = [
         f"Written by `{result['command']}` on {result['date']}: {result['note']}.",
-        "Linear: share of the parameters of linear layers in fused modules. Products: share of the arithmetic of",
-        "matmuls and convolutions in our kernels. Launches and GB of one call: eager PyTorch, then every module fused",
+        "Linear: share of the parameters of linear layers in fused modules. FLOPs: share of the arithmetic of",
+        "GEMMs and convolutions in our kernels. Launches and GB of one call: eager PyTorch, then every module fused",
         "and frozen. Plan: the ways of branches by default on an H200, and the launches.",
         "",
-        "| model | fused | linear | products | launches | GB | plan |",
+        "| model | fused | linear | FLOPs | launches | GB | plan |",
         "| --- | --: | --: | --: | --: | --: | --- |",
     ]
-    for r in found:
+    for r in counted:
         fused, candidates, norms = r["candidates"]
         (before, read), (after, moved) = r["eager"], r["fused"]
         plan = ", ".join(f"{n} {way}" for way, n in r["plan"].items()) or "no block"
@@ -98,9 +98,9 @@ def coverage_markdown(result: dict) -> str:
             f"{plan}: {r['default'][0]}",
         ]
         lines.append(f"| {r['model']} | {' | '.join(cells)} |")
-    left = [f"| {r['model']} | {'; '.join(f'{n} × {why}' for n, why in r['left'])} |" for r in found if r["left"]]
-    left += [f"| {r['model']} | {r['error']} |" for r in result["rows"] if "error" in r]
-    lines += ["", "| model | not fused |", "| --- | --- |", *left] if left else []
+    unfused = [f"| {r['model']} | {'; '.join(f'{n} × {why}' for n, why in r['left'])} |" for r in counted if r["left"]]
+    unfused += [f"| {r['model']} | {r['error']} |" for r in result["rows"] if "error" in r]
+    lines += ["", "| model | not fused |", "| --- | --- |", *unfused] if unfused else []
     return "\n".join(lines) + "\n"
 
 
@@ -123,11 +123,40 @@ def towers_markdown(result: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def capture_markdown(result: dict) -> str:
+    """The table of `benchmarks.coverage capture`: each model with readers → with captured blocks alone."""
+    lines = [
+        f"Written by `{result['command']}` on {result['date']}: with readers → every block captured.",
+        "Operations: share of those of linear layers and attention that run in our launches, counted from shapes.",
+        "Attention: fused products. Launches: of a call of the frozen model, of two blocks. Calls: Python calls of a",
+        "frozen block. Error: the largest difference of an output or gradient from the original's in float64, divided",
+        "by the largest value. Seconds: CPU time of the conversion.",
+        "",
+        "| model | operations | attention | launches | calls | error | seconds |",
+        "| --- | --: | --: | --: | --: | --: | --: |",
+    ]
+    for r in result["rows"]:
+        if "error" in r:
+            lines.append(f"| {r['model']} | {r['error']} | | | | | |")
+            continue
+        pair = (r["readers"], r["captured"])
+        columns = [
+            (f"{one['products']:.0%}" for one in pair),
+            (f"{one['attention'][0]} of {one['attention'][1]}" for one in pair),
+            (f"{one['launches']}" for one in pair),
+            (f"{number:.0f}" for number in r["calls"]),
+            (f"{one['error']:.0e}" if one["error"] else "0" for one in pair),
+            (f"{one['seconds']:.1f}" for one in pair),
+        ]
+        lines.append(f"| {' | '.join([r['model'], *map(' → '.join, columns)])} |")
+    return "\n".join(lines) + "\n"
+
+
 def official_markdown(result: dict) -> str:
-    """The table of `benchmarks.coverage official`: weights and attention products that are fused, and the errors."""
+    """The table of `benchmarks.coverage official`: weights and GEMMs of attention that are fused, and the errors."""
     lines = [
         f"Written by `{result['command']}` on {result['date']}.",
-        "Linear: share of the weights of linear layers inside blocks that run in fused calls. Attention: products that",
+        "Linear: share of the weights of linear layers inside blocks that run in fused calls. Attention: GEMMs that",
         "do. Error: the largest difference of an output or gradient from the original's in float64 (OpenAI's CLIP:",
         "float32), divided by the largest value, in evaluation and in training.",
         "",
@@ -139,9 +168,9 @@ def official_markdown(result: dict) -> str:
         if "error" in r:
             cells += [r["error"], "", ""]
         else:
-            left = f", {len(r['attention_left'])} not" if r["attention_left"] else ""
+            unfused = f", {len(r['attention_left'])} not" if r["attention_left"] else ""
             worst = max(r["eval"], r["train"])
             share = r["fused_weights"] / max(r["weights"], 1)
-            cells += [f"{share:.0%}", f"{r['attention']}{left}", f"{worst:.0e}" if worst else "0"]
+            cells += [f"{share:.0%}", f"{r['attention']}{unfused}", f"{worst:.0e}" if worst else "0"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

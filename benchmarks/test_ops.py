@@ -14,7 +14,7 @@ DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Lets the variant vary fastest, so that each case is measured once for all variants."""
     shapes = op_cases.FULL if metafunc.config.getoption("--full") else (op_cases.SMALL,)
-    found = [
+    parameters = [
         pytest.param(build, phase, variant, id=f"{name}-{shape.name}-{phase}-{variant}")
         for shape in shapes
         for name in op_cases.NAMES
@@ -22,7 +22,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for phase in ("forward", "backward")
         for variant in op_cases.variant_names(name)
     ]
-    metafunc.parametrize("build, phase, variant", found)
+    metafunc.parametrize("build, phase, variant", parameters)
 
 
 def test_op(tabulate, build, phase, variant):

@@ -151,16 +151,16 @@ def main() -> None:
     args = parser.parse_args()
     epochs = QUICK if args.quick else args.epochs or DIGITS.epochs
     if args.seeds:
-        part, found = "seeds", spread(args.seeds, epochs)
+        part, accuracies = "seeds", spread(args.seeds, epochs)
     else:
         names = [args.only] if args.only else list(WAYS)
         part = "quick" if args.quick else "ways"
         with ProcessPoolExecutor() as pool:
-            found = dict(zip(names, pool.map(learn, names, [epochs] * len(names)), strict=True))
-    print(json.dumps(found, indent=2))
+            accuracies = dict(zip(names, pool.map(learn, names, [epochs] * len(names)), strict=True))
+    print(json.dumps(accuracies, indent=2))
     if args.epochs is None and args.only is None:
         result = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-        result[part] = provenance() | found
+        result[part] = provenance() | accuracies
         with replacing(RESULT) as temporary:
             temporary.write_text(json.dumps(result, indent=2) + "\n")
 

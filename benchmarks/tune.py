@@ -56,8 +56,8 @@ def compile_candidates(result: ResultFile, device: torch.device, context: Callab
             errors: dict[str, str] = {}  # each is raised again when the target is timed
             for target in targets():
                 with capturing(errors, target.row):
-                    found = launches_of(target, torch.bfloat16, device, context)
-                    launches |= {each.key: each for each in found}
+                    recorded = launches_of(target, torch.bfloat16, device, context)
+                    launches |= {each.key: each for each in recorded}
             with compiling(list(launches.values())) as futures:
                 failed = sum(future.exception() is not None for future in futures)
             seconds = round(time.monotonic() - start, 1)
@@ -107,9 +107,9 @@ def main() -> None:
             row = predict.predict_candidates(target, arguments.arch)
         print(row["row"], row["best"], *row["tried"], sep="\n  ")
         rows.append(row)
-    found, provenance = best_rows(rows), "measured" if here else "predicted"
+    best, provenance = best_rows(rows), "measured" if here else "predicted"
     if not arguments.check:
-        print("taken:", *write(arguments.arch, found, provenance))
+        print("taken:", *write(arguments.arch, best, provenance))
     if here:
         with tempfile.TemporaryDirectory() as folder:
             result = ResultFile("ways", Path(folder), deadline)
