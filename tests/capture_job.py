@@ -1,11 +1,13 @@
 """The job of each process of a test in `tests/test_capture.py`: captured blocks inside DDP and FSDP2, by gloo.
 
-Each process sees one half of a batch; gradients must be those of the original on the whole batch, in float64.
+Each process sees one half of a batch; gradients must be those of the original on the whole batch, in float64. A
+repeated call reads no structure, though FSDP2 changes its own state in each call.
 """
 
 import copy
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import research
 import torch
@@ -46,6 +48,10 @@ def main(folder: Path) -> None:
         for name, parameter in model.named_parameters():
             grad = parameter.grad.full_tensor() if engine == "fsdp2" else parameter.grad
             assert_close(grad, want[name], msg=lambda text, name=name, engine=engine: f"{engine} {name}: {text}")
+        with torch.no_grad():
+            wrapped(x)  # captures it
+            with patch.object(captured, "read", side_effect=AssertionError("the structure is read again")):
+                wrapped(x)
         ran.append([len(captured.captures_of(block)) or captured.why_none(block) for block in model.blocks])
     assert all(isinstance(number, int) for numbers in ran for number in numbers), ran
     (folder / f"{rank}").touch()

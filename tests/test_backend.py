@@ -424,9 +424,9 @@ def mixed(x, which):
     return [parts[i] for i in which]
 
 
-def merged(q, k, v):
+def merged(q, k, v, **options):
     """Attention with its heads merged."""
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).flatten(2)
 
 
 def by_hand(x, bias=None, dim=-1, with_keys=True):
@@ -492,6 +492,7 @@ W, W24, W48 = (
     torch.randn(f, k, generator=torch.Generator().manual_seed(f)) / 5 for f, k in ((48, 24), (24, 24), (24, 48))
 )
 W72 = torch.cat((W24, W24 / 2, -W24))
+EARLIER = torch.ones(5, 5, dtype=torch.bool).triu(1)  # True masks a key
 MASK = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))
 WINDOWS = torch.randn(1, 2, 1, 5, 5, generator=torch.Generator().manual_seed(2))
 LEFT: set[str] = set()
@@ -523,7 +524,11 @@ CASES = {
     "scale per token": (lambda x: x + x[..., :1] * F.linear(x, W24), LEFT),
     "scale with gradient": (lambda x: x + x[:, :1, :1] * F.linear(x, W24), LEFT),
     "linear alone": (lambda x: F.linear(x, W24), LEFT),
-    "causal": (lambda x: F.scaled_dot_product_attention(*[heads(x)] * 3, is_causal=True), LEFT),
+    "causal": (lambda x: F.scaled_dot_product_attention(*[heads(x)] * 3, is_causal=True), {"attention"}),
+    "causal, packed": (lambda x: merged(*mixed(x, (0, 1, 2)), is_causal=True), {"attention_qkv"}),
+    "causal, no heads": (lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True), {"attention"}),
+    "causal, fewer keys": (lambda x: F.scaled_dot_product_attention(x, *[x[:, :3]] * 2, is_causal=True), LEFT),
+    "multi-head, causal": (lambda x: multi_head(x, attn_mask=EARLIER, is_causal=True), {"attention_qkv"}),
     "attention dropout": (lambda x: F.scaled_dot_product_attention(*[heads(x)] * 3, None, 0.5), LEFT),
     "mask": (lambda x: F.scaled_dot_product_attention(*[heads(x)] * 3, MASK), {"attention"}),
     "mask of keys": (lambda x: F.scaled_dot_product_attention(*[heads(x)] * 3, MASK[:1] > 0), {"attention"}),

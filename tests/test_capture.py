@@ -6,6 +6,7 @@ The models are those of research.py, in float64 with the references, so that onl
 import contextlib
 import copy
 import pickle
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from fastvit_triton import optimize, revert, warmup
+from fastvit_triton.convert import capture as capture_file
 from fastvit_triton.convert import captured
 from fastvit_triton.engine.freeze import PROGRAMS
 from fastvit_triton.engine.replay.calls import Recorded
@@ -43,12 +45,21 @@ def by_default(*chosen):
 MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": torch.enable_grad}
 
 
+GRAPHS: dict = {}  # of the tests that leave them as they are
+
+
 @pytest.fixture(autouse=True)
 def references(monkeypatch):
-    """Runs the references, and starts without graphs."""
-    monkeypatch.setattr(captured, "_table", {})
+    """Runs the references; the tests share their graphs, as models of the same structure do."""
+    monkeypatch.setattr(captured, "_table", GRAPHS)
     with using_backend("torch"):
         yield
+
+
+@pytest.fixture
+def no_graphs(monkeypatch):
+    """Starts without graphs, for tests that count or change them, or capture under another backend."""
+    monkeypatch.setattr(captured, "_table", {})
 
 
 def pair(name):
@@ -150,6 +161,7 @@ def test_few_graphs_serve_all_calls(name, runs):
 
 
 @by_default("map")
+@pytest.mark.usefixtures("no_graphs")
 def test_kernels(name):
     """Oracle: the original in float64, within twice PyTorch's own error in float32 plus one rounding."""
     original = MODELS[name].build()
@@ -169,11 +181,13 @@ def test_kernels(name):
 
 
 @by_default()
+@pytest.mark.usefixtures("no_graphs")
 def test_changes_are_never_ignored(name):
-    """Oracle: as in test_mutants.py; every 11th change of the blocks and all that they hold."""
+    """Oracle: as in test_mutants.py; every 23rd change of the blocks and all that they hold, others for each model."""
+    first = 3 * list(MODELS).index(name)
     wrong = [
         f"{when} {' '.join(change)}: {verdict.what}"
-        for change, when, verdict in mutants.judged(mutants.models()[f"captured_{name}"], lambda i: i % 11 == 0)
+        for change, when, verdict in mutants.judged(mutants.models()[f"captured_{name}"], lambda i: i % 23 == first)
         if not verdict.same
     ]
     assert wrong == []
@@ -199,18 +213,23 @@ def test_a_hook_inside_runs_the_block_as_written(runs):
         assert runs["graph"] == 2
 
 
+@pytest.mark.usefixtures("no_graphs")
 def test_copies_and_pickles(runs):
     """A copy shares the graphs; a pickle runs as written where there is no graph, until `warmup` captures it."""
     original, converted = pair("dino")
     inputs = MODELS["dino"].inputs(2, 5)
     with torch.no_grad():
         for copied in (copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
+            blocks = [row.became for row in optimize(copied).rows if row.path.count(".") == 1]
+            assert len(blocks) == 2 and all("fused captured block" in became for became in blocks)
             runs["graph"] = 0
             assert_close(copied(*inputs), original(*inputs))
             assert runs["graph"] == 2  # in this process
         captured._table.clear()
         captured._readings.clear()
         copied = pickle.loads(pickle.dumps(converted))
+        reasons = {row.why for row in optimize(copied).rows if row.path.count(".") == 1}
+        assert len(reasons) == 1 and "runs as it is written until `warmup`" in reasons.pop()
         runs.update(graph=0, capture=0)
         assert_close(copied(*inputs), original(*inputs))
         assert runs == dict(graph=0, capture=0)
@@ -238,6 +257,7 @@ def test_weights_may_change_in_any_way():
         assert_close(converted(*single), original(*single))
 
 
+@pytest.mark.usefixtures("no_graphs")
 def test_globals_that_a_forward_reads(monkeypatch):
     """The number of heads of this model is a global of its file; it changes after the capture."""
     original, converted = pair("unit")
@@ -250,6 +270,7 @@ def test_globals_that_a_forward_reads(monkeypatch):
 
 
 @pytest.mark.skipif(onednn.why_not(torch.device("cpu"), torch.float32) is not None, reason="PyTorch has no oneDNN here")
+@pytest.mark.usefixtures("no_graphs")
 def test_a_replay_depends_on_globals(monkeypatch):
     """As above, where the graph's operators were recorded; within 64 roundings to float32 of the largest value."""
     original, converted = (model.float() for model in pair("unit"))
@@ -321,6 +342,116 @@ def test_threads_share_graphs():
     assert wrong == []
 
 
+class Table(research.DinoBlock):
+    """A block that adds each row of a table, which is no parameter or buffer."""
+
+    def __init__(self, rows, nested):
+        super().__init__()
+        table = torch.ones(rows, D, dtype=torch.float64)
+        self.tables = [table] if nested else table
+
+    def forward(self, x):
+        table = self.tables[0] if isinstance(self.tables, list) else self.tables
+        return super().forward(x) + sum(table)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_sizes_of_tables(nested):
+    """Blocks that differ only in the size of a tensor do not share graphs, and a change of its size in place counts."""
+    model = nn.Sequential(*(Table(rows, nested) for rows in (1, 3))).double()
+    original = copy.deepcopy(model)
+    x = torch.randn(2, 5, D, dtype=torch.float64)
+    optimize(model, example=x)
+    assert len({id(captured.read(block).graphs) for block in model}) == 2
+    with torch.no_grad():
+        for rows in (None, 2):
+            for block in (*model, *original) if rows else ():
+                (block.tables[0] if nested else block.tables).data = torch.ones(rows, D, dtype=torch.float64)
+            want = original(x)
+            for _ in range(2):
+                assert_close(model(x), want)
+
+
+class DropPath(nn.Module):
+    """Stochastic depth, as research code has it."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.drop_prob = rate
+
+    def forward(self, x):
+        if self.drop_prob == 0.0 or not self.training:
+            return x
+        keep = 1 - self.drop_prob
+        kept = keep + torch.rand((x.shape[0], 1, 1), dtype=x.dtype)
+        return x.div(keep) * kept.floor_()
+
+
+class Dropped(research.DinoBlock):
+    """A block with stochastic depth, and a branch that its rate selects."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.drop_path = DropPath(rate)
+        self.sample_drop_ratio = rate
+
+    def forward(self, x):
+        y = self.drop_path(self.attn(self.norm1(x)))
+        return x + (2 * y if self.training and self.sample_drop_ratio > 0.1 else y)
+
+
+@pytest.mark.usefixtures("no_graphs")
+def test_rates_of_stochastic_depth_share_graphs(runs):
+    """Oracle: the original with the same random numbers; one graph without dropping and one for each branch.
+
+    The fourth is of a rate that is changed to 1, which is a constant.
+    """
+    model = nn.Sequential(*(Dropped(i / 50) for i in range(12))).double().train()
+    original = copy.deepcopy(model)
+    x = torch.randn(6, 5, D, dtype=torch.float64)
+    optimize(model, example=x)
+    with torch.no_grad():
+        for rate, captures in ((0.02, 3), (0.04, 3), (1.0, 4)):
+            model[1].drop_path.drop_prob = original[1].drop_path.drop_prob = rate
+            runs["graph"] = 0
+            for _ in range(2):
+                torch.manual_seed(0)
+                want = original(x)
+                torch.manual_seed(0)
+                assert torch.allclose(model(x), want, equal_nan=True)
+            assert runs["graph"] >= 23 and runs["capture"] == captures
+
+
+@pytest.mark.usefixtures("no_graphs")
+def test_rates_are_constants_where_dynamo_has_no_method_for_them(monkeypatch, runs):
+    """Oracle: the original with the same random numbers; a graph for each of two rates, and the report says why."""
+    monkeypatch.setattr(capture_file, "WRAP", None)
+    model = nn.Sequential(Dropped(0.02), Dropped(0.04)).double().train()
+    original = copy.deepcopy(model)
+    x = torch.randn(6, 5, D, dtype=torch.float64)
+    report = optimize(model, example=x)
+    assert [row.why.partition(",")[0] for row in report.fused] == ["rate: its rates are constants"] * 2
+    assert runs["capture"] == 2
+    with torch.no_grad():
+        runs["graph"] = 0
+        for m in (model, original):
+            torch.manual_seed(0)
+            m.result = m(x)
+    assert runs["graph"] == 2 and torch.allclose(model.result, original.result, equal_nan=True)
+
+
+@pytest.mark.usefixtures("no_graphs")
+def test_a_release_of_pytorch_without_what_captures_use(monkeypatch):
+    """The blocks run as they are written, and the report says why."""
+    monkeypatch.setitem(sys.modules, capture_file.__name__, None)  # its import fails, as with a name that has moved
+    original, converted = pair("dino")
+    rows = [row.why for row in optimize(converted, example=MODELS["dino"].inputs(2, 5)).rows if row.path == "blocks.0"]
+    assert rows[0].startswith(f"it cannot be captured: torch {torch.__version__} does not have what captures use: ")
+    inputs = MODELS["dino"].inputs(2, 5)
+    with torch.no_grad():
+        assert_close(converted(*inputs), original(*inputs))
+
+
 class Odd(research.DinoBlock):
     """A block that Dynamo cannot capture as one graph, or only as other code than it runs."""
 
@@ -376,6 +507,7 @@ def test_bad_arguments():
     assert [row.why for row in report.rows if row.path == "blocks.1"] == ["excluded by filter_fn"]
 
 
+@pytest.mark.usefixtures("no_graphs")
 def test_verify_runs_graphs(runs):
     """Oracle: `verify` undoes a conversion that is wrong; here, of a graph that was changed."""
     model = MODELS["dino"].build()
@@ -390,29 +522,42 @@ def test_verify_runs_graphs(runs):
     assert [row.why.partition(" by ")[0] for row in report.rows if row.path == "blocks.0"] == [
         "its outputs differ from the original's"
     ]
-    captured._table.clear()
 
 
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated")  # by Dynamo
-@pytest.mark.parametrize("copied", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_torch_compile_traces_the_rewritten_graph(copied):
-    """Oracle: by hand, the operators of ours in the graph that Dynamo hands to a backend, also of a copy."""
-    original, converted = pair("dino")
+@pytest.mark.parametrize(
+    "name, copied",
+    [("dino", False), pytest.param("dino", True, marks=pytest.mark.full), ("rotary", False)],
+)
+@pytest.mark.usefixtures("no_graphs")
+def test_torch_compile_traces_the_rewritten_graph(name, copied, monkeypatch):
+    """Oracle: by hand, the operators of ours in the graph that Dynamo hands to a backend, also of a copy.
+
+    The blocks of "rotary" take lists, and read the number of heads from a global: another number makes another graph,
+    in which they run as they are written.
+    """
+    original, converted = pair(name)
     original, converted = original.float(), converted.float()
-    (x,) = (t.float() for t in MODELS["dino"].inputs(2, 5))
+    inputs = torch.utils._pytree.tree_map(torch.Tensor.float, MODELS[name].inputs(2, 5))
     found = []
 
     def backend(graph, inputs):
-        found.extend(str(node.target) for node in graph.graph.nodes)
+        found.append(sum("attention_fwd" in str(node.target) for node in graph.graph.nodes))
         return graph.forward
 
+    def check(count):
+        got, want = joined(compiled(*inputs)), joined(original(*inputs))
+        assert_close(got, want, rtol=64 * torch.finfo(torch.float32).eps, atol=64 * torch.finfo(torch.float32).eps)
+        assert found[-1] == count
+
     with torch.no_grad(), interpreting():
-        optimize(converted, example=x)
-        model = copy.deepcopy(converted) if copied else converted
-        got = torch.compile(model, backend=backend, fullgraph=True)(x)
-        want = original(x)
-    assert sum("attention_fwd" in name for name in found) == 2
-    assert_close(got, want, rtol=64 * torch.finfo(torch.float32).eps, atol=64 * torch.finfo(torch.float32).eps)
+        optimize(converted, example=inputs)
+        compiled = torch.compile(copy.deepcopy(converted) if copied else converted, backend=backend, fullgraph=True)
+        check(2)
+        if name == "rotary":
+            monkeypatch.setattr(research, "H", 1)
+            inputs = inputs[0], tuple(t.repeat(1, 2) for t in inputs[1])  # one head is twice as wide
+            check(0)
 
 
 @pytest.mark.full

@@ -1,5 +1,8 @@
 """Tests of checkpoints of CLIP in their authors' layout. Oracle: open_clip, whose code also reads OpenAI's files."""
 
+import shutil
+import zipfile
+
 import pytest
 import torch
 from budget import allowed, telling
@@ -7,8 +10,12 @@ from safetensors.torch import load_file
 
 import fastvit_triton
 from fastvit_triton.checkpoints.tensors import WeightsError
+from fastvit_triton.checkpoints.torchscript import MAX_MODULES, read_program
 from fastvit_triton.cli import main
 
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore::{name}") for name in ("DeprecationWarning", "torch.jit.TracerWarning")
+]
 SIDE, WIDTH, EMBEDDING = 32, 64, 16
 IMAGES = torch.randn(2, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
 
@@ -78,3 +85,129 @@ def test_what_clip_cannot_hold_is_refused(tmp_path, capsys):
     fastvit_triton.save_weights(tower(), tmp_path / "ours.safetensors")
     assert main(["convert", str(tmp_path / "ours.safetensors"), str(tmp_path / "out"), "--to", "open_clip"]) != 0
     assert "would be a folder, which open_clip does not read" in capsys.readouterr().err.replace("\n", " ")
+
+
+def module(*attributes: bytes) -> bytes:
+    """The pickle of a TorchScript module with these attributes, each its name and a value."""
+    return b"c__torch__\nTower\n)\x81}(" + b"".join(attributes) + b"ub"
+
+
+def text(value: str) -> bytes:
+    """The pickle of a string."""
+    return b"X" + len(value).to_bytes(4, "little") + value.encode()
+
+
+def with_pickle(program, path, pickled: bytes):
+    """A copy of a TorchScript file with other attributes."""
+    with zipfile.ZipFile(program) as source, zipfile.ZipFile(path, "w") as target:
+        for record in source.infolist():
+            own = record.filename.endswith("/data.pkl")
+            target.writestr(record.filename, b"\x80\x02" + pickled + b"." if own else source.read(record))
+    return path
+
+
+@pytest.fixture
+def program(clip, tmp_path):
+    """A TorchScript file of a whole CLIP in half precision, as OpenAI published them."""
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    traced = torch.jit.trace_module(clip, {"encode_image": (IMAGES,), "encode_text": (tokens,)}, check_trace=False)
+    torch.jit.save(traced.half(), tmp_path / "program.pt")
+    return tmp_path / "program.pt"
+
+
+def test_programs_are_read_without_their_code(clip, program, tmp_path):
+    """Oracle: the state dict after `torch.jit.load`, bit for bit; the code of the copy is no program."""
+    want = torch.jit.load(program).state_dict()
+    assert any(tensor.dtype == torch.half for tensor in want.values())
+    broken = tmp_path / "broken.pt"
+    with zipfile.ZipFile(program) as source, zipfile.ZipFile(broken, "w") as target:
+        for record in source.infolist():
+            is_code = "/code/" in record.filename
+            target.writestr(record.filename, "no program" if is_code else source.read(record))
+    with pytest.raises(RuntimeError):
+        torch.jit.load(broken)
+    for path in (program, broken):
+        got = read_program(path)
+        assert all(torch.equal(got[key], tensor) and got[key].dtype == tensor.dtype for key, tensor in want.items())
+    models = tower(), tower()
+    reports = [fastvit_triton.load_weights(model, given) for model, given in zip(models, (broken, want), strict=True)]
+    assert reports[0].tensors == reports[1].tensors and reports[0].family == "CLIP"
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A TorchScript file of one linear layer, whose attributes tests replace."""
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(1, 1), torch.ones(1, 1)), tmp_path / "small.pt")
+    return tmp_path / "small.pt"
+
+
+def test_programs_that_name_other_code_are_refused(small, tmp_path):
+    """Oracle: the sentence; the call is not made."""
+    called = tmp_path / "called"
+    for name in ("posix\nsystem", "builtins\neval", "torch\nload", "torch._utils\n_rebuild_tensor"):
+        attack = module(text("a"), b"c" + name.encode() + b"\n(" + text(f"touch {called}") + b"tR")
+        with pytest.raises(WeightsError, match=r"a pickle that would run code \(" + name.replace("\n", ".")):
+            fastvit_triton.load_weights(tower(), with_pickle(small, tmp_path / "attack.pt", attack))
+        assert not called.exists()
+
+
+def test_damaged_programs_are_refused(small, tmp_path):
+    """Oracle: the sentences, for a tensor beyond its bytes, and modules whose number is exponential in the size."""
+    storage = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x01tQ"
+    wide = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\x00(J\xff\xff\xff\x00t(K\x01t\x89}tR"
+    doubled = module(text("a"), b"N") + b"q\x000"
+    for i in range(MAX_MODULES.bit_length()):
+        doubled += module(text("a"), b"h" + bytes([i]), text("b"), b"h" + bytes([i])) + b"q" + bytes([i + 1]) + b"0"
+    doubled += b"h" + bytes([MAX_MODULES.bit_length()])
+    for pickled, reason in (
+        (module(text("a"), wide), "storage|bounds"),
+        (doubled, f"more than {MAX_MODULES:,} modules"),
+    ):
+        with pytest.raises(WeightsError, match=f"damaged, cut short or no .pt file: .*({reason})"):
+            fastvit_triton.load_weights(tower(), with_pickle(small, tmp_path / "bad.pt", pickled))
+    shutil.copy(small, tmp_path / "cut.pt")
+    with open(tmp_path / "cut.pt", "r+b") as file:
+        file.truncate(small.stat().st_size // 2)
+    with pytest.raises(WeightsError):
+        fastvit_triton.load_weights(tower(), tmp_path / "cut.pt")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_towers_of_timm_in_open_clip(bias, tmp_path):
+    """In float32 ours is as close to float64 as open_clip's own, with all prefixes; written files are theirs."""
+    model = pytest.importorskip("open_clip").model
+    options = dict(
+        timm_model_name="test_vit", timm_pool="token", timm_proj="linear", timm_proj_bias=bias, image_size=160
+    )
+    text_tower = model.CLIPTextCfg(context_length=8, vocab_size=32, width=WIDTH, heads=2, layers=2)
+    theirs = model.CLIP(EMBEDDING, model.CLIPVisionCfg(**options), text_tower).eval()
+    sizes = dict(img_size=160, embed_dim=64, depth=6, num_heads=2, mlp_ratio=3, num_classes=EMBEDDING)
+    images = torch.randn(1, 3, 160, 160, generator=torch.Generator().manual_seed(1))
+    own = theirs.encode_image(images).double()
+    whole = theirs.state_dict()
+    text_keys = [key for key in whole if not key.startswith("visual.")]
+    want = telling(theirs.double().encode_image(images.double()))
+    for given in (whole, {f"module.{key}": t for key, t in whole.items()}, theirs.visual.float().state_dict()):
+        ours = fastvit_triton.create_model("vit_tiny_patch16_224", **sizes).eval()
+        report = fastvit_triton.load_weights(ours, given)
+        assert not report.reinitialised and len(report.dropped) in (0, len(text_keys))
+        assert (ours(images).double() - want).norm() <= allowed((own - want).norm(), want.norm(), torch.float32)
+    path = tmp_path / "trunk.safetensors"
+    fastvit_triton.save_weights(ours, path, layout="open_clip_trunk")
+    written, state = load_file(path), {f"visual.{key}": t for key, t in theirs.visual.state_dict().items()}
+    assert written.keys() == state.keys() and all(torch.equal(state[key], t) for key, t in written.items())
+    assert torch.equal(fastvit_triton.load_model(path)[0].eval()(images), ours(images))
+
+
+def test_other_families_and_heads_of_towers(tmp_path):
+    """Oracle: a model of Swin before it was written, bit for bit; the sentence for a head that is no projection."""
+    sizes = dict(img_size=32, embed_dim=16, depths=(1, 1), num_heads=(1, 2), window_size=4, num_classes=EMBEDDING)
+    ours, again = (fastvit_triton.create_model("swin_tiny_patch4_window7_224", **sizes) for _ in range(2))
+    fastvit_triton.save_weights(ours, tmp_path / "swin.safetensors", layout="open_clip_trunk")
+    written = load_file(tmp_path / "swin.safetensors")
+    assert "visual.head.proj.weight" in written
+    assert not fastvit_triton.load_weights(again, written).dropped
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), again.parameters(), strict=True))
+    with pytest.raises(WeightsError, match=r"visual\.head\.mlp\.fc1\.weight is no linear projection"):
+        fastvit_triton.load_weights(again, written | {"visual.head.mlp.fc1.weight": torch.ones(1)})

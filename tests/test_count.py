@@ -194,7 +194,10 @@ def test_integers_and_constants_have_values():
     def computed(grids):
         places = torch.arange(6.0).view(2, 3)
         places[0] = places.mean(0)
-        return places[places > 1], grids.cumsum(0), torch.ones_like(x[:2])[:, :2] + 1, torch.empty(2).fill_(3)
+        sides = torch.empty(2, dtype=torch.long)
+        sides[0], sides[1] = 4, 5
+        filled = torch.empty(2).fill_(3)
+        return places[places > 1], grids.cumsum(0), torch.ones_like(x[:2])[:, :2] + 1, filled, sides
 
     with tracing():
         got = [t.tolist() for t in computed(grids)]

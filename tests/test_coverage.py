@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from benchmarks import coverage
+from benchmarks import capture_only, coverage
 from benchmarks.launches import Setting, figures, trace
+from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.plan import forcing
 
 TINY = """
@@ -82,6 +83,58 @@ def test_towers(tmp_path, monkeypatch):
     assert [row["model"] for row in rows] == ["timm:vit_tiny_patch16_224", "timm:resnet18"]
     assert rows[0]["inside"] == 1.0 and rows[1]["inside"] == 0.0 and "eager" not in rows[0]
     assert "| timm | 2 | 0 | 2 | 1 |" in (tmp_path / "coverage-towers.md").read_text()
+
+
+DETECTOR = """
+transformers ConditionalDetrForObjectDetection pixel_values=Bx3x128x64 pixel_mask=B*[[1,1],[1,0]] {"d_model": 32,\
+ "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,\
+ "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_queries": 5, "use_timm_backbone": false, "backbone": null,\
+ "backbone_config": {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 8, 16],\
+ "depths": [1, 1, 1, 1], "layer_type": "basic", "out_features": ["stage4"]}}
+""".replace("\\\n", "")
+
+
+def test_detection(tmp_path, monkeypatch):
+    """Oracle: no reader knows these decoder layers, which are captured; eager PyTorch launches what it does without."""
+    listed = coverage.entries(coverage.DETECTION.read_text())
+    assert len({entry.name for entry in listed}) == len(listed) >= 12
+    (entry,) = coverage.entries(DETECTOR)
+    _, named = coverage.inputs_of(entry, coverage.build(entry))
+    example = coverage.example_of(named)
+    assert (
+        named["pixel_mask"].shape == (coverage.BATCH, 2, 2) and example["pixel_mask"].tolist() == [[[1, 1], [1, 0]]] * 2
+    )
+    assert example["pixel_values"].shape == (2, 3, 64, 32)
+    (tmp_path / "detection.txt").write_text(DETECTOR)
+    monkeypatch.setattr(coverage, "DETECTION", tmp_path / "detection.txt")
+    monkeypatch.setattr(sys, "argv", ["coverage", "detection", "--out", str(tmp_path)])
+    coverage.main()
+    (row,) = json.loads((tmp_path / "coverage-detection.json").read_text())["rows"]
+    known = coverage.row_of(entry)
+    assert [what for _, what in known["left"] if "Layer: it needs an example" in what]
+    assert not [what for _, what in row["left"] if "Layer" in what]
+    assert row["eager"] == known["eager"] and row["fused"][0] < known["fused"][0] < row["eager"][0]
+    assert row["inside"] > known["inside"] and row["products"] > known["products"]
+
+
+@pytest.mark.full
+def test_capture_only(tmp_path, monkeypatch):
+    """Oracle: by hand, two blocks of five launches, and around them four, or five if PyTorch computes the stem.
+
+    The weights are random, so the outputs of two conversions that compute another function would differ.
+    """
+    case = next(case for case in capture_only.CASES if case.name == "timm:vit_tiny_patch16_224")
+    monkeypatch.setattr(capture_only, "CASES", (case, case._replace(name="broken", build=lambda depth: 1 / 0)))
+    with using_backend("torch"):
+        capture_only.main("", tmp_path)
+    row, broken = json.loads((tmp_path / "coverage-capture.json").read_text())["rows"]
+    for way, stem in (("readers", 4), ("captured", 5)):
+        assert row[way]["launches"] == 2 * 5 + stem and row[way]["products"] == 1 and row[way]["attention"] == [2, 2]
+        assert row[way]["error"] < 1e-12
+    assert row["captured"]["seconds"] > row["readers"]["seconds"] and min(row["calls"]) > 5
+    assert broken == dict(model="broken", error="ZeroDivisionError: division by zero")
+    cells = (tmp_path / "coverage-capture.md").read_text().split("| --: |\n")[1].split(" | ")
+    assert cells[:4] == ["| timm:vit_tiny_patch16_224", "100% → 100%", "2 of 2 → 2 of 2", "14 → 15"]
 
 
 def test_command(tmp_path, monkeypatch, capsys):

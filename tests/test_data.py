@@ -206,7 +206,7 @@ def test_invalid_folders_raise(tmp_path: Path):
         assert "\n" not in str(caught.value) and str(root) in str(caught.value)
         return str(caught.value)
 
-    assert "is not a folder; give one that holds train/<class>/ and val/<class>/" in refusal()
+    assert "is not a folder; give one that holds <class>/, or train/<class>/ and val/<class>/" in refusal()
     root.mkdir()
     assert "has no folder train/; put images into train/<class>/" in refusal()
     (root / "train").mkdir()

@@ -1,6 +1,7 @@
 """Tests of detectors. Oracle: transformers' models with the same random weights in float64; torchvision's ResNet."""
 
 import copy
+import json
 import math
 import re
 
@@ -19,6 +20,7 @@ from fastvit_triton.layers.frozen_resnet import FrozenResNet
 from fastvit_triton.layers.padded import pad_images, resize_mask
 from fastvit_triton.layers.sine_positions import sine_positions
 from fastvit_triton.models import deformable_detr, detr
+from fastvit_triton.models.weights import transformers_detectors
 
 ROUNDINGS = 84  # as for other models
 TOLERANCE = ROUNDINGS * torch.finfo(torch.float64).eps
@@ -252,6 +254,27 @@ def test_frozen_resnet_equals_torchvision(options, build):
     assert names == {"conv1", "layer1"} and not any("bn" in name for name, _ in ours.named_parameters())
 
 
+def test_small_backbone_equals_equations():
+    """Oracle: convolutions and BatchNorms written out; the maps of two levels have 1/4 and 1/8 of the image's sides."""
+    torch.manual_seed(0)
+    model = create_model("deformable_detr_digits").double().eval()
+    for name, buffer in model.body.named_buffers():
+        if "running" in name:
+            buffer.uniform_(0.5, 1.5).sub_(float("mean" in name))
+    x = image = torch.randn(2, 1, 30, 33, dtype=torch.float64)
+    for layer, stride in zip(model.body.layers, (2, 1, 2, 1), strict=True):
+        x = F.conv2d(x, layer.linear.weight, stride=stride, padding=1)
+        mean, var, weight, bias = (
+            t[:, None, None] for t in (layer.bn.running_mean, layer.bn.running_var, layer.bn.weight, layer.bn.bias)
+        )
+        x = ((x - mean) / (var + layer.bn.eps).sqrt() * weight + bias).relu()
+    (found,) = model.body(image)
+    assert found.shape == (2, 64, 8, 9) and distance(found, x) <= TOLERANCE
+    assert [tuple(m.shape[2:]) for m in model.maps(image)] == [(8, 9), (4, 5)]
+    with pytest.raises(ValueError, match="depths has 3 values"):
+        create_model("detr_digits", depths=(1, 1, 1))
+
+
 def test_positions_are_float32():
     """Oracle: positions in float64: bfloat16 ones are those, rounded once."""
     mask = torch.ones(1, 40, 30, dtype=torch.bool)
@@ -360,6 +383,46 @@ def test_layouts_are_read_and_written(kind, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(fresh.state_dict().values(), ours.state_dict().values(), strict=True))
 
 
+@pytest.mark.parametrize("kind", NAMES)
+def test_folders_of_transformers_are_models(kind, tmp_path):
+    """Oracle: transformers, for a folder that it saved; names of classes, and size and mean of its image processor."""
+    theirs = theirs_of(kind).float()
+    theirs.config.id2label = {i: f"thing {i}" for i in range(CLASSES)}
+    theirs.config.tie_word_embeddings = False
+    theirs.save_pretrained(tmp_path)
+    sizes = dict(shortest_edge=96, longest_edge=160)
+    processor = dict(size=sizes, image_mean=[0.1, 0.2, 0.3], image_std=[0.5, 0.5, 0.5])
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    ours, _ = load_model(str(tmp_path))
+    assert ours.pretrained_cfg["label_names"][4] == "thing 4" and ours.pretrained_cfg["mean"] == (0.1, 0.2, 0.3)
+    assert ours.config.img_size == (96, 96) and ours.variant == NAMES[kind]
+    image = torch.randn(1, 3, 64, 64).double()
+    with torch.no_grad():
+        wanted = theirs.double().eval()(image)
+        found = ours.double().eval()(image)
+    assert distance(found["logits"], wanted.logits) <= TOLERANCE
+    assert distance(found["boxes"], wanted.pred_boxes) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (dict(backbone="resnest50"), "backbone is 'resnest50'; known are resnet18"),
+        (dict(activation_function="gelu"), "activation_function is 'gelu'; our detectors have 'relu'"),
+        (dict(encoder_ffn_dim=8, decoder_ffn_dim=16), "decoder_ffn_dim is 16 and encoder_ffn_dim 8"),
+        (dict(backbone_config=dict(model_type="resnet", hidden_sizes=[8])), r"hidden_sizes is \[8\]; our ResNets have"),
+    ],
+)
+def test_other_detectors_of_transformers_are_refused(change, text):
+    """Oracle: the field, its value, and what our models have; the files of facebook/detr-resnet-50 name our model."""
+    files = dict(model_type="detr", backbone="resnet50", num_queries=100, d_model=256, dilation=False)
+    files |= dict(id2label={str(i): f"thing {i}" for i in range(91)})
+    assert transformers_detectors.read(files, dict(size=800, max_size=1333))[:2] == ("detr_resnet50", {})
+    assert transformers_detectors.read(files | dict(dilation=True), {})[:2] == ("detr_resnet50_dc5", {})
+    with pytest.raises(ValueError, match=text):
+        transformers_detectors.read(files | change, {})
+
+
 def authors_layout(kind: str) -> str:
     return "facebookresearch" if kind == "detr" else "fundamentalvision"
 
@@ -433,3 +496,20 @@ def test_dropout_and_recomputation(kind):
     assert all(torch.equal(b, buffers[n]) for n, b in model.named_buffers())
     model.eval()
     assert torch.equal(model(image)["boxes"], model(image)["boxes"]) and "aux" not in model(image)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("rows", [0, 2])
+@pytest.mark.parametrize("options", [{}, dict(two_stage=True)], ids=["queries", "two-stage"])
+def test_maps_that_are_all_padding_give_numbers(options, rows):
+    """Oracle: finite outputs and gradients; an image of few rows has none on the coarser map, or none at all."""
+    torch.manual_seed(0)
+    model = create_model("deformable_detr_digits", **options).double().train()
+    images = torch.rand(2, 1, 32, 32, dtype=torch.float64)
+    mask = torch.ones(2, 32, 32, dtype=torch.bool)
+    mask[1, rows:] = False
+    outputs = model(images, mask)
+    logits = outputs["logits"]
+    assert logits.isfinite().all() and outputs["boxes"].isfinite().all()
+    (logits.sum() + outputs["boxes"].sum()).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())

@@ -1,8 +1,10 @@
-"""Tests of detectors after `optimize`: deformable sampling, frozen BatchNorms. Oracle: the same before, in float64."""
+"""Tests of detectors after `optimize`: sampling, BatchNorms, layers, positions. Oracle: the same before, in float64."""
 
 import copy
 import importlib
+import re
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,14 +12,19 @@ import transformers
 from budget import assert_within_budget, telling
 from interpreter import interpreting
 from sampling import marked
+from timm.models import resnet as timm_resnet
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchvision.models import resnet as torchvision_resnet
 from transformers.models.detr import modeling_detr as detr
+from transformers.models.rt_detr import modeling_rt_detr as rt_detr
 
 import benchmarks  # noqa: F401 (declares torchvision's operators)
 from fastvit_triton import optimize, revert, using_backend
 from fastvit_triton.engine import batch_norm
+from fastvit_triton.kernels import batch_norm as kernel_file
 from fastvit_triton.kernels import deformable
+from fastvit_triton.layers.frozen_resnet import FrozenResNet
 
 SHAPES = [(3, 4), (2, 2), (1, 1)]
 N = sum(h * w for h, w in SHAPES)
@@ -26,13 +33,30 @@ rt_detr""".split()
 NAMES = {name: f"{name}.MultiScaleDeformableAttention" for name in COPIES}
 NAMES["mask2former"] = "mask2former.Mask2FormerPixelDecoderEncoderMultiscaleDeformableAttention"
 NAMES["oneformer"] = "oneformer.OneFormerPixelDecoderEncoderMultiscaleDeformableAttention"
+AROUND = dict(
+    lw="lw_detr.LwDetr",
+    deformable="deformable_detr.DeformableDetr",
+    doc_v2="pp_doclayout_v2.PPDocLayoutV2",
+    doc_v3="pp_doclayout_v3.PPDocLayoutV3",
+    doc_v4="pp_doclayout_v4.PPDocLayoutV4",
+    rf="rf_detr.RfDetr",
+    rt="rt_detr.RTDetr",
+)
+SCALED = dict(rt_v2="rt_detr_v2.RTDetrV2", d_fine="d_fine.DFine", deim="deimv2.Deimv2")
+NAMES |= {name: f"{prefix}MultiscaleDeformableAttention" for name, prefix in (AROUND | SCALED).items()}
+OPTIONS = dict(d_model=16, num_feature_levels=len(SHAPES), disable_custom_kernels=True, decoder_attention_heads=2)
+OPTIONS |= dict(decoder_n_points=4, decoder_n_levels=len(SHAPES), decoder_offset_scale=0.5, decoder_method="default")
 
 
-def module_of(name):
+def module_of(name, **options):
     """The module of a model of transformers, in a container, with random parameters."""
     folder, cls = NAMES[name].split(".")
     made = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), cls)
-    model = nn.Sequential(made() if name in COPIES else made(16, 2, len(SHAPES), 4))
+    if name in (AROUND | SCALED):
+        counts = dict(num_heads=2, n_points=4) if name in AROUND else {}
+        model = nn.Sequential(made(SimpleNamespace(**OPTIONS | options), **counts))
+    else:
+        model = nn.Sequential(made() if name in COPIES else made(16, 2, len(SHAPES), 4))
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model
@@ -50,12 +74,12 @@ def given(name, dtype):
         places = dict(value_spatial_shapes=torch.tensor(SHAPES), value_spatial_shapes_list=SHAPES)
         return dict(value=randn(2, N, 2, 8), **points, **places, level_start_index=None, im2col_step=64)
     tokens = dict(hidden_states=randn(2, N, 16), encoder_hidden_states=randn(2, N, 16))
-    tokens |= dict(
-        position_embeddings=randn(2, N, 16), reference_points=randn(2, N, 3, 4 if name == "oneformer" else 2)
-    )
-    mask = torch.arange(N).expand(2, N) > N - 3
-    shapes = dict(spatial_shapes=torch.tensor(SHAPES)) if name == "oneformer" else {}
-    return dict(**tokens, attention_mask=mask, spatial_shapes_list=SHAPES, **shapes)
+    levels = 1 if name in SCALED else 3
+    tokens["reference_points"] = randn(2, N, levels, 4 if name in ("oneformer", "rf", *SCALED) else 2)
+    if name not in ("d_fine", "deim"):
+        tokens |= dict(position_embeddings=randn(2, N, 16), attention_mask=torch.arange(N).expand(2, N) > N - 3)
+    shapes = {} if name == "mask2former" else dict(spatial_shapes=torch.tensor(SHAPES))
+    return dict(**tokens, spatial_shapes_list=SHAPES, **shapes)
 
 
 def outcome(model, arguments):
@@ -77,7 +101,8 @@ def test_sampling_equals_the_originals(name, monkeypatch):
     model = module_of(name).double()
     want = outcome(model, given(name, torch.float64))
     report = optimize(model)
-    assert [row.became for row in report.rows] == [f"fused deformable {'sampling' if name in COPIES else 'attention'}"]
+    assert report.rows[0].became == f"fused deformable {'sampling' if name in COPIES else 'attention'}"
+    assert all(row.became and (row.within is not None) == (i > 0) for i, row in enumerate(report.rows))
     calls = []
     monkeypatch.setattr(deformable, "_reference", lambda *a: calls.append(a) or deformable.reference(*a))
     with using_backend("torch"):
@@ -127,11 +152,29 @@ def test_dtypes_under_autocast_equal_the_originals(name):
         assert dtypes() == want
 
 
+HOOKED = [("mask2former", "value_proj"), ("rt", "attn"), ("rt_v2", "output_proj"), ("d_fine", "attention_weights")]
+
+
 @pytest.mark.fast
-def test_a_hook_on_a_projection_is_called():
+@pytest.mark.parametrize("name, part", HOOKED)
+def test_a_hook_inside_is_called(name, part):
     """Oracle: the original with the same hook."""
-    model, arguments = module_of("mask2former").double(), given("mask2former", torch.float64)
-    model[0].value_proj.register_forward_hook(lambda module, inputs, y: 2 * y)
+    model, arguments = module_of(name).double(), given(name, torch.float64)
+    getattr(model[0], part).register_forward_hook(lambda module, inputs, y: 2 * y)
+    want = model[0](**arguments)[0]
+    optimize(model)
+    with using_backend("torch"):
+        got = model[0](**arguments)[0]
+    assert (got - want).abs().max() <= 84 * torch.finfo(torch.float64).eps * telling(want).abs().max()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "options", [dict(decoder_n_points=[3, 6, 3]), dict(decoder_method="discrete"), dict(decoder_offset_scale=0.3)]
+)
+def test_other_options_of_scaled_offsets(options):
+    """Oracle: the original, which runs with other numbers of points and methods, but not for another scale."""
+    model, arguments = module_of("d_fine", **options).double(), given("d_fine", torch.float64)
     want = model[0](**arguments)[0]
     optimize(model)
     with using_backend("torch"):
@@ -188,7 +231,20 @@ class Operators(TorchDispatchMode, Counter):
 
 
 def resnet(name):
-    """A small ResNet of transformers with frozen BatchNorms."""
+    """A small ResNet with frozen BatchNorms."""
+    if name.startswith("timm"):
+        options = dict(block_args=dict(attn_layer="se"), avg_down=True) if name == "timm_se" else {}
+        block = timm_resnet.Bottleneck if name == "timm_deep" else timm_resnet.BasicBlock
+        model = timm_resnet.ResNet(block, (1, 1, 1, 1), num_classes=0, channels=(4, 8, 8, 8), **options)
+    elif name == "torchvision":
+        model = torchvision_resnet.ResNet(torchvision_resnet.Bottleneck, (1, 1, 1, 1), num_classes=4)
+        model.maxpool = model.fc = nn.Identity()
+    elif name == "ours":
+        model = FrozenResNet(3, (1, 2), 8, bottleneck=True)
+    if name in OTHERS:
+        with torch.no_grad():
+            detr.replace_batch_norm(model)
+        return with_statistics(model).eval()
     sizes = dict(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic")
     if name == "resnet":
         model = transformers.ResNetModel(transformers.ResNetConfig(**sizes))
@@ -199,15 +255,20 @@ def resnet(name):
     return with_statistics(model).eval()
 
 
-@pytest.mark.parametrize("name", ["resnet", "rt_detr"])
+OTHERS = ["timm", "timm_se", "timm_deep", "torchvision", "ours"]
+
+
+@pytest.mark.parametrize("name", ["resnet", "rt_detr", *OTHERS])
 def test_frozen_norms_are_folded_into_convolutions(name):
     """Oracle: the original in float64, also after statistics were written and with a hook; no norm is left before."""
     model = resnet(name)
-    other, x = copy.deepcopy(model), torch.randn(2, 3, 32, 32)
+    other, x = copy.deepcopy(model), torch.randn(2, 3, 64, 64)
     optimize(model, freeze=True)
 
     def result(each, x):
         y = each(x)
+        if name in OTHERS:
+            return {"output": y[-1] if name == "ours" else y}
         return {"output": y.last_hidden_state if name == "resnet" else y.feature_maps[-1]}
 
     def check():
@@ -217,16 +278,20 @@ def test_frozen_norms_are_folded_into_convolutions(name):
         assert_within_budget(got, result(other, x), truth)
         return operators["aten::native_batch_norm"], operators["aten::convolution"]
 
-    norms = [[m for m in each.modules() if type(m) is detr.DetrFrozenBatchNorm2d] for each in (model, other)]
+    stems = int(name in OTHERS)  # whose layers the model itself calls
+    convolutions = sum(isinstance(m, nn.Conv2d) for m in other.modules())
+    norms = [
+        [m for m in each.modules() if type(m).__name__.endswith("FrozenBatchNorm2d")][stems:] for each in (model, other)
+    ]
     with torch.no_grad(), torch.autocast("cpu", torch.float16):
         own = result(other, x)["output"].dtype
         with interpreting():
             assert result(model, x)["output"].dtype == own == torch.float32
     with torch.no_grad():
-        assert check() == (0, len(norms[0]))
+        assert check() == (stems, convolutions)
         for first, *_ in norms:
             first.running_mean.add_(1)
-        assert check() == (0, len(norms[0]))
+        assert check() == (stems, convolutions)
         for each in (model, other):
             last = [m for m in each.modules() if type(m) is nn.Conv2d and m.kernel_size == (3, 3)][-1]
             last.padding_mode = "reflect"
@@ -236,7 +301,78 @@ def test_frozen_norms_are_folded_into_convolutions(name):
             last.padding_mode = "zeros"
         for first, *_ in norms:
             first.register_forward_hook(lambda module, inputs, y: 2 * y)
-        assert check() == (0, len(norms[0]))  # the hooked norm runs the operators of its own forward
+        unfolded, ran = check()  # the hooked norm runs the operators of its own forward, or its block does
+        assert ran == convolutions and (unfolded == 0 or name in OTHERS)
+
+
+def launches(monkeypatch):
+    """A list that receives the launches of `batch_norm_act`."""
+    found, launch = [], kernel_file.launch
+    monkeypatch.setattr(kernel_file, "launch", lambda *a, **b: found.append(a[0]) or launch(*a, **b))
+    return found
+
+
+def learning(model, x):
+    """The output and all gradients, by name."""
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y = y[-1] if isinstance(y, list) else y.last_hidden_state if hasattr(y, "last_hidden_state") else y
+    y = y.feature_maps[-1] if hasattr(y, "feature_maps") else y
+    named = {"input": x, **{n: p for n, p in model.named_parameters() if p.requires_grad}}
+    grads = torch.autograd.grad(y.square().sum(), list(named.values()), allow_unused=True)
+    return {"output": y.detach(), **{n: g for n, g in zip(named, grads, strict=True) if g is not None}}
+
+
+@pytest.mark.parametrize("name", ["resnet", "rt_detr", "timm", "timm_deep", "torchvision", "ours"])
+def test_what_follows_a_convolution_is_one_launch(name, monkeypatch):
+    """Oracle: the original in float64, output and gradients; a launch for each convolution but those of shortcuts."""
+    model, x = resnet(name), torch.randn(2, 3, 32, 32)
+    other, found = copy.deepcopy(model), launches(monkeypatch)
+    optimize(model)
+    with interpreting(), Operators() as operators:
+        got = learning(model, x)
+    assert_within_budget(got, learning(other, x), learning(copy.deepcopy(other).double(), x.double()))
+    stems = int(name in OTHERS)
+    paths = [n for n, m in other.named_modules() if isinstance(m, nn.Conv2d)][stems:]
+    read = sum("downsample" not in n and "shortcut" not in n for n in paths)
+    assert (len(found), operators["aten::relu"] + operators["aten::relu_"]) == (2 * read, stems)  # forward, backward
+
+
+def rep_vgg():
+    """A block of two convolutions of the same map, with random statistics of its norms."""
+    config = transformers.RTDetrConfig(encoder_hidden_dim=8)
+    return with_statistics(nn.Sequential(nn.Conv2d(3, 8, 1), rt_detr.RTDetrRepVggBlock(config))).eval()
+
+
+def test_two_convolutions_of_a_map_are_merged(monkeypatch):
+    """Oracle: the original in float64; also after writes, with a hook, with groups, and where weights are trained."""
+    model, x = rep_vgg(), torch.randn(2, 3, 6, 5)
+    other, found = copy.deepcopy(model), launches(monkeypatch)
+    optimize(model, freeze=True)
+
+    def check():
+        found.clear()
+        with interpreting(), Operators() as operators:
+            got = {"output": model(x).detach()}
+        truth = copy.deepcopy(other).double()(x.double())
+        assert_within_budget(got, {"output": other(x).detach()}, {"output": truth.detach()})
+        return operators["aten::convolution"], len(found)
+
+    with torch.no_grad():
+        assert check() == check() == (2, 1)
+        for each in (model, other):
+            each[1].conv2.norm.running_mean.add_(1)
+            each[1].conv1.conv.weight.mul_(1.5)
+        assert check() == (2, 1)
+        handles = [each[1].conv2.register_forward_hook(lambda module, inputs, y: 2 * y) for each in (model, other)]
+        assert check() == (3, 0)  # the block runs its own forward
+        for handle in handles:
+            handle.remove()
+        for each in (model, other):
+            each[1].conv2.conv = nn.Conv2d(8, 8, 1, groups=2, bias=False)
+        other[1].conv2.conv.load_state_dict(model[1].conv2.conv.state_dict())
+        assert check() == (3, 1)
+    assert check() == (3, 1)  # gradients of the weights
 
 
 RESNET = dict(embedding_size=8, hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 1, 1], layer_type="basic")
@@ -277,27 +413,107 @@ def detector(name):
     return model
 
 
-@pytest.mark.parametrize("name", marked(WHOLE, pytest.mark.full, lambda name: name != "Detr"))
-def test_detectors_are_fused_by_an_example(name):
-    """Oracle: the original in float64, logits, boxes and all gradients; every layer is captured.
+LAYER = re.compile("(En|De)coderLayer$")
 
-    Those with deformable attention run as written, as their graph leaves its softmax, and what they hold is fused.
+
+@pytest.mark.parametrize("name", marked(WHOLE, pytest.mark.full, lambda name: name in ("RTDetr", "ConditionalDetr")))
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_layers_of_detectors_are_read(name, mode):
+    """Oracle: the original in float64, logits, boxes and all gradients, with padding; no example is given.
+
+    Of Conditional DETR the decoder is not read; with an example its layers are captured.
     """
     torch.manual_seed(0)
-    model = detector(name)
+    model = detector(name).train(mode == "train")
+    for module in model.modules():
+        for dropout in ("dropout", "activation_dropout", "attention_dropout"):
+            if isinstance(getattr(module, dropout, None), float):
+                setattr(module, dropout, 0.0)
     other, x = copy.deepcopy(model), torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    mask = torch.ones(2, 64, 64, dtype=torch.long)
+    mask[1, 40:] = 0
+    masks = {} if name == "RTDetr" else dict(pixel_mask=mask)
 
     def outcome(each):
-        y = each(x)
+        y = each(x, **masks)
         parameters = {n: p for n, p in each.named_parameters() if p.requires_grad}
         loss = y.logits.square().sum() + y.pred_boxes.square().sum()
         grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         return y.logits, y.pred_boxes, torch.cat([g.flatten() for g in grads if g is not None])
 
     with using_backend("torch"):
-        report = optimize(model, example=x)
+        example = dict(pixel_values=x, **masks) if name == "ConditionalDetr" and mode == "eval" else None
+        report = optimize(model, example=example)
         got = outcome(model)
-    assert all(row.why == "what it holds is fused instead, as its graph leaves softmax" for row in report.left)
-    assert not report.left or name in ("DeformableDetr", "RTDetr")
+    layers = [type(m).__name__ for m in other.modules() if LAYER.search(type(m).__name__)]
+    became = [row.type for row in report.fused if LAYER.search(row.type)]
+    assert became == layers[: len(became)] and (len(became) == len(layers) or name == "ConditionalDetr")
+    assert len(got[2]) and len(became) > 0
     for result, truth in zip(got, outcome(other), strict=True):
         assert (result - truth).abs().max() <= 840 * torch.finfo(torch.float64).eps * telling(truth).abs().max()
+
+
+PARTS = {"Detr": "encoder_attn", "DeformableDetr": "encoder_attn", "TableTransformer": "encoder_attn"}
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("change", ["hook", "forward", "inner"])
+def test_changed_parts_of_a_layer_are_called(name, change):
+    """Oracle: the original with the same change to an attention, an output projection, or the MLP's activation."""
+    torch.manual_seed(0)
+    model = detector(name)
+    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    with using_backend("torch"), torch.no_grad():
+        optimized = copy.deepcopy(model)
+        optimize(optimized)
+        before = optimized(x).logits
+        for each in (model, optimized):
+            layer = each.model.decoder.layers[0]
+            attn = getattr(layer, PARTS[name])
+            proj = next(m for n, m in attn.named_children() if n in ("o_proj", "out_proj", "output_proj"))
+            if change == "hook":
+                attn.register_forward_hook(lambda module, inputs, y: (2 * y[0], *y[1:]))
+            elif change == "forward":
+                proj.forward = lambda t, proj=proj: 2 * nn.Linear.forward(proj, t)
+            else:
+                (layer.mlp if hasattr(layer, "mlp") else layer).activation_fn = nn.Tanh()
+        got, truth = optimized(x).logits, model(x).logits
+    assert (got - truth).abs().max() <= 840 * torch.finfo(torch.float64).eps * truth.abs().max()
+    assert (got - before).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("name", ["detr.Detr", "deformable_detr.DeformableDetr", "table_transformer.TableTransformer"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_sine_positions_have_the_same_bits(name, normalize):
+    """Oracle: the original, with padding, in two dtypes; half of its operators run."""
+    folder, prefix = name.split(".")
+    home = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    cls = getattr(home, f"{prefix}SinePositionEmbedding")
+    model = nn.Sequential(cls(6, normalize=normalize))
+    mask = torch.ones(2, 5, 7, dtype=torch.bool)
+    mask[1, 3:], mask[1, :, 5:] = False, False
+    for dtype in (torch.float32, torch.bfloat16):
+        shape = torch.Size((2, 3, 5, 7))
+        given = (torch.zeros(shape), mask) if folder == "table_transformer" else (shape, mask.device, dtype, mask)
+        with Operators() as operators:
+            truth = model[0](*given)
+        optimize(model)
+        with interpreting(), Operators() as fewer:
+            got = model[0](*given)
+        assert got.dtype == truth.dtype and torch.equal(got, truth)
+        assert (operators["aten::sin"], fewer["aten::sin"], fewer["aten::cos"]) == (2, 1, 1)
+        revert(model)
+
+
+@pytest.mark.parametrize("sides", [(64, 96), (70, 61)])
+def test_masks_of_maps_are_the_nearest_values(sides):
+    """Oracle: the original, for maps whose sides divide those of the image, and others."""
+    model = detector("Detr").float()
+    encoder, image = nn.Sequential(model.model.backbone), torch.randn(2, 3, *sides)
+    mask = torch.rand(2, *sides).round().long()
+    truth = encoder[0](image, mask)
+    optimize(encoder)
+    with using_backend("torch"), Operators() as operators:
+        got = encoder[0](image, mask)
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(got, truth, strict=True)) and len(got) == len(truth) > 0
+    assert operators["aten::upsample_nearest2d"] == (0 if sides == (64, 96) else len(got))

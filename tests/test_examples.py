@@ -108,7 +108,8 @@ def test_notebook_without_a_gpu_runs_to_the_end(notebook, monkeypatch):
     _, first, selftest, tune, benchmark, joined = run(community.ROOT)
     assert first.startswith("There is no GPU here")
     assert "ops passed on the CPU in Triton's interpreter" in selftest and "On a GPU, selftest" in selftest
-    assert "Every step was executed." in tune and "On a GPU, tune" in tune
+    # a busy machine may not reach the last step in the notebook's 20 s
+    assert re.search(r"Every step was executed\.|Steps were not reached in time;", tune) and "On a GPU, tune" in tune
     assert "ours eager" in benchmark and "On a GPU, benchmark" in benchmark
     warning, line = joined.splitlines()
     held = json.loads((here / "contribution.json").read_text())

@@ -43,12 +43,13 @@ def selected(names: list[str], sample: list[str]) -> list:
 def catalogued(name: str) -> tuple[nn.Module, Tensor]:
     """Our model of that name with two blocks, or five of a pyramid, uninitialised parameters, and two images."""
     config = model_config(name)
-    depths, depth = getattr(config, "depths", ()), getattr(config, "depth", 2)
-    small = (
-        dict(depths=(2, *(1,) * len(depths[1:])))
-        if depths
-        else dict(depth=depth[:1] if isinstance(depth, tuple) else 2)
-    )
+    small: dict[str, object] = {}
+    if depths := getattr(config, "depths", ()):
+        small["depths"] = (2, *(1,) * len(depths[1:]))
+    elif depth := getattr(config, "depth", ()):
+        small["depth"] = depth[:1] if isinstance(depth, tuple) else 2
+    if hasattr(config, "aux_indices"):
+        small["aux_indices"] = (0,)
     with torch.device("meta"):
         model = fastvit_triton.create_model(name, **small)
     return model.to_empty(device="cpu"), torch.empty(2, model.config.in_chans, *model.config.img_size)

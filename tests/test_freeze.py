@@ -6,18 +6,23 @@ import gc
 import math
 import pickle
 import weakref
+from collections import Counter
 
 import pytest
+import research
 import torch
 from budget import allowed
-from catalogue import build, inputs, outputs
+from catalogue import build, inputs, joined, outputs
 from interpreter import interpreting
 from sampling import marked, sampled
 
 from fastvit_triton import create_model, freeze, optimize, unfreeze
 from fastvit_triton.engine import freeze as freeze_file
 from fastvit_triton.engine import ways
+from fastvit_triton.expected.count import traced
+from fastvit_triton.kernels import cost
 from fastvit_triton.kernels import fold as fold_file
+from fastvit_triton.kernels.plan import forcing
 
 SIZES = dict(img_size=8, patch_size=4, embed_dim=16, num_heads=2, num_classes=3)
 IMAGE = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8).sin()
@@ -30,6 +35,14 @@ def model(depth: int = 1) -> torch.nn.Module:
     with torch.no_grad():
         for p in net.parameters():
             p.normal_(0, 0.3)
+    return net
+
+
+def captured(name: str) -> torch.nn.Module:
+    """A model whose blocks `optimize` captures."""
+    net = research.MODELS[name].build().float().eval()
+    example = torch.utils._pytree.tree_map(torch.Tensor.float, research.MODELS[name].inputs(2, 5))
+    optimize(net, example=example)
     return net
 
 
@@ -128,6 +141,7 @@ SILENT = [_data_teacher, _data_merge, _data_copy, _numpy, _dlpack, _storage]
 MODELS = {
     "ours": (model, IMAGE),
     "timm": (lambda: build("timm_deit3", torch.float32).eval(), inputs("timm_deit3").float()),
+    "captured": (lambda: captured("dino"), torch.linspace(-1, 1, 2 * 5 * research.D).view(2, 5, research.D).sin()),
 }
 
 
@@ -148,7 +162,8 @@ def changed(name: str, change, frozen: bool = False, again: bool = False):
             return before, net(image), copy.deepcopy(net)(image)
 
 
-CHANGED = [("ours", c) for c in (*COUNTED, *SILENT)] + [("timm", c) for c in (_optimizer, _assign, *SILENT[:2])]
+FEW = (_optimizer, _assign, *SILENT[:2])
+CHANGED = [("ours", c) for c in (*COUNTED, *SILENT)] + [(name, c) for name in ("timm", "captured") for c in FEW]
 
 
 def typical(name, change):
@@ -204,6 +219,26 @@ def test_converted_models_freeze(name, monkeypatch):
         per_call = len(made)
         assert torch.equal(outputs(net, given), want) and len(made) == 2 * per_call >= 4
         assert torch.equal(outputs(net, given), want) and len(made) == 2 * per_call
+
+
+def test_captured_blocks_freeze():
+    """Oracle: the same model without freezing, bit by bit; by hand, what two blocks no longer launch.
+
+    Each folds two LayerNorms, packs weights and biases of two projections, and multiplies a bias by a mask.
+    """
+    net, given = captured("rotary"), research.MODELS["rotary"].inputs(16, 5)
+    given = torch.utils._pytree.tree_map(torch.Tensor.float, given)
+    twin = copy.deepcopy(net)
+    freeze(net)
+    with interpreting(), torch.no_grad(), folding() as made:
+        want = joined(twin(*given))
+        assert len(made) == 4
+        assert torch.equal(joined(net(*given)), want) and len(made) == 8
+        assert torch.equal(joined(net(*given)), want) and len(made) == 8
+    with forcing("fused"):
+        traces = [traced(twin, cost.gpus()["h200"], False, given, {}, frozen) for frozen in (False, True)]
+    before, after = (Counter(event.name for event in trace.events if event.launches) for trace in traces)
+    assert before - after == {"fold._fold_kernel": 4, "cat": 4, "mul": 2} and not after - before
 
 
 def kept_tensors(net):
@@ -292,7 +327,7 @@ def test_training_and_gradients_fold_within_the_call(monkeypatch):
             assert bool(kept_tensors(net)) == (not learns)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["ours", "timm"])
 def test_gradients_reach_folded_parameters(name, way):
     """Oracle: float64 on the PyTorch path; error ≤ 2 · (its float32 error + one rounding of the largest gradient)."""
     make, image = MODELS[name]

@@ -106,7 +106,7 @@ def test_recipes_and_models_belong_together(tmp_path, capsys):
     words = ("train", "--out", tmp_path / "out")
     assert "pass --recipe pixels" in refused(capsys, *words, "--model", "igpt_small")
     assert "pass --recipe restoration" in refused(capsys, *words, "--model", "ipt_x2")
-    assert "detr_resnet50 detects objects" in refused(capsys, *words, "--model", "detr_resnet50")
+    assert "has no boxes, which detr_resnet50 learns" in refused(capsys, *words, "--model", "detr_resnet50")
     digits = ("--recipe", "pixels", "--model", "vit_digits_patch2_8", "--img-size", 8)
     assert "vit_digits_patch2_8 is not trained by loss 'likelihood'" in refused(capsys, *words, *digits)
 

@@ -385,7 +385,7 @@ def test_cache_offline_and_revisions(hub: HubServer, tmp_path: Path, monkeypatch
     """Oracle: the server's log, and the bytes of each revision."""
     first, second = (timm_folder(tmp_path / branch, num_classes=7) for branch in ("main", "v2"))
     hub.repositories["me/vit"] = {branch: contents(tmp_path / branch) for branch in ("main", "v2")}
-    model, _ = load_model("me/vit")
+    model, _ = load_model("hf-hub:me/vit")
     x = images(model)
     assert_close(model.eval()(x), first(x))
     assert sorted(line.rpartition("/")[2] for line in hub.requests if re.match("GET.*/resolve/", line)) == sorted(
@@ -394,18 +394,18 @@ def test_cache_offline_and_revisions(hub: HubServer, tmp_path: Path, monkeypatch
     hub.requests.clear()
     assert_close(load_model("hf-hub:me/vit@main")[0].eval()(x), first(x))
     assert hub.requests and not any(re.match("GET.*/resolve/", line) for line in hub.requests)
-    assert_close(load_model("me/vit@v2")[0].eval()(x), second(x))
+    assert_close(load_model("hf-hub:me/vit@v2")[0].eval()(x), second(x))
     assert_close(VisionTransformer.from_pretrained("me/vit", revision="v2")(x), second(x))
-    assert "there is no hf-hub:me/vit@v3; me/vit has no such branch" in failure("me/vit@v3")
+    assert "there is no hf-hub:me/vit@v3; me/vit has no such branch" in failure("hf-hub:me/vit@v3")
     with monkeypatch.context() as patch:
         patch.setattr(constants, "HF_HUB_OFFLINE", True)
         hub.requests.clear()
-        assert_close(load_model("me/vit")[0].eval()(x), first(x))
-        assert "hf-hub:me/other is not in the cache and cannot be downloaded" in failure("me/other")
+        assert_close(load_model("hf-hub:me/vit")[0].eval()(x), first(x))
+        assert "hf-hub:me/other is not in the cache and cannot be downloaded" in failure("hf-hub:me/other")
         assert not hub.requests
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:1/{repo_id}/{revision}/{filename}")
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between the client's attempts
-    assert_close(load_model("me/vit")[0].eval()(x), first(x))
+    assert_close(load_model("hf-hub:me/vit")[0].eval()(x), first(x))
     tried: list[str] = []
     download = huggingface_hub.hf_hub_download
 
@@ -414,7 +414,7 @@ def test_cache_offline_and_revisions(hub: HubServer, tmp_path: Path, monkeypatch
         return download(*words, **options)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", track)
-    assert re.search("is not in the cache and cannot be downloaded: .*Connection refused", failure("me/other"))
+    assert re.search("is not in the cache and cannot be downloaded: .*Connection refused", failure("hf-hub:me/other"))
     assert tried[0] is None and all(tried[1:])  # one file is tried, for as long as the client wants
 
 
@@ -430,7 +430,7 @@ def test_one_load_reads_one_commit(hub: HubServer, tmp_path: Path, monkeypatch: 
         return path
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", move_on)
-    model, _ = load_model("me/vit")
+    model, _ = load_model("hf-hub:me/vit")
     x = images(model)
     assert_close(model.eval()(x), first(x))
 
@@ -439,27 +439,27 @@ def test_gated_and_missing_repositories(hub: HubServer, tmp_path: Path):
     """Oracle: one sentence with a remedy; with a token the model loads."""
     timm_folder(tmp_path / "a", num_classes=7)
     hub.repositories["me/vit"], hub.gated = {"main": contents(tmp_path / "a")}, {"me/vit"}
-    assert "is gated; accept its terms at https://huggingface.co/me/vit" in failure("me/vit")
+    assert "is gated; accept its terms at https://huggingface.co/me/vit" in failure("hf-hub:me/vit")
     assert "is gated" in failure("me/vit", of=VisionTransformer.from_pretrained, token="hf_bad")
     assert VisionTransformer.from_pretrained("me/vit", token="hf_good").num_classes == 7
-    assert "there is no hf-hub:me/nothing; check the name" in failure("me/nothing")
+    assert "there is no hf-hub:me/nothing; check the name" in failure("hf-hub:me/nothing")
     assert "is gated" not in failure("hf-hub:me/vit@x y")
     hub.repositories["me/empty"] = {"main": {"README.md": b"hello"}}
-    assert "there is no checkpoint in hf-hub:me/empty: it has no model.safetensors or" in failure("me/empty")
+    assert "there is no checkpoint in hf-hub:me/empty: it has no model.safetensors or" in failure("hf-hub:me/empty")
     missing = failure("hf-hub:me/empty", of=create_model)
     assert "hf-hub:me/empty: it has no config.json, which names the model" in missing
     hub.repositories["me/text"] = {"main": {"config.json": b"<html>"}}
-    assert "is not readable as JSON" in failure("me/text")
+    assert "is not readable as JSON" in failure("hf-hub:me/text")
 
 
 def test_broken_downloads(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Oracle: a download that breaks is resumed; one that ends early is one sentence, and no file is kept."""
     theirs = timm_folder(tmp_path / "a", num_classes=7)
     hub.repositories["me/vit"], hub.short = {"main": contents(tmp_path / "a")}, {"model.safetensors"}
-    assert "model.safetensors of hf-hub:me/vit was not downloaded: Consistency check failed" in failure("me/vit")
+    assert "model.safetensors of hf-hub:me/vit was not downloaded: Consistency check failed" in failure("hf-hub:me/vit")
     hub.short, hub.cut = set(), {"model.safetensors": 1000}
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
-    model, _ = load_model("me/vit")
+    model, _ = load_model("hf-hub:me/vit")
     x = images(model)
     assert_close(model.eval()(x), theirs(x)) or not hub.cut
     assert not hub.cut
@@ -477,7 +477,7 @@ def test_shards(hub: HubServer, tmp_path: Path):
     index.write_text(json.dumps({"weight_map": names}))
     hub.repositories["me/vit"] = {"main": contents(tmp_path)}
     x = torch.randn(2, 3, 32, 32)
-    for source in ("me/vit", tmp_path, index):
+    for source in ("hf-hub:me/vit", tmp_path, index):
         assert_close(load_model(source)[0].eval()(x), theirs(x))
     secret = tmp_path.parent / "secret.safetensors"
     save_file(state, secret)
@@ -485,7 +485,7 @@ def test_shards(hub: HubServer, tmp_path: Path):
         index.write_text(json.dumps({"weight_map": {**names, "head.bias": bad}}))
         assert "was refused: it names the file" in failure(tmp_path)
         hub.repositories["me/vit"]["main"] = contents(tmp_path)
-        assert "was refused: it names the file" in failure("me/vit")
+        assert "was refused: it names the file" in failure("hf-hub:me/vit")
     index.write_text(json.dumps({"weight_map": {**names, "head.bias": "part-9.safetensors"}}))
     assert "has no part-9.safetensors, which its model.safetensors.index.json lists" in failure(tmp_path)
     index.write_text("{}")
@@ -500,7 +500,7 @@ def test_wrong_files(hub: HubServer, tmp_path: Path):
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     save_file({key.replace("attn.qkv", "attn.all"): t for key, t in state.items()}, tmp_path / "model.safetensors")
     hub.repositories["me/vit"] = {"main": contents(tmp_path)}
-    assert "it lacks blocks.0.attn.qkv.weight" in failure(model, "me/vit", of=load_weights)
+    assert "it lacks blocks.0.attn.qkv.weight" in failure(model, "hf-hub:me/vit", of=load_weights)
     save_file({f"x.{i}": tensor for i, tensor in enumerate(state.values())}, tmp_path / "model.safetensors")
     assert "this is not a checkpoint of a plain ViT" in failure(tmp_path)
     save_file({key: t for key, t in state.items() if "head" not in key}, tmp_path / "model.safetensors")
@@ -516,6 +516,9 @@ def test_what_names_no_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     url = f"https://huggingface.co/timm/{TAG}/resolve/main/model.safetensors"
     assert failure(url) == f"{url} is a URL, and checkpoints are not loaded from URLs; use hf-hub:timm/{TAG}"
     assert "download the file, or give" in failure("https://example.org/a.safetensors")
+    assert failure("run/photos") == (
+        "there is no folder or file run/photos; for a repository of the Hub write hf-hub:run/photos"
+    )
     for text in ("none.pt", "runs/photos", "timm/none.safetensors", "nothing"):
         assert f"there is no checkpoint {text}; give a file, a folder, hf-hub:org/name" in failure(text)
     assert f"use hf-hub:timm/{TAG} for the Hub" in failure(f"timm/{TAG}", of=create_model)
@@ -566,14 +569,14 @@ def test_remedies(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         tmp_path / "b", of=model.save_pretrained, metadata={"training": "{"}
     )
     hub.repositories["me/cut"] = {"main": {"model.safetensors": b"0123456789"}}
-    assert re.search(r"; delete \S+models--me--cut and load it again$", failure("me/cut"))
+    assert re.search(r"; delete \S+models--me--cut and load it again$", failure("hf-hub:me/cut"))
     (tmp_path / "cut.safetensors").write_bytes(b"0123456789")
     assert failure(tmp_path / "cut.safetensors").endswith("; copy or download it again")
     asked = "hf-hub:me/other is not in the cache and cannot be downloaded: "
-    assert failure("me/other", hub=dict(local_files_only=True)) == asked + "local_files_only is True"
+    assert failure("hf-hub:me/other", hub=dict(local_files_only=True)) == asked + "local_files_only is True"
     with monkeypatch.context() as patch:
         patch.setattr(constants, "HF_HUB_OFFLINE", True)
-        assert failure("me/other") == asked + "HF_HUB_OFFLINE is set"
+        assert failure("hf-hub:me/other") == asked + "HF_HUB_OFFLINE is set"
 
 
 def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -830,7 +833,9 @@ def test_the_environment_of_the_client(hub: HubServer, tmp_path: Path):
     """Oracle: a fresh process with HF_ENDPOINT and HF_HOME loads the model and imports no timm."""
     timm_folder(tmp_path / "a")
     hub.repositories["me/vit"] = {"main": contents(tmp_path / "a")}
-    code = "import sys, fastvit_triton as f; m, _ = f.load_model('me/vit'); print(m.variant, 'timm' in sys.modules)"
+    code = (
+        "import sys, fastvit_triton as f; m, _ = f.load_model('hf-hub:me/vit'); print(m.variant, 'timm' in sys.modules)"
+    )
     environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
     environment["PYTHONPATH"] = str(Path(__file__).parents[1])
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)

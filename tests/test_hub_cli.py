@@ -86,7 +86,7 @@ def test_models_with_tags(capsys: pytest.CaptureFixture):
     """Oracle: list_models(pretrained=True), and timm's classes and licences."""
     for words, pattern in (((), "*"), (("dinov2",), "*dinov2*")):
         head, *rows = run(capsys, "models", "--pretrained", *words).splitlines()
-        assert head.split() == ["name", "image", "classes", "licence"]
+        assert head.split() == ["name", "image", "classes", "licence", "top-1"]
         assert [row.split()[0] for row in rows] == list_models(pattern, pretrained=True)
     cfg = timm.get_pretrained_cfg(rows[0].split()[0])
     assert rows[0].split()[1:] == ["518×518", str(cfg.num_classes), cfg.license]
@@ -149,10 +149,10 @@ def test_train_follows_its_weights(hub, tmp_path: Path, capsys: pytest.CaptureFi
     write_folder(tmp_path / "photos")
     words = ["--data", tmp_path / "photos", "--epochs", 1, "--batch-size", 4, "--workers", 0, "--device", "cpu"]
     out = tmp_path / "run"
-    text = run(capsys, "train", *words, "--weights", "me/vit", "--out", out, "--std", "0.25")
-    assert f"{NAME}, " in text
+    text = run(capsys, "train", *words, "--weights", "hf-hub:me/vit", "--out", out, "--std", "0.25")
+    assert f"{NAME} at 32 x 32 pixels, " in text and "recipe folder, from hf-hub:me/vit\n" in text
     settings = load_state(out / STATE)["settings"]
-    assert (settings["model"], settings["img_size"], settings["weights"]) == (NAME, 32, "me/vit")
+    assert (settings["model"], settings["img_size"], settings["weights"]) == (NAME, 32, "hf-hub:me/vit")
     assert (settings["mean"], settings["std"]) == ((0.5,) * 3, (0.25,) * 3)
     assert (settings["eval_crop"], settings["crop_mode"], settings["interpolation"]) == (0.9, "center", "bicubic")
     model, header = load_model(out)

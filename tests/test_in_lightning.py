@@ -1,10 +1,13 @@
-"""Tests of the callback for Lightning, and of accelerate. Oracle: training without it."""
+"""Tests of the callback for Lightning, and of accelerate. Oracle: the same without our package."""
+
+from pathlib import Path
 
 import pytest
 import timm
 import torch
 from interpreter import interpreting
 from test_convert import Recorder
+from test_parallel import launch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -33,7 +36,7 @@ def lightning():
     return pytest.importorskip("pytorch_lightning")
 
 
-def fit(lightning, folder, *callbacks, steps=2):
+def fit(lightning, folder, *callbacks, steps=2, **options):
     """(the model after training, the numbers of converted modules when the strategy took it and in each step)."""
     seen = []
 
@@ -54,7 +57,8 @@ def fit(lightning, folder, *callbacks, steps=2):
 
     module = Classifier()
     trainer = lightning.Trainer(
-        **dict(max_steps=steps, accelerator="cpu", devices=1, callbacks=list(callbacks), default_root_dir=folder),
+        **dict(max_steps=steps, accelerator="cpu", callbacks=list(callbacks), default_root_dir=folder),
+        **{"devices": 1} | options,
         **dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False),
     )
     trainer.fit(module, DataLoader(TensorDataset(IMAGES), batch_size=2))
@@ -87,6 +91,12 @@ def test_the_kernels_run_in_lightning(lightning, tmp_path):
     assert run.ours
 
 
+@pytest.mark.full
+def test_two_processes(lightning, tmp_path):
+    """Oracle: training without the callback by DDP in the same two processes, bit for bit."""
+    launch(2, str(Path(__file__).with_name("lightning_job.py")), str(tmp_path))
+
+
 @pytest.mark.parametrize("first", ["optimize", "prepare"])
 def test_accelerate_prepares_a_model_before_or_after(first):
     """Oracle: weights of training without `optimize`, with the backend "torch"; `revert` after."""
@@ -110,3 +120,20 @@ def test_accelerate_prepares_a_model_before_or_after(first):
     with using_backend("torch"):
         want, got = train(False), train(True)
     assert all(torch.equal(got[key], want[key]) for key in want)
+
+
+def test_accelerate_compiles_what_was_optimised_or_compiled(monkeypatch):
+    """Oracle: one graph without breaks; a model that was compiled is not compiled again; the refusal of our name."""
+    accelerate = pytest.importorskip("accelerate")
+    monkeypatch.setattr(accelerate.state.AcceleratorState, "_shared_state", {})
+    with pytest.raises(ValueError, match="FASTVIT_TRITON"):
+        accelerate.Accelerator(cpu=True, dynamo_backend="fastvit_triton")
+    accelerate.state.AcceleratorState._shared_state.clear()
+    accelerator, model = accelerate.Accelerator(cpu=True, dynamo_backend="eager"), vit()
+    compiled = torch.compile(vit(), backend="fastvit_triton")
+    assert accelerator.prepare(compiled) is compiled
+    assert optimize(model).fused
+    prepared = accelerator.prepare(model)
+    torch._dynamo.reset()
+    explained = torch._dynamo.explain(prepared)(IMAGES)
+    assert isinstance(prepared, torch._dynamo.OptimizedModule) and explained.graph_count == 1

@@ -31,10 +31,53 @@ def before(monkeypatch):
     sys.modules.pop(ours.MODULE, None)
 
 
+OPTIONS = {
+    "usual": {},
+    "with norms": dict(qk_norm=True, proj_drop_rate=0.1),
+    "with dropout": dict(attn_drop_rate=0.5),
+    "without biases": dict(qkv_bias=False, proj_bias=False),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_attention_by_name(before, monkeypatch, options):
+    """Oracle: timm's model with the same weights, output and gradients; keys, types, `revert`, and timm's own kinds.
+
+    The attention alone equals timm's also with a mask, and causal.
+    """
+    kinds = dict(timm.models.vision_transformer.ATTN_LAYERS)
+    monkeypatch.setattr(timm.models.vision_transformer, "ATTN_LAYERS", dict(kinds))
+    ours.register()
+    now = timm.models.vision_transformer.ATTN_LAYERS
+    assert {name: now[name] for name in kinds} == kinds and now.keys() - kinds.keys() <= {"fastvit_triton"}
+    sizes = dict(embed_dim=48, depth=2, num_heads=3, img_size=32, num_classes=5) | options
+    theirs = timm.create_model(NAME, **sizes)
+    model = timm.create_model(NAME, attn_layer="fastvit_triton", **sizes)
+    model.load_state_dict(theirs.state_dict())
+    assert [type(block.attn) for block in model.blocks] == [type(block.attn) for block in theirs.blocks]
+    assert all("forward" in vars(block.attn) for block in model.blocks)
+    images = torch.randn(2, 3, 32, 32)
+    for module in (model, theirs):
+        torch.manual_seed(0)
+        with fastvit_triton.kernels.backend.using_backend("torch"):
+            module.train()(images).square().sum().backward()
+    for (name, a), (_, b) in zip(model.named_parameters(), theirs.named_parameters(), strict=True):
+        assert (a.grad - b.grad).norm() <= 256 * torch.finfo(torch.float32).eps * b.grad.norm().clamp(min=1e-6), name
+    tokens, later = torch.randn(2, 5, 48), torch.ones(5, 5, dtype=torch.bool).triu(1)
+    for given in ({}, dict(attn_mask=~later), dict(attn_mask=later * -1.5), dict(is_causal=True)):
+        with fastvit_triton.kernels.backend.using_backend("torch"), torch.no_grad():
+            got, want = (module.eval().blocks[0].attn(tokens, **given) for module in (model, theirs))
+        assert (got - want).norm() <= 64 * torch.finfo(torch.float32).eps * want.norm(), given
+    fastvit_triton.revert(model)
+    assert not any("forward" in vars(block.attn) for block in model.blocks)
+
+
 def test_timms_entries_are_unchanged(before):
     """Oracle: every entry of every table of timm's registry before; new entries are ours; a second call adds none."""
     names = ours.register()
-    others = {name for name in fastvit_triton.list_models() if name.startswith(("igpt", "image_transformer", "ipt"))}
+    others = {
+        name for name in fastvit_triton.list_models() if name.startswith(("igpt", "image_transformer", "ipt", "setr"))
+    }
     others |= set(fastvit_triton.list_models("*detr_*"))  # models whose output are no classes
     assert set(names) == {f"fvt_{name}" for name in fastvit_triton.list_models() if name not in others}
     sizes = {name: len(getattr(registry, name)) for name in before}

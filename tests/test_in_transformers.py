@@ -76,6 +76,11 @@ def written_out(mask=None, bias=None, scaling=None):
         pytest.param({"attention_mask": LOWER[None, None]}, {"mask": LOWER}, id="mask of booleans"),
         pytest.param({"attention_mask": PADDING}, {"mask": PADDING.bool()}, id="padding"),
         pytest.param(PACKED, {"mask": IMAGES}, id="packed"),
+        pytest.param({"is_causal": True}, {"mask": LOWER}, id="causal"),
+        pytest.param(
+            {"is_causal": True, "attention_mask": PADDING}, {"mask": LOWER & PADDING.bool()}, id="causal with padding"
+        ),
+        pytest.param({"is_causal": True, **PACKED}, {"mask": LOWER & IMAGES}, id="causal and packed"),
     ],
 )
 def test_supported_cases_run_the_kernels(given, equation):
@@ -97,9 +102,6 @@ def test_supported_cases_run_the_kernels(given, equation):
 @pytest.mark.parametrize(
     "given, equation, cause",
     [
-        ({"is_causal": True}, {"mask": LOWER}, "causal attention"),
-        ({"is_causal": True, "attention_mask": PADDING}, {"mask": LOWER & PADDING.bool()}, "causal attention"),
-        ({"is_causal": True, **PACKED}, {"mask": LOWER & IMAGES}, "causal attention"),
         ({"attention_mask": LOWER[None, None], **PACKED}, {"mask": LOWER & IMAGES}, "masks of packed images"),
         ({"attention_mask": BIAS, **PACKED}, {"mask": IMAGES, "bias": BIAS}, "masks of packed images"),
         ({"position_bias": BIAS}, {"bias": BIAS}, "position_bias"),
@@ -190,9 +192,13 @@ def test_model_init_is_optimised_in_each_training(tmp_path, capsys):
 
 
 @pytest.mark.full
-def test_two_processes(tmp_path):
-    """Oracle: training without the callback by DDP in the same two processes, bit for bit."""
-    launch(2, str(Path(__file__).parent / "trainer_job.py"), str(tmp_path))
+@pytest.mark.parametrize("engines", [("ddp", "fsdp2"), ("zero2",), ("zero3",)], ids=" ".join)
+def test_two_processes(engines, tmp_path, monkeypatch):
+    """Oracle: training without the callback in the same processes, bit for bit; and the report before wrapping."""
+    if engines[0].startswith("zero"):
+        pytest.importorskip("deepspeed")
+        monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    launch(2, str(Path(__file__).parent / "trainer_job.py"), str(tmp_path), *engines)
 
 
 def test_options_of_optimize_reach_it(tmp_path):

@@ -17,6 +17,7 @@ from fastvit_triton import (
     add_layer_norm,
     attention,
     attention_qkv,
+    batch_norm_act,
     create_model,
     depthwise,
     fold,
@@ -162,6 +163,30 @@ def test_kv_lens_equals_cutting_the_keys():
     o = attention(q, k, v, kv_lens=torch.tensor([6, 1, 4]))
     for b, n in enumerate((6, 1, 4)):
         assert close64(o[b], attention(q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n])[0])
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("sizes", [(4, 4), (3, 5), (5, 3), (1, 4)])
+def test_causal_queries_see_the_keys_up_to_their_own(sizes, return_lse):
+    """Oracle: each query alone, with the first m + Nk − Nq + 1 keys; the last one sees all, the first may see none."""
+    Nq, Nk = sizes
+    q, k, v = randn(2, 2, Nq, 4), randn(2, 2, Nk, 4), randn(2, 2, Nk, 3)
+    bias = randn(1, 2, Nq, Nk)
+    lens = torch.tensor([Nk, 2])
+    for more in ({}, dict(bias=bias), dict(kv_lens=lens)):
+        found = attention(q, k, v, causal=True, return_lse=return_lse, **more)
+        o, lse = found if return_lse else (found, None)
+        assert o.shape == (2, 2, Nq, 3)
+        for b, m in itertools.product(range(2), range(Nq)):
+            seen = max(m + Nk - Nq + 1, 0)
+            seen = min(seen, int(lens[b])) if "kv_lens" in more else seen
+            part = bias[:, :, m : m + 1, :seen] if "bias" in more else None
+            cut = q[b : b + 1, :, m : m + 1], k[b : b + 1, :, :seen], v[b : b + 1, :, :seen], part
+            want, want_lse = attention(*cut, return_lse=True)
+            torch.testing.assert_close(o[b, :, m], want[0, :, 0])
+            assert seen or (o[b, :, m] == 0).all()
+            if lse is not None:
+                torch.testing.assert_close(lse[b, :, m], want_lse[0, :, 0])
 
 
 def test_attention_qkv_splits_as_three_separate_projections():
@@ -380,6 +405,32 @@ def test_depthwise_equals_the_modules_of_other_packages():
         assert close64(got.flatten(1, 2), module(x, H, W))
 
 
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels last"])
+def test_batch_norm_act_equals_equations_1_and_2(order):
+    """Oracle: the equations written out, and nn.BatchNorm2d in evaluation."""
+    x, residual = (randn(2, 5, 3, 4).contiguous(memory_format=order) for _ in range(2))
+    norm = torch.nn.BatchNorm2d(5, eps=1e-3).double().eval()
+    for t in (norm.running_mean, norm.weight.detach(), norm.bias.detach()):
+        t.copy_(randn(5))
+    norm.running_var.copy_(randn(5).exp())
+    vectors = norm.running_mean, norm.running_var, norm.weight.detach(), norm.bias.detach()
+    mean, variance, weight, bias = (t[:, None, None] for t in vectors)
+    pre = weight * (x - mean) / (variance + 1e-3).sqrt() + bias + residual
+    y = batch_norm_act(x, *vectors, 1e-3, activation="silu", residual=residual)
+    assert y.is_contiguous(memory_format=order)
+    assert close64(y, pre * torch.sigmoid(pre)) and close64(y, F.silu(norm(x) + residual).detach())
+    assert close64(batch_norm_act(x, *vectors, 1e-3), norm(x).detach())
+    strided = norm.running_var.repeat_interleave(2)[::2]  # whose strides PyTorch's backward pass ignores
+    leaf = x.clone().requires_grad_()
+    grads = [
+        torch.autograd.grad(batch_norm_act(leaf, vectors[0], v, None, None, 1e-3).sum(), leaf)[0]
+        for v in (strided, norm.running_var)
+    ]
+    assert torch.equal(*grads)
+    bare = (x - mean) / (variance + 1e-3).sqrt()
+    assert close64(batch_norm_act(x, *vectors[:2], None, None, 1e-3, activation="relu"), bare.clamp(min=0))
+
+
 @pytest.mark.parametrize(
     "call, words",
     [
@@ -389,6 +440,10 @@ def test_depthwise_equals_the_modules_of_other_packages():
         (lambda: attention(*[randn(1, 2, 3, 4)] * 3, bias=randn(3, 3)), r"bias must have axes \[G, H, Nq, Nk\]"),
         (lambda: attention(*[randn(1, 2, 3, 4)] * 3, bias=randn(1, 2, 3, 2)), "axis Nk of bias must be 3, got 2"),
         (lambda: attention(*[randn(1, 2, 3, 4)] * 3, kv_lens=torch.ones(2)), "axis B of kv_lens must be 1, got 2"),
+        (
+            lambda: attention(*[randn(1, 2, 6, 4)] * 3, causal=True, axis_bias=(randn(1, 2, 6, 2), randn(1, 2, 6, 3))),
+            "causal is True, and axis_bias is given",
+        ),
         (
             lambda: attention(*[randn(1, 2, 6, 4)] * 3, axis_bias=(randn(1, 2, 6, 2), randn(1, 2, 6, 2))),
             "axis_bias has 2 rows and 2 columns, and k has 6 keys",
@@ -442,6 +497,17 @@ def test_depthwise_equals_the_modules_of_other_packages():
             lambda: patch_embed(torch.zeros(1, 3, 4, 4, dtype=torch.uint8), randn(2, 3, 2, 2)),
             "needs mean and std",
         ),
+        (lambda: batch_norm_act(randn(2, 6, 4), *[randn(6)] * 4, 1e-5), r"x must have axes \[B, C, H, W\], got shape"),
+        (lambda: batch_norm_act(randn(2, 6, 4, 4), *[randn(4)] * 4, 1e-5), "axis C of mean must be 6, got 4"),
+        (lambda: batch_norm_act(randn(2, 6, 4, 4), *[randn(6)] * 4, -1.0), "eps must be"),
+        (
+            lambda: batch_norm_act(randn(2, 6, 4, 4), *[randn(6)] * 4, 1e-5, activation="swiglu"),
+            "swiglu', which has a gate",
+        ),
+        (
+            lambda: batch_norm_act(randn(2, 6, 4, 4), *[randn(6)] * 4, 1e-5, residual=randn(2, 6, 4, 3)),
+            "axis W of residual must be 4, got 3",
+        ),
         (lambda: depthwise(randn(2, 6, 4), randn(4, 1, 3, 3)), r"x must have axes \[B, H, W, C\], got shape"),
         (lambda: depthwise(randn(2, 0, 3, 4), randn(4, 1, 3, 3)), "axis H of x must be at least 1, got 0"),
         (lambda: depthwise(randn(2, 2, 3, 4), randn(5, 1, 3, 3)), "axis C of weight must be 4, got 5"),
@@ -483,6 +549,8 @@ PACKED = [torch.randn(6, 2, 8)] * 3
             lambda: linear(torch.ones(2, 4), randn(3, 4)),
             "weight is torch.float64, .* torch.float32; give both",
         ),
+        (TypeError, lambda: attention(*[randn(1, 2, 3, 4)] * 3, causal=1), "causal must be True or False, got int"),
+        (TypeError, lambda: attention_qkv(randn(1, 2, 24), 2, causal=None), "causal must be True or False, got None"),
         (TypeError, lambda: attention(*[randn(1, 2, 3, 4)] * 3, scale="x"), "scale must be a number, got str"),
         (
             ValueError,

@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks import launches
 from benchmarks.launches import MODELS, PHASES, Setting, build, figures, parts, trace, violations
-from fastvit_triton import optimize
+from fastvit_triton import attention, optimize
 from fastvit_triton.expected.inductor import inductor_count
 from fastvit_triton.expected.trace import tracing
 from fastvit_triton.kernels import launch
@@ -111,6 +111,21 @@ def test_host_waits_are_found():
             with pytest.raises(RuntimeError, match="reads a value"):
                 read(torch.empty(3))
         assert len(found.findings) == 1 and found.findings[0].startswith("host waits for ")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("path", ["torch", "triton"])
+def test_flops_of_causal_attention_are_those_of_the_seen_pairs(path):
+    """Oracle: two products of 2·D flops, in two kernels backward seven, for each query and each key up to its own."""
+    B, H, N, D = 2, 3, 257, 64
+    pairs = B * H * N * (N + 1) // 2
+    with launch.targeting("sm_90"), using_backend(path), forcing("fused"), tracing() as found:
+        q, k, v = (torch.empty(B, H, N, D, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        o = attention(q, k, v, causal=True)
+        assert found.count.flops == 4 * D * pairs
+        if path == "triton":
+            o.backward(torch.empty_like(o))
+            assert found.count.flops == (4 + 14) * D * pairs
 
 
 @pytest.mark.fast

@@ -180,14 +180,13 @@ def test_facts_name_the_architecture(hip, name, monkeypatch):
 
 
 def test_facts_of_a_cpu(monkeypatch):
-    """Oracle: no GPU is queried; the CPU, its cores, and PyTorch; a file of a GPU has another name."""
+    """Oracle: no GPU is queried; the CPU, its cores, the threads, and PyTorch; a file of a GPU has another name."""
     facts = measured.facts_of(CPU)
-    assert facts == dict(
-        cpu=measured.cpu_name(), cores=os.cpu_count(), torch=torch.__version__, sources=measured.sources()
-    )
+    machine = dict(cpu=measured.cpu_name(), cores=os.cpu_count(), threads=torch.get_num_threads())
+    assert facts == machine | dict(torch=torch.__version__, sources=measured.sources())
     assert len(facts["sources"]) == 12
     path = measured.path_of(facts)
-    for name, value in dict(cpu="other", cores=0, torch="2", sources="old").items():
+    for name, value in dict(cpu="other", cores=0, threads=0, torch="2", sources="old").items():
         assert (measured.path_of(facts | {name: value}) == path) == (name == "sources")
     twin = dict(FACTS, gpu=facts["cpu"])  # a GPU of the same name
     assert measured.path_of(twin) != path

@@ -23,7 +23,7 @@ from torchvision.models import VisionTransformer
 from fastvit_triton import ViTConfig, create_model, list_models
 from fastvit_triton.models import CATALOGUE, FAMILIES, model_config
 from fastvit_triton.models.config import CHOICES, BaseConfig
-from fastvit_triton.models.weights.load import SPELLINGS
+from fastvit_triton.models.weights.load import CHECKPOINT_FORMATS
 
 ROUNDINGS = 84  # 1e-5 in float32: sums through many blocks, in another order
 TOLERANCE = ROUNDINGS * torch.finfo(torch.float32).eps
@@ -518,6 +518,12 @@ def test_reset_classifier_is_a_zero_head(family):
     assert float(loss.detach()) == pytest.approx(torch.tensor(7.0).log().item())
     model.reset_classifier(0)
     assert model(images).shape == (2, model.num_features)
+    with pytest.raises(ValueError, match="global_pool is 'median'") as refused:
+        model.reset_classifier(4, "median")
+    named = str(refused.value).rpartition("use one of ")[2].split(", ") if "use one of" in str(refused.value) else []
+    assert named or family == "distilled"
+    for pooling in named:  # those that the message names are taken
+        copy.deepcopy(model).reset_classifier(4, pooling)
     if family != "distilled":
         name, options, _ = SMALLEST[family]
         pool = "gap" if family.startswith("crossvit") else ""
@@ -550,9 +556,9 @@ def test_list_models_takes_patterns():
 def test_checkpoints_of_every_family_can_be_read():
     """Oracle: a layout of its own for each family that has names of its own, else that of plain ViTs."""
     families = [family for family in FAMILIES if hasattr(family, "MODEL")]
-    assert {family.MODEL.layout for family in families} == SPELLINGS.keys()
+    assert {family.MODEL.layout for family in families} == CHECKPOINT_FORMATS.keys()
     assert all(hasattr(family, "CHECKPOINTS") == (family.MODEL.layout != "vit") for family in families)
-    assert [spelling.name for spelling in SPELLINGS.values() if "transformers" in spelling.saved] == [
+    assert [spelling.name for spelling in CHECKPOINT_FORMATS.values() if "transformers" in spelling.saved] == [
         "a plain ViT",
         "Swin",
         "PVT",

@@ -182,6 +182,112 @@ def test_the_plan_decides(name):
     assert torch.equal(got, three_layers(x)) if not count else close(got, three_layers(x))
 
 
+W72 = torch.cat((W, W24))
+
+
+def multi_head(x, memory=None, values=None, ends=(None, None, False, 0.0), **options):
+    """`F.multi_head_attention_forward` on [N, B, D] with three heads."""
+    q = x.transpose(0, 1)
+    k = q if memory is None else memory.transpose(0, 1)
+    v = k if values is None else values.transpose(0, 1)
+    options = dict(need_weights=False) | options
+    y, weights = F.multi_head_attention_forward(q, k, v, 24, 3, W72, W72[:, 0], *ends, W24, W24[0], **options)
+    return y.transpose(0, 1) * (weights[..., :1] if options.get("average_attn_weights") else 1)
+
+
+THREE = dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), W24)
+ADDED = W24[0].view(1, 1, 24)
+LATER = torch.ones(5, 5, dtype=torch.bool).triu(1)
+KEYS = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(0))  # [B·H, N, d]
+
+
+INNER = {
+    "attention": (multi_head, X, 2),
+    "cross-attention": (lambda x: multi_head(x, x[:1].expand_as(x).sin()), X, 3),
+    "attention with a mask": (lambda x: multi_head(x, attn_mask=LATER), X, 2),
+    "causal attention, which reads no mask": (lambda x: multi_head(x, attn_mask=LATER.mT, is_causal=True), X, 2),
+    "causal attention with weights": (
+        lambda x: multi_head(x, attn_mask=LATER.mT, is_causal=True, need_weights=True),
+        X,
+        2,
+    ),
+    "attention with dropout": (lambda x: multi_head(x, ends=(None, None, False, 0.5)), X, 0),
+    "attention with a key of zeros": (lambda x: multi_head(x, ends=(None, None, True, 0.0)), X, 0),
+    "attention with three projections": (lambda x: multi_head(x, use_separate_proj_weight=True, **THREE), X, 0),
+    "attention to other values": (lambda x: multi_head(x, x, x.cos()), X, 0),
+    "attention whose weights are used": (
+        lambda x: multi_head(x, need_weights=True, average_attn_weights=True),
+        X,
+        0,
+    ),
+    "attention with a mask for each head": (lambda x: multi_head(x, attn_mask=LATER.expand(6, 5, 5)), X, 0),
+    "attention with keys of its own": (lambda x: multi_head(x, static_k=KEYS, static_v=KEYS), X, 0),
+    "attention with an added key": (lambda x: multi_head(x, ends=(ADDED, ADDED, False, 0.0)), X, 0),
+    "attention with padded keys": (lambda x: multi_head(x, key_padding_mask=torch.zeros(2, 5)), X, 0),
+    "addmm": (lambda x: torch.addmm(W[:, 0], x, W.t()), (10, 24), 1),
+    "addmm of weights as GPT-2 keeps them": (lambda x: torch.addmm(W24[0], x, W24, beta=1, alpha=1), (10, 24), 1),
+    "scaled addmm": (lambda x: torch.addmm(W[:, 0], x, W.t(), alpha=0.5), (10, 24), 0),
+    "addmm of a scaled bias": (lambda x: torch.addmm(W[:, 0], x, W.t(), beta=0.5), (10, 24), 0),
+    "addmm of one number": (lambda x: torch.addmm(W[:1, 0], x, W.t()), (10, 24), 0),
+    "addmm of a matrix": (lambda x: torch.addmm(x, x, W24), (10, 24), 0),
+}
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_products_inside_other_operators_are_replaced(name):
+    """Oracle: PyTorch's operator, output and gradient; the number of products, or a reason why it stays."""
+    call, size, count = INNER[name]
+    x = torch.randn(size, requires_grad=True)
+    twin = x.detach().clone().requires_grad_()
+    eager = Products()
+    torch.manual_seed(1)
+    got = torch.compile(call, backend=eager, fullgraph=True)(x)
+    torch.manual_seed(1)
+    want = call(twin)
+    cotangent = torch.randn_like(want)
+    got.backward(cotangent)
+    want.backward(cotangent)
+    assert close(got, want) and close(x.grad, twin.grad)
+    calls = sum(node.target is onednn.product_in_graph for graph in eager.graphs for node in graph.graph.nodes)
+    assert calls == count and bool(count) == any(row.became for row in eager.rows)
+    assert count or all(row.why for row in eager.rows)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_attention_is_of_the_phase_of_its_output(training):
+    """Oracle: the number of products, where only those of inference pay."""
+    eager = Products({"float32": {"inference": 0.0}})
+    torch.compile(multi_head, backend=eager, fullgraph=True)(torch.randn(X, requires_grad=training))
+    calls = sum(node.target is onednn.product_in_graph for graph in eager.graphs for node in graph.graph.nodes)
+    assert calls == (0 if training else 2)
+
+
+def test_the_products_of_encoder_layers_are_replaced():
+    """Oracle: PyTorch's layer, and the operator that it is in inference without padding."""
+    layer = nn.TransformerEncoderLayer(24, 3, 48, batch_first=True).eval()
+    parts = layer.self_attn, layer.linear1, layer.linear2
+    weights = [p for part in parts for p in part.parameters()]
+    norms = [p for norm in (layer.norm1, layer.norm2) for p in norm.parameters()]
+
+    def operator(x, *mask):
+        ends = *norms, *weights[4:], *mask
+        return torch._transformer_encoder_layer_fwd(x, 24, 3, *weights[:4], False, False, layer.norm1.eps, *ends)
+
+    x = torch.randn(X)
+    with torch.no_grad():
+        want = layer(x)
+        for call in (layer, operator):
+            torch._dynamo.reset()
+            eager = Products()
+            assert close(torch.compile(call, backend=eager, fullgraph=True)(x), want)
+            assert "products by oneDNN" in [row.became for row in eager.rows] and eager.nodes.count(NODE) == 4
+        torch._dynamo.reset()
+        eager = Products()
+        masked = partial(operator, x, LATER, 0)
+        assert close(torch.compile(masked, backend=eager, fullgraph=True)(), masked())
+        assert NODE not in eager.nodes and "it has a mask, or no axes [B, N, D]" in [row.why for row in eager.rows]
+
+
 def test_a_graph_in_float64_or_without_onednn_is_unchanged(monkeypatch):
     """Oracle: no product, and the reason; a graph that outlives the setting runs PyTorch's product, bit for bit."""
     model, x = nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 24)), torch.randn(X)

@@ -134,3 +134,11 @@ def test_files_compile(minor: int):
     """Oracle: the parser of this Python, held to the grammar of an older one."""
     for path in SOURCES:
         ast.parse(path.read_text(encoding="utf-8"), str(path), feature_version=(3, minor))
+
+
+@pytest.mark.parametrize("minor", sampled(range(10, 15), 5))
+def test_syntax_is_that_of_each_python(minor: int):
+    """Oracle: ruff's parser for that version. The table of docs/start.md has these versions."""
+    command = ("-m", "ruff", "check", "--isolated", "-q", "--select", "E9", "--target-version", f"py3{minor}")
+    run(*command, *FOLDERS[1:], cwd=ROOT)
+    assert f"| 3.{minor} | " in (ROOT / "docs" / "start.md").read_text(encoding="utf-8")

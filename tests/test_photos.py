@@ -16,17 +16,24 @@ import pytest
 import torch
 from PIL import Image
 from test_cli import refused
+from torch.utils.flop_counter import FlopCounterMode
 
+from fastvit_triton import create_model, list_models, optimize
 from fastvit_triton.cli import build_parser, main
+from fastvit_triton.convert.flop_shares import flops, stated_input
 from fastvit_triton.convert.reporting import Report
-from fastvit_triton.models.weights.pretrained import imagenet_classes
-from fastvit_triton.train import plots
+from fastvit_triton.models import model_config, nearest
+from fastvit_triton.models.weights.load import load_model, save_weights
+from fastvit_triton.models.weights.pretrained import figures, imagenet_classes
+from fastvit_triton.models.weights.rebuild import skeleton
+from fastvit_triton.train import load_state, plots
 from fastvit_triton.train.data import load
 from fastvit_triton.train.data.folder import scan_folder
 from fastvit_triton.train.data.split import SPLIT, Split
 from fastvit_triton.train.loop import Score
 from fastvit_triton.train.outputs import WEIGHTS, summary
-from fastvit_triton.train.recipes import FOLDER
+from fastvit_triton.train.recipes import FOLDER, PHOTOS
+from fastvit_triton.train.settings import resolve_settings
 
 CLASSES = {"Appenzeller Sennenhund": 20, "coffee cup": 10, "temple": 2}
 SMALL = ["--model", "vit_digits_patch2_8", "--img-size", "8", "--batch-size", "8", "--workers", "0"]
@@ -72,6 +79,23 @@ def test_a_folder_is_divided_by_class_and_seed(folder: Path):
     assert Split(0.2, 7).part(backwards, folder, "val").files[::-1] == parts["val"].files
     assert Split(0.2, 8).part(whole, folder, "val").files != parts["val"].files
     assert list(Counter(Split(0.99, 0).part(whole, folder, "train").targets).values()) == [1, 1, 1]
+
+
+@pytest.mark.fast
+def test_photos_have_a_recipe_for_a_cpu(folder: Path):
+    """Oracle: the choice by what was given; of the recipe's model, at most an eighth of the FLOPs of ViT-Ti at 224."""
+    chosen = {(): "photos", ("model",): "folder", ("weights",): "folder"}
+    for names, recipe in chosen.items():
+        given = dict.fromkeys(names, "vit_tiny_patch16_224")
+        assert resolve_settings({"data": str(folder)} | given)["recipe"] == recipe
+    assert resolve_settings({"data": str(folder), "recipe": "folder"})["model"] == FOLDER.model
+    counts = []
+    for recipe in (PHOTOS, FOLDER):
+        model = create_model(recipe.model, img_size=recipe.img_size).eval()
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(torch.zeros(1, 3, recipe.img_size, recipe.img_size))
+        counts.append(counter.get_total_flops())
+    assert 8 * counts[0] < counts[1]
 
 
 @pytest.mark.fast
@@ -162,7 +186,7 @@ def test_typing_errors_are_answered_with_the_nearest(tmp_path: Path, capsys):
     """Oracle: the sentences; an underscore is a dash only where no option has it."""
     assert "COMMAND is 'trian'; the nearest is train; see" in refused(capsys, "trian")
     assert "no option --bath-size; the nearest is --batch-size; see" in refused(capsys, "train", "--bath-size", "4")
-    assert "unrecognized arguments: --zzz" in refused(capsys, "train", "--zzz")
+    assert "there is no option --zzz; see fastvit-triton train --help" in refused(capsys, "train", "--zzz")
     assert "--batch-size is 0; use an integer" in refused(capsys, "train", "--batch_size", "0")
     assert "--batch-size is -1; use an integer" in refused(capsys, "train", "--batch_size=-1")
 
@@ -193,6 +217,83 @@ def test_captions_of_predictions_do_not_overlap(count: int):
         assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
     wide = plots._shorten("Appenzeller Sennenhund", 0.9 * 2.2)
     assert wide == "Appenzeller Sennenhund" and plots._shorten(f"not {wide}", 0.9 * 2.2) == f"not {wide}"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "name, first",
+    {
+        "cvt_21": "cvt_21_224",
+        "microsoft/cvt-21": "cvt_21_224",
+        "ViT-B/16": "vit_base_patch16_224",
+        "google/vit-large-patch16-224": "vit_large_patch16_224",
+        "vit_b_16": "vit_base_patch16_224",
+        "Swin-T": "swin_tiny_patch4_window7_224",
+        "CaiT-S24": "cait_s24_224",
+        "vit_bas_patch16": "vit_base_patch16_224",
+    }.items(),
+)
+def test_names_of_papers_and_other_libraries_are_near(name: str, first: str):
+    """Oracle: the same model by hand."""
+    assert nearest(name)[0] == first
+    with pytest.raises(ValueError, match=f"the nearest are {first}, "):
+        model_config(name)
+
+
+@pytest.mark.fast
+def test_figures_of_models():
+    """Oracle: names of models; parameters of the models that are built; FLOPs of ViT-B by hand, to four digits."""
+    sizes = figures()["sizes"]
+    assert sizes.keys() <= set(list_models())
+    for name in list(sizes)[::12]:
+        assert sizes[name][0] == sum(p.numel() for p in skeleton(name).parameters()), name
+    tokens, width = 197, 768
+    block = 12 * tokens * width**2 + 2 * tokens**2 * width
+    by_hand = 2 * (12 * block + (tokens - 1) * width * width + width * 1000)
+    assert sizes["vit_base_patch16_224"][1] == float(f"{by_hand / 1e9:.4g}")
+    (image,) = stated_input(skeleton("vit_digits_patch2_8"))
+    counted = flops(create_model("vit_digits_patch2_8"), (image,))
+    assert sizes["vit_digits_patch2_8"][1] == float(f"{counted.total / 1e9:.4g}")
+    top1 = figures()["top1"]
+    assert top1.keys() <= set(list_models(pretrained=True)) and all(50 < value < 100 for value in top1.values())
+
+
+@pytest.mark.fast
+def test_equal_weights_have_equal_bytes(tmp_path: Path):
+    """Oracle: the bytes of eight files of one model with the same header, whose order of keys is sorted."""
+    model = create_model("vit_digits_patch2_8")
+    header = {name: f"ü \n{name}" for name in "hgfedcba"}
+    for i in range(8):
+        save_weights(model, tmp_path / f"{i}.safetensors", metadata=header)
+    files = {path.read_bytes() for path in tmp_path.iterdir()}
+    (content,) = files
+    found = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+    assert list(found) == sorted(found) and found.items() >= header.items()
+    again, metadata = load_model(tmp_path / "0.safetensors")
+    assert metadata == found and all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("content", [b"hello", b"", b"x" * 100, b"\x80\x02e."])
+def test_errors_have_words(content: bytes, tmp_path: Path):
+    """Oracle: no sentence ends in what a KeyError holds, such as 101."""
+    for name, read in (("bad.pth", load_model), ("bad.pt", load_state)):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError) as caught:
+            read(tmp_path / name)
+        sentence = str(caught.value)
+        assert re.search(r"damaged|no checkpoint|empty|say", sentence)
+        assert not re.search(r": ['\"]?\W*\d*['\"]?(;|$)", sentence), sentence
+
+
+@pytest.mark.fast
+def test_an_input_that_the_model_does_not_take_is_named():
+    """Oracle: the argument's name, and what the model says."""
+    model = create_model("vit_digits_patch2_8")
+    with pytest.raises(ValueError, match="verify: the model does not run on this input: image is 9x9 pixels"):
+        optimize(model, verify=torch.zeros(1, 1, 9, 9))
 
 
 @pytest.mark.fast

@@ -12,6 +12,7 @@ import pytest
 import torch
 from budget import telling
 from interpreter import interpreting
+from test_convert import Recorder
 from torch import Tensor, nn
 from transformers import ImageGPTConfig, ImageGPTForCausalImageModeling
 
@@ -19,6 +20,7 @@ from fastvit_triton import create_model, load_model, load_weights, save_weights
 from fastvit_triton.checkpoints import WeightsError
 from fastvit_triton.checkpoints.reading import read
 from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.layers.causal import KeyValues
 from fastvit_triton.models.igpt import colour_clusters, nearest
 from fastvit_triton.models.image_transformer import Blocks1d, mixture_log_prob, mixture_sample
 from fastvit_triton.models.weights import publish
@@ -326,6 +328,32 @@ def test_kernels_give_the_same(name, options):
     assert distance(y.double(), model(codes)) <= ROUNDINGS * eps
     for (name, ours), theirs in zip(fused.named_parameters(), model.parameters(), strict=True):
         assert distance(ours.grad.double(), theirs.grad) <= ROUNDINGS * eps, name
+
+
+@pytest.mark.parametrize(
+    "name, options", [("igpt_small", SMALL | dict(depth=1)), ("image_transformer_cifar10", LOCAL | dict(depth=1))]
+)
+def test_kernels_give_the_same_with_a_cache(name, options):
+    """Oracle: a block in float64 without cache, over all positions; and our operators without cache."""
+    model = randomized(create_model(name, **options))
+    fused = create_model(name, **options).eval()
+    fused.load_state_dict(model.state_dict())
+    (block,), (truth,) = fused.block_list(), model.block_list()
+    x = torch.randn(2, model.num_positions, model.num_features, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        want = truth(x.double())
+        with interpreting(), forcing("fused"), Recorder() as whole:
+            block(x)
+        for repeat in range(3):  # later calls would replay
+            cache, parts = KeyValues(model.num_positions), []
+            with interpreting(), forcing("fused"), Recorder() as run:
+                for part in (x[:, :5], x[:, 5:6], x[:, 6:7]):
+                    parts.append(block(part, cache))
+            got = torch.cat(parts, 1).double()
+            assert distance(got, want[:, :7]) <= ROUNDINGS * torch.finfo(torch.float32).eps, repeat
+            rest = [[name for name in recorder.ours if name != "attention_fwd"] for recorder in (run, whole)]
+            assert rest[0] == 3 * rest[1] and len(rest[1]) > 3
+            assert run.ours.count("attention_fwd") >= 3  # blocks of the whole sequence have one each
 
 
 def timing(rows: int, columns: int, D: int) -> Tensor:

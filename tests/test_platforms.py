@@ -63,7 +63,7 @@ def test_the_table_names_what_is_compiled():
 
 def test_nothing_promises_a_package_index_or_pins_timm():
     """Oracle: pages install from the folder, but for the FAQ, which says when the other form works; extras of users."""
-    for path in (ROOT / "docs").glob("*.md"):
+    for path in (ROOT / "docs").rglob("*.md"):
         text = path.read_text(encoding="utf-8")
         assert "pip install fastvit" not in text, path.name
         assert path.stem == "faq" or "pip install 'fastvit_triton" not in text, path.name

@@ -21,7 +21,9 @@ from fastvit_triton.kernels import (
     OPS,
     attention,
     attention_backward,
+    attention_inner,
     attention_launch,
+    batch_norm,
     deformable,
     depthwise,
     depthwise_backward,
@@ -46,6 +48,8 @@ CASES += [
 FILES = (
     attention,
     attention_backward,
+    attention_inner,
+    batch_norm,
     deformable,
     depthwise,
     depthwise_backward,
@@ -282,6 +286,11 @@ def test_nan_and_infinity_propagate(op, case, bad):
     spoilt[(-1,) * spoilt.dim()] = bad
     spoilt.requires_grad_()
     arguments[first(arguments)] = (spoilt, *whole[1:]) if isinstance(whole, tuple) else spoilt
+    if case.get("causal") and "k" in arguments:  # else PyTorch, which masks, may give 0 for a row of -inf, and we NaN
+        k = arguments["k"].detach()
+        k = k.movedim(2, 0) if k.dim() == 4 else k  # tokens first
+        k[::2, ..., -1].abs_()
+        k[1::2, ..., -1].abs_().neg_()
     want = results(op.reference, arguments)
     with interpreting():
         got = results(op.run, arguments)
@@ -331,6 +340,7 @@ MUTATIONS = {
     "deformable._fwd_kernel": ("* v11", "* -v11", deformable.OP, "offsets"),
     "deformable._bwd_points_kernel": ("(u10 - u00)", "(u10 + u00)", deformable.OP, "boxes"),
     "deformable._bwd_value_kernel": ("dvalue += a", "dvalue -= a", deformable.OP, "locations"),
+    "batch_norm._kernel": (".to(tl.float32) - mean)", ".to(tl.float32) + mean)", batch_norm.OP, "silu"),
     "window._fwd_kernel": ("o / nonzero_sum", "-o / nonzero_sum", window.OP, "moved"),
     "window_backward._bwd_kernel": ("dk *= scale", "dk *= -scale", window.OP, "moved"),
     "window_backward._bwd_dq_kernel": ("dq * scale", "-dq * scale", window.OP, "large"),
@@ -362,6 +372,32 @@ def test_one_wrong_sign_is_detected(kernel, monkeypatch):
     monkeypatch.setattr(module, name, mutated(module, name, old, new))
     monkeypatch.setattr(attention_launch, "_prepared", {})  # clears launches that hold the original kernel
     assert outside(op_, case, dtype) != []
+
+
+# function of `attention_inner`: part of its source, its replacement, dtype, and the case that must fail
+DIAGONALS = {
+    "fwd_step": ("m[:, None] + offset", "m[:, None] + offset + 1", torch.float32, "causal"),
+    "p_and_dp": ("m[:, None] + offset", "m[:, None] + offset - 1", torch.float32, "causal"),
+    "dkdv_step": ("m[None, :] + offset", "m[None, :] + offset - 1", torch.float32, "causal"),
+    "dqkv_step": ("m[None, :] + offset", "m[None, :] + offset + 1", torch.float16, "causal"),
+    "seen_keys": ("m + offset + 1", "m + 1", torch.float32, "causal_prefix"),
+    "first_query": ("n - offset", "n + offset", torch.float32, "causal_prefix"),
+}
+
+
+@pytest.mark.fast
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
+@pytest.mark.parametrize("name", DIAGONALS)
+def test_a_moved_diagonal_is_detected(name, monkeypatch):
+    """Oracle: the comparison with float64, which passes for the kernels and must fail for a mutated step of them."""
+    old, new, dtype, case = DIAGONALS[name]
+    case = attention.OP.ragged[case]
+    assert outside(attention.OP, case, dtype) == []
+    step = mutated(attention_inner, name, old, new)
+    for module in (attention, attention_backward, attention_inner):
+        monkeypatch.setattr(module, name, step, raising=False)
+    monkeypatch.setattr(attention_launch, "_prepared", {})
+    assert outside(attention.OP, case, dtype) != []
 
 
 @pytest.mark.fast

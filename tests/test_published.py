@@ -17,7 +17,8 @@ pytestmark = pytest.mark.fast
 USUAL = dict(  # fields that a recipe below does not list
     options={}, img_size=224, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), eval_crop=0.9, crop_mode="box",
     interpolation="bilinear", epochs=None, steps=None, warmup=0.05, warmup_unit="run", optimizer="adamw",
-    lr_images=None, weight_decay=0.05, betas=(0.9, 0.999), layer_decay=1.0, schedule="own", decay="cosine", floor=0.0,
+    lr_images=None, weight_decay=0.05, betas=(0.9, 0.999), layer_decay=1.0, lr_scales={},
+    schedule="own", decay="cosine", floor=0.0,
     clip=None, loss="softmax", head_bias=0.0, pos_std=None, label_smoothing=0.0, mixup=0.0, cutmix=0.0, mixtoken=0.0,
     drop_path_rate=0.0, drop_path_constant=False, policy="", erasing=0.0, repeats=1, degrees=0.0, zoom=0.0, shear=0.0,
     shift=0.0, min_area=0.35, flip=True, ema_decay=None, mask_ratio=0.0, norm_pixels=False, decoder={},

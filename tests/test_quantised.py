@@ -6,17 +6,23 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
+import torch
+from torch import nn
+
+from fastvit_triton import optimize
 
 JOB = """
 import copy, benchmarks, timm, torch
-from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
+from torchao.quantization import Float8WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
+from torchao.quantization import quantize_
 from fastvit_triton import optimize, revert
 
 torch.manual_seed(0)
 sizes = dict(img_size=32, patch_size=16, embed_dim=64, depth=2, num_heads=2, num_classes=3)
 plain, images = timm.models.VisionTransformer(**sizes).eval(), torch.randn(2, 3, 32, 32)
 with torch.no_grad():
-    for config in (Int8WeightOnlyConfig(), Int8DynamicActivationInt8WeightConfig()):
+    for config in (Int8WeightOnlyConfig(), Int8DynamicActivationInt8WeightConfig(), Float8WeightOnlyConfig()):
         alone = copy.deepcopy(plain)
         quantize_(alone, config)
         want = alone(images)
@@ -31,7 +37,8 @@ with torch.no_grad():
             for _ in range(3):  # the second call may replay the first
                 assert torch.equal(model(images), want), (config, first)
             notes = [row.why for row in report.rows if row.why]
-            assert "Linear is called: replaced, quantised or hooked" in notes, notes
+            kind = type(alone.blocks[0].mlp.fc1.weight).__name__
+            assert any(f"Linear is called: its weight is of {kind}" in note for note in notes), notes
             revert(model)
             assert torch.equal(model(images), want)
 print("same")
@@ -45,3 +52,20 @@ def test_quantised_layers_are_called_and_not_fused():
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", JOB], capture_output=True, text=True, cwd=root)
     assert done.returncode == 0 and done.stdout.endswith("same\n"), done.stderr[-2000:]
+
+
+def test_the_report_names_weights_of_other_types():
+    """Oracle: the sentence, for a tensor subclass as quantisation libraries have."""
+
+    class Int3Tensor(torch.Tensor):
+        """A weight of another type."""
+
+    model = timm.models.VisionTransformer(img_size=32, patch_size=16, embed_dim=16, depth=2, num_heads=2)
+    weight = model.blocks[0].attn.qkv.weight.detach()
+    model.blocks[0].attn.qkv.weight = nn.Parameter(weight.as_subclass(Int3Tensor), requires_grad=False)
+    assert isinstance(model.blocks[0].attn.qkv.weight, Int3Tensor)
+    rows = {row.path: row.why for row in optimize(model).rows}
+    assert rows["blocks.0.attn"] == (
+        "Linear is called: its weight is of Int3Tensor, so that what would be fused with it runs in launches of its own"
+    )
+    assert rows["blocks.1.attn"] is None

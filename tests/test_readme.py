@@ -1,5 +1,6 @@
 """Tests of the documentation: every Python example of README.md and docs/ runs as printed, in order, in one folder."""
 
+import importlib.util
 import json
 import re
 import sys
@@ -8,16 +9,21 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+import yaml
 from safetensors.torch import save_file
 
 import fastvit_triton
 import fastvit_triton.convert  # registers the backend where nothing is installed
+from benchmarks import plot
 
 ROOT = Path(__file__).parents[1]
 FILES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in FILES}
 PRETRAINED = "vit_small_patch16_224.augreg_in21k_ft_in1k"  # in the examples
 CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SPEC = importlib.util.spec_from_file_location("generate_pages", ROOT / "docs" / "generate.py")
+generate = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(generate)
 EXAMPLES = [(page, code) for page, text in PAGES.items() for code in CODE.findall(text)]
 
 
@@ -93,11 +99,44 @@ def test_the_readme_is_one_screen():
         assert lines[lines.index(heading) + 2] == "```bash"
 
 
+def test_the_first_picture_is_described_by_its_numbers():
+    """Oracle: measured times, the fastest variant of ours against eager PyTorch."""
+    results = plot.load(ROOT / "benchmarks" / "results")
+    rows = [times for _, times in plot.times(results.models).items()]
+    speeds = [f"{row['eager'] / min(row[name] for name in plot.OURS if name in row):.2f}" for row in rows]
+    for page in ("README", "index"):
+        (described,) = re.findall(r"!\[([^\]]*)\]\([^)]*speedup\.png\)", PAGES[page])
+        assert sorted(re.findall(r"\d\.\d\d", described)) == sorted(speeds), page
+    assert all(PAGES["index"].count(speed) == 2 for speed in speeds)  # for screens on which the picture is small
+
+
 def test_links_between_pages_exist():
-    """Oracle: the files; mkdocs also checks links between pages of docs/."""
+    """Oracle: the files; the build of the site also checks links between pages of docs/, but not images."""
+    for path in (ROOT / "docs").rglob("*.md"):
+        for image in re.findall(r"!\[[^\]]*\]\((?:\.\./)*images/([^)]+)\)", path.read_text(encoding="utf-8")):
+            assert (ROOT / "benchmarks/results" / image).exists(), image
     for page in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         for link in re.findall(r"\]\(((?!http)[^)#]+)", (ROOT / page).read_text(encoding="utf-8")):
             assert (ROOT / link).exists(), link
+
+
+def test_every_page_is_in_the_navigation_once():
+    """Oracle: the files of docs/, and the pages of API that docs/generate.py writes."""
+    nav, found = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"], []
+    while nav:
+        value = nav.pop() if isinstance(nav[-1], str) else next(iter(nav.pop().values()))
+        found += [value] if isinstance(value, str) else nav.extend(value) or []
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted(found) == sorted([*pages, *(f"api/{name}.md" for name in generate.TASKS)])
+
+
+def test_the_api_has_every_public_name_once():
+    """Oracle: the public names, and those of `train` and `explain`, which have pages of their own."""
+    tasks = {name: [n for names in generate.task(name).values() for n, _ in names] for name in generate.TASKS}
+    public, packages = {*fastvit_triton.__all__}, {n: getattr(fastvit_triton, n).__all__ for n in ("train", "explain")}
+    for name, names in packages.items():
+        assert sorted(tasks.pop(name)) == sorted(names)
+    assert sorted(n for names in tasks.values() for n in names) == sorted(public - packages.keys() - {"__version__"})
 
 
 def test_the_version_is_the_same_everywhere():

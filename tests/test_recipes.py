@@ -48,7 +48,9 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"fastvit_triton.train.outputs.{name}", lambda *arguments: arguments[-1].touch())
 
 
-ELSEWHERE = ("digits", "fashion-mnist", "mae-pretrain", "mae-finetune", "pixels", "restoration")  # tested elsewhere
+# Tested elsewhere.
+ELSEWHERE = ("digits", "fashion-mnist", "mae-pretrain", "mae-finetune", "pixels", "restoration")
+ELSEWHERE += ("scenes", "scenes-detr", "boxes")
 
 
 @pytest.mark.parametrize("name", sampled((name for name in RECIPES if name not in ELSEWHERE), 3))
@@ -141,7 +143,7 @@ def test_every_option_can_be_set(folder: Path, tmp_path: Path):
 def test_invalid_settings(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: one sentence each, and no folder."""
     train = ("train", "--out", tmp_path / "out")
-    assert "recipe is 'vit'; use one of digits, folder, fashion-mnist" in refused(capsys, *train, "--recipe", "vit")
+    assert "recipe is 'vit'; use one of digits, photos, folder" in refused(capsys, *train, "--recipe", "vit")
     assert "--save-every is 0; use an integer of at least 1" in refused(capsys, *train, "--save-every", "0")
     assert "--grad-accum-steps is 0; use an integer of at least 1" in refused(capsys, *train, "--grad-accum-steps", "0")
     assert "the recipe's policy needs image files" in refused(capsys, *train, "--recipe", "deit")

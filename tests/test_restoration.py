@@ -1,7 +1,10 @@
 """Tests of IPT and of the measures of restoration. Oracles: a transcription of the authors' code, and scipy."""
 
+import dataclasses
+import json
 import math
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +18,8 @@ from torch import Tensor, nn
 from fastvit_triton import create_model, load_model, load_weights, save_weights
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.models.ipt import ramp, starts
-from fastvit_triton.train.restoration import degrade, psnr, ssim
+from fastvit_triton.train.recipes import RESTORATION
+from fastvit_triton.train.restoration import add_rain, degrade, psnr, ssim
 
 pytestmark = pytest.mark.fast
 
@@ -287,6 +291,32 @@ def test_degraded_images():
     assert small.shape == (8, 12, 3) and float((small - torch.from_numpy(pillows)).abs().max()) <= 1
 
 
+def test_rain_is_bright_straight_and_of_one_direction():
+    """Oracle: a streak by its equation, and what adding light cannot do; each image has a direction of its own."""
+    seed = torch.Generator().manual_seed
+    images = torch.randint(256, (4, 3, 40, 50), generator=seed(0)).float()
+    rainy = degrade(images, "derain", seed(1))
+    assert torch.equal(rainy, degrade(images, "derain", seed(1)))
+    assert bool((rainy >= images).all()) and float(rainy.max()) <= 255 and torch.equal(rainy, rainy.round())
+    assert torch.equal(add_rain(images, seed(1), drops=0.0), images)
+    dark = torch.zeros(64, 1, 31, 31, dtype=torch.float64)
+    slopes = []
+    for one in add_rain(dark, seed(2), drops=1 / 961)[:, 0]:
+        lit = one.nonzero().double()
+        if not 15 <= len(lit) <= 40:  # none or several
+            continue
+        middle, spread = lit.mean(0), lit - lit.mean(0)
+        length = 2 * float(spread.norm(dim=1).max())
+        if bool(((middle > 8) & (middle < 22)).all()):  # within the image
+            direction = torch.linalg.svd(spread).Vh[0]
+            away = (spread - spread @ direction[:, None] * direction).norm(dim=1).max()
+            assert away <= 2 and 13 <= length <= 17 and 60 <= one.max() <= 2 * 140  # two may lie in one
+            slopes.append(
+                math.degrees(math.atan2(float(direction[1] * direction[0].sign()), float(direction[0].abs())))
+            )
+    assert len(slopes) > 5 and max(map(abs, slopes)) <= 32 and max(slopes) - min(slopes) > 20
+
+
 @pytest.mark.parametrize(
     "call, words",
     [
@@ -300,7 +330,8 @@ def test_degraded_images():
         (lambda: ipt(num_classes=3), "IPT has no classes"),
         (lambda: ipt().reset_classifier(2), "no classifier"),
         (lambda: create_model("ipt_x2", features_only=True, **SMALL), "no stages of features"),
-        (lambda: degrade(torch.zeros(1, 3, 9, 9), "derain"), "task is 'derain'"),
+        (lambda: degrade(torch.zeros(1, 3, 9, 9), "deblur"), "task is 'deblur'"),
+        (lambda: add_rain(torch.zeros(1, 3, 9, 9), length=4), "drops is 0.004 and length 4; use a share"),
         (lambda: degrade(torch.zeros(1, 3, 9, 9), "x2"), "which 2 does not divide"),
         (lambda: ssim(torch.zeros(1, 3, 9, 9), torch.zeros(1, 3, 9, 9)), "at least 11 a side"),
     ],
@@ -310,3 +341,15 @@ def test_wrong_calls_raise_one_sentence(call, words):
     with pytest.raises(ValueError, match=words) as raised:
         call()
     assert "\n" not in str(raised.value)
+
+
+def test_committed_figures_of_photographs_are_those_of_the_docs():
+    """Oracle: the result file; restored photographs are nearer to the original than what was given."""
+    root = Path(__file__).parent.parent
+    result = json.loads((root / "benchmarks" / "results" / "photographs.json").read_text())
+    page = (root / "docs" / "pixels.md").read_text()
+    assert result["recipe"] == json.loads(json.dumps(dataclasses.asdict(RESTORATION)))
+    assert result["training"] != result["test"] and f"{result['steps']:,} steps" in page
+    for scores in result["tasks"].values():
+        assert scores["restored_psnr"] > scores["given_psnr"]
+        assert all(f"{scores[name]:.2f}" in page for name in ("given_psnr", "restored_psnr"))

@@ -307,6 +307,7 @@ NOT_SETTINGS = {  # reads that no cached choice depends on, with the reason
     "torch._C._get_function_stack_at": "`onednn.usable` reads it in each call, before a choice is looked up",
     "torch.backends.mkldnn.is_available": "a fact about the software",
     "torch.backends.cpu.get_cpu_capability": "a fact about the process",
+    "torch.get_num_threads": "in the names of files of measurements, which are read once",
     "torch.backends.cudnn.version": "a fact about the software, in the names of files of measurements",
     "os.environ": "read once, at import or when a switch or a file is set; the results are in the lists",
 }

@@ -108,7 +108,8 @@ def scaled(given: dict[str, Any]) -> dict[str, Any]:
 
 def unmasked(given: dict[str, Any]) -> dict[str, Any]:
     """Without the bias, or the mask, of the scores, if it has any effect."""
-    found = {"axis_bias": None} if given.get("axis_bias") is not None else {}
+    found: dict[str, Any] = {"axis_bias": None} if given.get("axis_bias") is not None else {}
+    found |= {"causal": False} if given.get("causal") else {}
     bias = given["bias"]
     empty = bias is None or bool((bias if bias.dtype == torch.bool else bias == 0).all())
     return found if empty else found | {"bias": None}
@@ -157,8 +158,8 @@ def faulty(name: str):
     add = branch._add
     with pytest.MonkeyPatch.context() as patch:
         for kind in KINDS if name in PARTS else ():
-            call = kind.__call__
-            patch.setattr(kind, "__call__", lambda self, *a, call=call, **k: call(broken(self), *a, **k))
+            run = kind.run
+            patch.setattr(kind, "run", lambda self, *a, run=run, **k: run(broken(self), *a, **k))
         if name in ("norm", "layer scale"):
             patch.setattr(branch, "_add", lambda x, part, *rest: add(x, broken(part), *rest))
         for function in KERNELS if name in ARGUMENTS else ():

@@ -17,7 +17,7 @@ from torch import nn
 import fastvit_triton
 from fastvit_triton import create_model, freeze, optimize, unfreeze
 from fastvit_triton.cli import main
-from fastvit_triton.convert.readers.timm import blocks
+from fastvit_triton.engine import branch
 from fastvit_triton.kernels import measured, onednn, plan
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
@@ -144,19 +144,19 @@ def test_an_incorrect_candidate_has_no_time(invented, monkeypatch):
 def test_launch_parameters_that_make_a_block_incorrect_are_not_kept(invented, monkeypatch, fails):
     """Oracle: blocks that are wrong or fail with the new rows, although each candidate is correct by itself."""
     monkeypatch.setattr(Invented, "us", staticmethod(quick_is_fast))
-    add_branches = blocks.add_branches
+    add_branches = branch.add_branches_with_stats
 
     def wrong(*inputs, **named):
-        result = add_branches(*inputs, **named)
+        result, stats = add_branches(*inputs, **named)
         rows = measured.of(torch.device("cpu")).rows
         fused = any(way == "fused" for way in measured.of(torch.device("cpu")).ways.values())
         if fused and QUICK in rows.values():
             if fails:
                 raise RuntimeError("out of resource: shared memory")
-            return result + 1
-        return result
+            return result + 1, stats
+        return result, stats
 
-    monkeypatch.setattr(blocks, "add_branches", wrong)
+    monkeypatch.setattr(branch, "add_branches_with_stats", wrong)
     found = tune(*model_and_images(), seconds=500)
     assert all(row["best"] is None and "Block is incorrect" in row["rejected"] for row in found.launches)
     assert found.rows() == {}

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from fastvit_triton import create_model, load_model, load_weights, save_weights
 from fastvit_triton.checkpoints import WeightsError
-from fastvit_triton.models.weights.load import SPELLINGS
+from fastvit_triton.models.weights.load import CHECKPOINT_FORMATS
 
 pytestmark = pytest.mark.fast
 
@@ -157,8 +157,8 @@ def test_what_is_irrelevant_depends_on_the_architecture(monkeypatch):
     model = build(next(iter(MODELS)))
     state = model.state_dict() | {"transformer.decoder.norm.weight": torch.randn(3)}
     assert load_weights(model, state).dropped == ("transformer.decoder.norm.weight",)
-    spelling = SPELLINGS[model.layout]._replace(irrelevant=re.compile(r"(?!)"))
-    monkeypatch.setitem(SPELLINGS, model.layout, spelling)
+    spelling = CHECKPOINT_FORMATS[model.layout]._replace(irrelevant=re.compile(r"(?!)"))
+    monkeypatch.setitem(CHECKPOINT_FORMATS, model.layout, spelling)
     with pytest.raises(WeightsError, match=r"it has transformer\.decoder\.norm\.weight, which the model does not have"):
         load_weights(model, state)
 

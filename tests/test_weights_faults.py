@@ -266,7 +266,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("fastvit_triton.models.weights.load.save_file", full)
+    monkeypatch.setattr("fastvit_triton.checkpoints.writing.save_file", full)
     with pytest.raises(WeightsError, match=r"cannot write .*No space left on device"):
         save_weights(build("vit_tiny_patch16_224"), tmp_path / "a.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]

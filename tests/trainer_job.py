@@ -1,5 +1,6 @@
 """Training by transformers' Trainer of a small ViT, which tests run in one process or, as a script, under torchrun."""
 
+import copy
 import sys
 
 import torch
@@ -60,21 +61,72 @@ def train(folder: str, make, *callbacks, **options):
     return trainer.model, look.seen, trainer
 
 
-def same_weights(folder: str, make=vit, optimized=None, **options) -> Optimize:
-    """Asserts that training with `Optimize` gives the bits of training without, with the backend "torch"."""
+def same_weights(folder: str, make=vit, optimized=None, wrapper="", **options) -> Optimize:
+    """Asserts that training with `Optimize` gives the bits of training without, with the backend "torch".
+
+    The class of what the Trainer calls begins with `wrapper`.
+    """
     optimized = optimized or Optimize()
     with using_backend("torch"):
         want, none, _ = train(folder, make, **options)
-        got, ours, _ = train(folder, make, optimized, **options)
+        got, ours, trainer = train(folder, make, optimized, **options)
+    assert type(trainer.model_wrapped).__name__.startswith(wrapper)
     assert none == {0} and min(ours) > 0
-    before = make().state_dict()
-    for (key, a), b in zip(got.state_dict().items(), want.state_dict().values(), strict=True):
+    before, got, want = (whole(model) for model in (make(), got, want))
+    for (key, a), b in zip(got.items(), want.values(), strict=True):
         assert torch.equal(a, b), key
-    assert any(not torch.equal(a, before[key]) for key, a in got.state_dict().items())
+    assert any(not torch.equal(a, before[key]) for key, a in got.items())
     return optimized
 
 
+def whole(model) -> dict[str, torch.Tensor]:
+    """The state dict of a model, gathered if it is sharded."""
+    state = model.state_dict()
+    return {key: t.full_tensor() if hasattr(t, "full_tensor") else t for key, t in state.items()}
+
+
+def wrapped_alike(folder: str, engine: str) -> None:
+    """Asserts that `Optimize` converts a wrapped model, of `model_init`, as one that it optimises before wrapping.
+
+    Stage 3 of ZeRO has hooks at each layer, so that layers are called there, and no rows are compared.
+    """
+    own = ({}, {"seed": 7})
+    reports = [same_weights(folder, ddp_backend="gloo", **copy.deepcopy(ENGINES[engine]), **o).report for o in own]
+    rows = [[(row.path, row.type, row.became, row.within) for row in report.rows] for report in reports]
+    assert reports[0].fused and (rows[0] == rows[1] or engine == "zero3")
+
+
+def shard_on_cpus() -> None:
+    """Makes accelerate shard models on CPUs, where it otherwise ignores the plugin, as it does on GPUs."""
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+
+    own = AcceleratorState.__init__
+
+    def init(self, *arguments, fsdp_plugin=None, **named):
+        own(self, *arguments, fsdp_plugin=fsdp_plugin, **named)
+        if fsdp_plugin is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+    AcceleratorState.__init__ = init
+
+
+SIZES = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+ENGINES = {  # name -> options of TrainingArguments, with the class that wraps the model
+    "ddp": {"wrapper": "DistributedDataParallel"},
+    "fsdp2": {"wrapper": "FSDP", "fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["ViTLayer"]}},
+    "zero2": {"wrapper": "DeepSpeedEngine", "deepspeed": {"zero_optimization": {"stage": 2}, **SIZES}},
+    "zero3": {"wrapper": "DeepSpeedEngine", "deepspeed": {"zero_optimization": {"stage": 3}, **SIZES}},
+}
+
+
 if __name__ == "__main__":
-    same_weights(sys.argv[1], ddp_backend="gloo")
+    from accelerate.state import AcceleratorState
+
+    shard_on_cpus()
+    folder, *engines = sys.argv[1:]
+    for engine in engines:
+        wrapped_alike(folder, engine)
+        AcceleratorState._reset_state()  # keeps the process group
     assert torch.distributed.get_world_size() == 2
     torch.distributed.destroy_process_group()

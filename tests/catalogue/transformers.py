@@ -402,7 +402,7 @@ DENSE = dict(  # with windows, other inputs or other positions
         ),
         row("GraniteDoclingVisionModel", 20, DOCLING, inputs=(64, 64)),
         row("HieraModel", 8, HIERA, inputs=(64, 64)),
-        row("Sam2VisionModel", 12, SAM2, inputs=(64, 64)),
+        row("Sam2VisionModel", 13, SAM2, inputs=(64, 64), own=("Sam2SinePositionEmbedding",)),
         row("Florence2VisionBackbone", 8, FLORENCE, inputs=named(hidden_states=(2, 3, 40, 56))),
         row("Swin2SRModel", 8, SUPER, inputs=(12, 8)),
         row("Blip2VisionModelWithProjection", 16, BLIP, inputs=(32, 32)),

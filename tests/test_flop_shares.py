@@ -18,10 +18,10 @@ from torch import nn
 
 import fastvit_triton
 from fastvit_triton import create_model, optimize
-from fastvit_triton.convert import shares
+from fastvit_triton.convert import flop_shares as shares
 from fastvit_triton.convert.chosen import located, with_ways
+from fastvit_triton.convert.flop_shares import Shares, Subject, stated_input
 from fastvit_triton.convert.reporting import NOTHING, OURS, Report, Row
-from fastvit_triton.convert.shares import Shares, Subject, stated_input
 from fastvit_triton.expected.count import predict
 from fastvit_triton.kernels import cost
 from fastvit_triton.kernels.plan import forcing

@@ -1,0 +1,332 @@
+"""Tests of the command line with detectors: training, resuming, evaluation, boxes of files, and errors."""
+
+import csv
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_detection_data import coco, write_images
+from test_run import contents, log, train
+from torch import nn
+
+from fastvit_triton import create_model
+from fastvit_triton.cli import main
+from fastvit_triton.cli.recipe_options import RECIPE_OPTIONS
+from fastvit_triton.train import Recipe, Step, newest_state, parameter_groups, trainer
+from fastvit_triton.train.batch import blank_target, divide, to_device
+from fastvit_triton.train.data import load as load_data
+from fastvit_triton.train.data.transform import Transform
+from fastvit_triton.train.detection import average_precision, criterion_of, detected, evaluate_detector, load, scenes
+from fastvit_triton.train.detection.batches import SceneBatches, prepared
+from fastvit_triton.train.detection.criterion import padding_mask
+from fastvit_triton.train.detection.draw import COLOURS, draw_boxes
+from fastvit_triton.train.outputs import BEST, LOG, PREDICTIONS, WEIGHTS
+from fastvit_triton.train.recipes import BOXES, SCENES, SCENES_DETR
+from fastvit_triton.train.settings import check_used, resolve_settings
+
+RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "scenes-recipe.json"
+WHOLE = Transform((32, 32), (0.0,), (1.0,))
+
+
+@pytest.fixture
+def few_scenes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight scenes for training and six for testing instead of 12,800 and 400."""
+    monkeypatch.setattr(load, "TRAINING", (8, 0))
+    monkeypatch.setattr(load, "TEST", (6, 1))
+
+
+@pytest.fixture
+def boxes_folder(tmp_path: Path) -> Path:
+    """Two training images of different sizes and a test image, with boxes in COCO's format."""
+    root = tmp_path / "boxes"
+    for split in ("train", "val"):
+        write_images(root / split)
+        (root / split / "_annotations.coco.json").write_text(json.dumps(coco()))
+    Image.new("RGB", (10, 16)).save(root / "train" / "a.png")
+    return root
+
+
+def train_command(out: Path, *words: str) -> int:
+    return main(["train", "--out", str(out), "--device", "cpu", "--workers", "0", *words])
+
+
+def test_a_detector_learns_and_goes_on(few_scenes, tmp_path: Path):
+    """Oracle: a run resumed after an epoch equals an uninterrupted one to the bit; the log has its AP."""
+    given = {"data": "scenes", "model": "detr_digits", "epochs": 2, "batch_size": 4, "ema_decay": 0.5}
+    train(tmp_path / "whole", given)
+    train(tmp_path / "resumed", given, epochs=1)
+    run = train(tmp_path / "resumed", {}, resume=True)
+    for file in (WEIGHTS, BEST):
+        assert contents(tmp_path / "whole" / file) == contents(tmp_path / "resumed" / file)
+    assert log(tmp_path / "whole") == log(tmp_path / "resumed")
+    assert (tmp_path / "whole" / PREDICTIONS).exists()
+    score = run.trainer.test(run.trainer.step.eval_model(run.trainer.model))
+    numbers = average_precision(score.detections, score.objects)
+    last = log(tmp_path / "whole")[-1]
+    assert last["test_accuracy"] == last["train_accuracy"] == "" and len(score.objects) == 6
+    assert {name: float(last[f"test_{name}"]) for name in score.metrics} == score.metrics
+    assert score.metrics == {name: numbers[name] for name in ("ap", "ap50", "ap75")}
+
+
+@pytest.mark.parametrize("name", ["detr_digits", "deformable_detr_digits"])
+def test_score_does_not_depend_on_batches(name):
+    """Oracle: the images one by one: the same detections, to float32's rounding of sums, and the loss of each batch."""
+    model = create_model(name).eval()
+    images, targets = scenes("test", 3)
+    score = evaluate_detector(model, SceneBatches(images, targets, WHOLE, 2, shuffled=False))
+    for image, target, found in zip(images, targets, score.detections, strict=True):
+        with torch.no_grad():
+            alone = model.detections(model(image[None]), [(32, 32)])[0]
+        torch.testing.assert_close(found["scores"].sort().values, alone["scores"].sort().values)
+        assert len(found["scores"]) == len(alone["scores"]) and len(target["labels"])
+    objective = detected(criterion_of(model))
+    with torch.no_grad():
+        losses = [float(objective(model, images[part], [targets[i] for i in part])[0]) for part in ([0, 1], [2])]
+    torch.testing.assert_close(score.loss, (2 * losses[0] + losses[1]) / 3)
+
+
+def test_folders_become_padded_batches(boxes_folder: Path):
+    """Oracle: by hand: sizes, boxes in fractions of each image, and the mask of what is no padding."""
+    recipe = Recipe(model="detr_resnet50", img_size=20, batch_size=2, epochs=1, lr=1e-3, loss="detection")
+    data = load_data(str(boxes_folder), recipe)
+    assert data.classes == ("dog", "cat?[31m")
+    ((images, (empty, target)),) = data.test
+    assert images.shape == (2, 3, 16, 32)  # the longer side is at most 5/3 of the shorter one
+    assert target["size"] == empty["size"] == (16, 32) and target["original"] == (10, 20)
+    assert target["labels"].tolist() == [1] and target["truth"]["labels"].tolist() == [1, 0]  # a crowd is not learned
+    torch.testing.assert_close(target["boxes"], torch.tensor([[2.5 / 20, 4 / 10, 3 / 20, 4 / 10]]))
+    assert padding_mask(images, [empty, target]) is None
+    mask = padding_mask(images, [empty, {"size": (10, 32)}])
+    assert mask.sum((1, 2)).tolist() == [16 * 32, 10 * 32] and mask[1, :10].all()
+    ((images, targets),) = data.train
+    assert images.shape[2:] == tuple(max(t["size"][axis] for t in targets) for axis in (0, 1))
+    before = data.train.digest()
+    data.train.targets[1]["boxes"] += 1
+    assert data.train.digest() != before
+
+
+def test_a_folder_is_trained_and_evaluated(boxes_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: a row of the table for each class, with its number of objects that are no crowd; the recipe's rates."""
+    words = ("--data", str(boxes_folder), "--img-size", "32", "--batch-size", "2", "--epochs", "1")
+    out = tmp_path / "run"
+    assert train_command(out, "--recipe", "boxes", "--model", "deformable_detr_digits", *words) == 0
+    settings = newest_state(out)[0]["settings"]
+    assert settings["recipe"] == "boxes" and settings["lr_scales"] == BOXES.lr_scales
+    assert main(["evaluate", "--checkpoint", str(out), "--data", str(boxes_folder), "--device", "cpu"]) == 0
+    table = capsys.readouterr().out
+    assert "cat?[31m" in table and "dog" in table and "(2 images)" in table
+    assert main(["evaluate", "--checkpoint", str(out), "--data", "digits", "--device", "cpu"]) == 2
+    assert "data 'digits' has no boxes, which" in capsys.readouterr().err
+
+
+def test_boxes_of_a_larger_image_are_named(boxes_folder: Path):
+    """Oracle: the file and its size; the run stops, or the image is left out."""
+    Image.new("RGB", (10, 10)).save(boxes_folder / "train" / "b.png")  # its boxes are for 20 x 10 pixels
+    recipe = Recipe(model="detr_resnet50", img_size=20, batch_size=2, epochs=1, lr=1e-3, loss="detection")
+    with pytest.raises(ValueError, match=r"b\.png \(its boxes are for a larger image than 10 x 10 pixels\)"):
+        list(load_data(str(boxes_folder), recipe).train)
+    data = load_data(str(boxes_folder), recipe, skip_bad_images=True)
+    ((images, targets),) = data.train
+    assert len(images) == len(targets) == len(data.train.bad) == 1
+
+
+def test_targets_of_any_kind_are_divided():
+    """Oracle: by hand."""
+    targets = [dict(labels=torch.tensor([i]), size=(i, i)) for i in range(5)]
+    assert [[t["size"][0] for t in part] for part in divide(targets, 2)] == [[0, 1, 2], [3, 4]]
+    assert [part.tolist() for part in divide(torch.arange(5), 2)] == [[0, 1, 2], [3, 4]]
+    moved = to_device(targets, torch.device("meta"))
+    assert moved[4]["labels"].device.type == "meta" and moved[4]["size"] == (4, 4)
+    assert blank_target(torch.ones(0, 3)).tolist() == [[0, 0, 0]] and len(blank_target([])[0]["boxes"]) == 0
+
+
+def test_a_step_accumulates_over_parts_of_a_list():
+    """Oracle: the mean of the losses of both halves, weighted by images."""
+    model = create_model("detr_digits").train()
+    images, targets = scenes("train", 4)
+    objective = detected(criterion_of(model))
+    model.eval()  # BatchNorm of a part would differ
+    wanted = sum(objective(model, images[i : i + 2], targets[i : i + 2])[0] for i in (0, 2)) / 2
+    step = Step(objective=objective, grad_accum_steps=2)
+    loss, correct, count = step(model, torch.optim.SGD(model.parameters(), lr=0.0), images, targets)
+    assert loss == wanted and count == 4 and correct.isnan()
+
+
+def test_rates_by_name():
+    """Oracle: by hand; a parameter that two expressions match has both factors."""
+    model = nn.ModuleDict(dict(backbone=nn.Linear(2, 2), head=nn.Linear(2, 2)))
+    groups = parameter_groups(model, 0.1, lr_scales={"^backbone": 0.1, "weight": 0.5})
+    found = {tuple(p.shape): group["lr_scale"] for group in groups for p in group["params"] if group["lr_scale"] < 0.1}
+    scales = sorted((group["weight_decay"], group["lr_scale"], len(group["params"])) for group in groups)
+    assert scales == [(0.0, 0.1, 1), (0.0, 1.0, 1), (0.1, 0.05, 1), (0.1, 0.5, 1)] and found == {(2, 2): 0.05}
+    with pytest.raises(ValueError, match=r"the factor of '\^a' has to be a number from 0"):
+        Recipe(model="x", batch_size=1, epochs=1, lr=1.0, lr_scales={"^a": -1.0})
+
+
+def test_commands_of_a_detector(few_scenes, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: `model.detections` on the file; the table's figures are those of the log."""
+    run = tmp_path / "run"
+    assert train_command(run, "--data", "scenes", "--model", "detr_digits", "--epochs", "1") == 0
+    out = capsys.readouterr().out
+    assert "scenes: 10 classes" in out and "test AP" in out and "--draw drawn" in out
+    with (run / LOG).open() as file:
+        (row,) = csv.DictReader(file)
+    assert main(["evaluate", "--checkpoint", str(run), "--device", "cpu", "--out", str(tmp_path / "ap.json")]) == 0
+    assert f"test AP {100 * float(row['test_ap']):.1f} %" in capsys.readouterr().out
+    whole = json.loads((tmp_path / "ap.json").read_text())
+    assert whole["ap"] == float(row["test_ap"]) and len(whole["classes"]) == 10 and whole["images"] == 6
+    files = [tmp_path / "a.png", tmp_path / "b" / "a.png"]
+    files[1].parent.mkdir()
+    for file, image in zip(files, scenes("test", 2)[0], strict=True):
+        Image.fromarray((255 * image[0].clamp(0, 1)).byte().numpy()).save(file)
+    words = ["predict", *map(str, files), "--checkpoint", str(run), "--device", "cpu", "--threshold", "0"]
+    assert main([*words, "--draw", str(tmp_path / "drawn")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in ("boxes.json", "boxes.csv"):
+        assert main([*words, "--out", str(tmp_path / name)]) == 0
+        assert "holds 16 objects of 2 images" in capsys.readouterr().out
+    records = json.loads((tmp_path / "boxes.json").read_text())
+    with (tmp_path / "boxes.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [record["file"] for record in records] == list(map(str, files)) and len(lines) == len(rows) == 16
+    assert {path.name for path in (tmp_path / "drawn").iterdir()} == {"a.png", "a-2.png"}
+    with torch.no_grad():
+        from fastvit_triton.cli.loading import load_trained
+
+        model = load_trained(str(run)).model.eval()
+        (found,) = model.detections(model(prepared(Image.open(files[0]), WHOLE)[None]), [(32, 32)])
+    best = found["scores"].argmax()
+    first = records[0]["objects"][0]
+    assert first["score"] == float(found["scores"][best]) and first["box"] == found["boxes"][best].tolist()
+    assert [float(rows[0][side]) for side in ("left", "top", "right", "bottom")] == first["box"]
+    assert f"{first['label']} {100 * first['score']:.1f} % at" in lines[0]
+    assert main([*words, "--threshold", "1"]) == 0 and "no object has a score of 1" in capsys.readouterr().out
+    assert main([*words, "--threshold", "1", "--out", str(tmp_path / "none.csv")]) == 0
+    assert (tmp_path / "none.csv").read_text().split() == ["file,label,score,left,top,right,bottom"]
+
+
+def test_boxes_are_drawn_on_their_pixels():
+    """Oracle: the colour of the class on all four sides of the box, in an image eight times as large."""
+    found = dict(boxes=torch.tensor([[8.0, 16, 24, 30]]), labels=torch.tensor([1]), scores=torch.tensor([0.5]))
+    drawn = np.asarray(draw_boxes(Image.new("L", (32, 32)), found, ("a", "b")))
+    colour = tuple(int(COLOURS[1][i : i + 2], 16) for i in (1, 3, 5))
+    assert drawn.shape == (256, 256, 3) and not drawn[:90].any() and not drawn[245:].any()
+    for y, x in ((128, 150), (240, 100), (200, 64), (200, 192)):
+        assert tuple(drawn[y, x]) == colour
+
+
+ERRORS = {
+    "--model vit_digits_patch2_8 --data scenes": "data 'scenes' has boxes, which vit_digits_patch2_8 does not predict",
+    "--model detr_digits": "data 'digits' has no boxes, which detr_digits learns; give --data scenes",
+    "--model detr_digits --data scenes --recipe folder": "is not trained by loss 'softmax'; pass --recipe scenes",
+    "--data scenes --freeze backbone": "freeze trains the head of a classifier, and loss 'detection' has none",
+    "--data scenes --class-weights balanced": "class_weights cannot be combined with loss 'detection'; leave it out",
+    "--data scenes --val-split 0.1": "data 'scenes' has test images of its own; leave --val-split out",
+    "--data scenes --transform os.path:join": "would not move the boxes of data 'scenes'; leave --transform out",
+}
+
+
+OPTIONS = {
+    "model": "detr_digits", "epochs": "2", "batch-size": "3", "lr": "3e-4", "warmup": "0.9", "img-size": "32",
+    "ema-decay": "0.5", "optimizer": "sgd", "schedule": "vit", "weight-decay": "5", "layer-decay": "0.5",
+    "clip": "1e-3", "loss": "softmax", "label-smoothing": "0.2", "mixup": "0.5", "cutmix": "0.5", "mixtoken": "0.5",
+    "erasing": "0.9", "policy": "three", "repeats": "2", "min-area": "0.1", "drop-path-rate": "0.5", "mean": "0.5",
+    "std": "0.5", "amp": "bfloat16", "grad-accum-steps": "2", "distillation": "soft", "seed": "3",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def detector_run(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The weights after two steps."""
+    return _weights_of(tmp_path_factory.mktemp("detector"))
+
+
+def _weights_of(out: Path, *words: str) -> bytes:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "TRAINING", (4, 0))
+        patch.setattr(load, "TEST", (1, 1))
+        patch.setattr(trainer, "draw_results", lambda *given: None)
+        usual = {"--epochs": "1", "--batch-size": "2", "--img-size": "16"}
+        usual |= dict(zip(words[::2], words[1::2], strict=True))
+        if train_command(out / "run", "--data", "scenes", *(word for pair in usual.items() for word in pair)):
+            return b""
+    return b"".join(contents(out / "run" / WEIGHTS)[1].values())
+
+
+def test_no_option_is_left_out_of_the_test():
+    """Oracle: the options of a recipe, of which each is in `OPTIONS`."""
+    assert {*RECIPE_OPTIONS, "mean", "std"} <= OPTIONS.keys()
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_changes_a_detector_or_is_refused(option, detector_run, tmp_path, capsys):
+    """Oracle: other weights, or one sentence that names the option."""
+    weights = _weights_of(tmp_path, f"--{option}", OPTIONS[option])
+    if weights:
+        assert weights != detector_run
+    else:
+        error = capsys.readouterr().err
+        assert re.search(rf"(--|\b){option.replace('-', '[-_]')}\b", error) and error.count("\n") == 1
+
+
+def test_options_of_classifiers_are_refused_by_models_of_pixels(tmp_path, capsys):
+    """Oracle: the sentence; a value that is the recipe's own is no conflict."""
+    for option in ("mixup", "cutmix", "mixtoken", "erasing", "label-smoothing"):
+        words = ["--model", "igpt_digits", "--data", "digits", f"--{option}", "0.5"]
+        assert train_command(tmp_path / "out", *words) == 2
+        name = option.replace("-", "_")
+        text = f"{name} is 0.5, which training by loss 'likelihood' does not use; leave it out"
+        assert text in capsys.readouterr().err
+    check_used(resolve_settings({"model": "igpt_digits", "mixup": 0.0}))
+
+
+@pytest.mark.parametrize("words", ERRORS)
+def test_conflicts_are_one_sentence(words, few_scenes, tmp_path, capsys):
+    """Oracle: argument, what was given, and a remedy, in one line."""
+    assert train_command(tmp_path / "out", *words.split()) == 2
+    error = capsys.readouterr().err
+    assert ERRORS[words] in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "split, changes, text",
+    [
+        ("val", dict(categories=[dict(id=90, name="bird"), dict(id=2, name="dog")]), "has bird among its test images"),
+        ("train", dict(annotations=[]), "has no objects in its training images; annotate some"),
+        ("train", dict(categories=[]), "lacks 90"),
+    ],
+)
+def test_damaged_folders_are_one_sentence(split, changes, text, boxes_folder, tmp_path, capsys):
+    """Oracle: the file or the folder, and what is wrong."""
+    (boxes_folder / split / "_annotations.coco.json").write_text(json.dumps(coco(**changes)))
+    assert train_command(tmp_path / "out", "--data", str(boxes_folder), "--model", "detr_digits") == 2
+    error = capsys.readouterr().err
+    assert text in error and error.count("\n") == 1
+
+
+def test_options_of_detectors_are_refused_by_classifiers(tmp_path, capsys):
+    """Oracle: the sentence."""
+    from fastvit_triton.models.weights.load import save_weights
+
+    save_weights(create_model("vit_digits_patch2_8", num_classes=10, in_chans=1), tmp_path / "x.safetensors")
+    Image.new("L", (8, 8)).save(tmp_path / "x.png")
+    words = ["predict", str(tmp_path / "x.png"), "--checkpoint", str(tmp_path / "x.safetensors"), "--threshold", "0.5"]
+    assert main(words) == 2 and "--threshold is for detectors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "recipe, steps, ap, ap50", [(SCENES, 1700, 0.65, 0.88), (SCENES_DETR, 5000, 0.60, 0.88)], ids=lambda r: ""
+)
+def test_committed_runs_are_those_of_the_recipes(recipe, steps, ap, ap50):
+    """Oracle: the recipe, the model's parameters, a row for each epoch, and the aims: largest length and least AP."""
+    row = json.loads(RESULT.read_text())["models"][recipe.model]
+    assert row["recipe"] == json.loads(json.dumps(asdict(recipe)))
+    assert row["parameters"] == sum(p.numel() for p in create_model(recipe.model).parameters())
+    assert [part["epoch"] for part in row["log"]] == list(range(1, recipe.epochs + 1))
+    assert row["steps"] == recipe.epochs * load.TRAINING[0] // recipe.batch_size <= steps
+    assert row["log"][-1]["test_ap"] >= ap and row["log"][-1]["test_ap50"] >= ap50 and row["core_seconds_per_step"] > 0
