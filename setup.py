@@ -24,19 +24,23 @@ SHARDS = [
 HUB = [
     "huggingface_hub>=0.34",  # pretrained weights: downloads, cache, tokens
 ]
+PARQUET = [
+    "pyarrow>=15",  # evaluate and predict --out FILE.parquet
+]
 EXPORT = [
     "onnxscript",  # torch.onnx.export
     "onnxruntime; python_version >= '3.11'",  # compares what was exported with PyTorch
 ]
 DOCS = [
-    "mkdocs-material>=9.5",  # the site of docs/
-    "mkdocstrings[python]>=1.0",  # its API page
+    "zensical>=0.0.70; python_version >= '3.11'",  # the site of docs/
+    "mkdocstrings[python]>=1.0",  # its pages of the API
 ]
 TEST = [
     *DEMO,
     *DETECT,
     *SHARDS,
     *HUB,
+    *PARQUET,
     *EXPORT,
     "pytest>=8",
     "pytest-benchmark>=4",
@@ -111,6 +115,7 @@ setup(
         "shards": SHARDS,
         "hub": HUB,
         "datasets": ["datasets>=4"],  # train --data hf:NAME
+        "parquet": PARQUET,
         "tensorboard": ["tensorboard>=2.16"],  # train --log-to, this and the next three
         "wandb": ["wandb>=0.19"],
         "trackio": ["trackio>=0.3"],

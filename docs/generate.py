@@ -1,24 +1,27 @@
-"""An mkdocs hook: replaces `{{ name }}` on a page by the text of PAGES[name], generated from code and results.
+"""Writes pages of docs/ that are generated from code and results.
 
     python docs/generate.py
 
 writes the pages that are in the repository, claims.md (from claims.txt, reported.txt and results) and survey.md (from
-benchmarks/survey_systems.txt and results). Images of benchmarks/results are added to the site under images/.
+benchmarks/survey_systems.txt and results).
+
+    python docs/generate.py --site
+
+fills build/pages, from which the site is built: the pages of docs/, with `{{ name }}` replaced by the text of
+PAGES[name], one page of API for each task under api/, and the images of benchmarks/results under images/.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import json
+import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from mkdocs.config.defaults import MkDocsConfig
-    from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -93,13 +96,58 @@ def kernels() -> str:
     return "\n\n".join(found)
 
 
+def task(name: str) -> dict[str, list[tuple[str, str]]]:
+    """The names of a task's page of API, as (name, module that defines it), by heading.
+
+    Raises:
+        KeyError: API names what is not public, or PARTS a module that is not imported.
+    """
+    if name not in API:
+        module = importlib.import_module(f"fastvit_triton.{name}")
+        found: dict[str, list[tuple[str, str]]] = {}
+        for path, names in imported(Path(module.__file__), module.__name__).items():
+            listed = [(word, path) for word in names if word in module.__all__]
+            found.setdefault(path.removeprefix(f"{module.__name__}.").split(".")[0], []).extend(listed)
+        return {head: [n for part in parts.split() for n in found.pop(part)] for head, parts in PARTS[name].items()}
+    where = {
+        n: path for path, ns in imported(ROOT / "fastvit_triton/__init__.pyi", "fastvit_triton").items() for n in ns
+    }
+    late = {"optimize": "modules", "revert": "modules", "report": "backend"}  # convert imports them on first use
+    where |= {n: f"fastvit_triton.convert.{module}" for n, module in late.items()}
+    return {heading: [(n, where[n]) for n in names.split()] for heading, names in API[name].items()}
+
+
+def imported(path: Path, package: str) -> dict[str, list[str]]:
+    """The names that a file of a package imports from its modules, by module."""
+    found: dict[str, list[str]] = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.setdefault(f"{package}.{node.module}", []).extend(alias.name for alias in node.names)
+    return found
+
+
+def api_page(name: str) -> str:
+    """The page of API of a task: a mkdocstrings entry for each name."""
+    title, package = TASKS[name]
+    lines = [f"# {title}", f"Imported from `{package}`."]
+    for heading, names in task(name).items():
+        lines.append(f"## {heading}")
+        lines += [f"::: {module}.{n}" for n, module in names]
+    return "\n\n".join(lines)
+
+
 def api() -> str:
-    """A mkdocstrings entry for each public name."""
-    tree = ast.parse((ROOT / "fastvit_triton" / "__init__.pyi").read_text(encoding="utf-8"))
-    nodes = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module]
-    names = sorted((a.name, node.module) for node in nodes for a in node.names)
-    where = {"optimize": "convert.modules", "revert": "convert.modules", "report": "convert.backend"}
-    return "\n\n".join(f"::: fastvit_triton.{where.get(name, module)}.{name}" for name, module in names)
+    """A table for each task: its public names, linked to their entries, with the first lines of their docstrings."""
+    parts = []
+    for name, (title, package) in TASKS.items():
+        rows = [["name", "what it is"]]
+        for n, module in (pair for names in task(name).values() for pair in names):
+            value = getattr(importlib.import_module(module), n)
+            is_code = inspect.isclass(value) or callable(value)
+            text = (inspect.getdoc(value) or "").partition("\n")[0] if is_code else type(value).__name__
+            rows.append([f"[`{n}`](api/{name}.md#{module}.{n})", text.replace("|", "\\|")])
+        parts.append(f"## {title}\n\nImported from `{package}`.\n\n{_table(*rows)}")
+    return "\n\n".join(parts)
 
 
 def faults() -> str:
@@ -133,9 +181,19 @@ def official() -> str:
     return (RESULTS / "coverage-official.md").read_text(encoding="utf-8")
 
 
+def capture() -> str:
+    """What readers gain over captured blocks."""
+    return (RESULTS / "coverage-capture.md").read_text(encoding="utf-8")
+
+
 def coverage() -> str:
     """How much of other packages' models `optimize` fuses."""
     return (RESULTS / "coverage.md").read_text(encoding="utf-8")
+
+
+def detection() -> str:
+    """What `optimize` with an example fuses of detectors, and their launches and bytes."""
+    return (RESULTS / "coverage-detection.md").read_text(encoding="utf-8")
 
 
 def towers() -> str:
@@ -246,7 +304,8 @@ def survey() -> str:
         if row := rows.get(system.name):
             before, after = row["launches"]
             figures = [f"{row['parameters'] / 1e6:.2f} M", f"{before:.3g} → {after:.3g}"]
-            found = ["[another task](pixels.md)", *["–"] * 4]
+            page = "detect" if "detr" in row["model"] else "pixels"
+            found = [f"[another task]({page}.md)", *["–"] * 4]
             if "digits" in row:
                 found = [f"{row['digits']['parameters']:,}"]
                 found += [f"{reached(row, epoch)[0]:.1f} %" for epoch in (2, 4, 8)]
@@ -269,7 +328,7 @@ The {len(SYSTEMS)} systems of a survey of Vision Transformers, of which {built} 
 Parameters are those of the named model, of classifiers with 1000 classes. Launches are those of one block in bfloat16
 inference, batch 8, eager PyTorch → fused and frozen, counted and not measured: models with four blocks (per stage)
 minus models with two, so those of a pyramid are means over its stages with attention, and outside of blocks nothing is
-counted.
+counted; of detectors a block is a layer of the encoder.
 
 The digits are scikit-learn's, enlarged: test accuracy of a small model after 2, 4 and {EPOCHS} epochs on 1,437 images
 without augmentation, the mean of {SEEDS} seeds, and their range after the last epoch. The training is the same for all
@@ -288,13 +347,67 @@ Source: `benchmarks/results/survey.json`, {" to ".join(sorted({dates[0], dates[-
 """
 
 
+# Task → title and package of its page of API.
+TASKS = {
+    "optimize": ("Optimize a model", "fastvit_triton"),
+    "models": ("Create and load models", "fastvit_triton"),
+    "deploy": ("Deploy", "fastvit_triton"),
+    "kernels": ("Kernels", "fastvit_triton"),
+    "train": ("Train", "fastvit_triton.train"),
+    "explain": ("Explain", "fastvit_triton.explain"),
+}
+# Task → heading → public names of fastvit_triton.
+API = {
+    "optimize": {
+        "Convert": "optimize revert report",
+        "Choose how it runs": "tune backend set_backend using_backend",
+        "Freeze weights": "freeze unfreeze",
+    },
+    "models": {
+        "Create": "create_model list_models ViTConfig",
+        "Load and save": "load_model load_weights save_weights",
+        "Prepare images": "transforms data_config",
+    },
+    "deploy": {"CUDA graphs": "cuda_graph cuda_graph_packed warmup", "Export": "export_model"},
+    "kernels": {
+        "Attention": "attention attention_qkv varlen_attention window_attention deformable_attention",
+        "Linear layers": "linear mlp patch_embed fold depthwise",
+        "Norms": "layer_norm add_layer_norm rms_norm add_rms_norm batch_norm_act",
+    },
+}
+# Task → heading → modules of its package, of whose names those in `__all__` are listed.
+PARTS = {
+    "train": {
+        "Loop": "loop step run trainer settings",
+        "Recipes": "recipes",
+        "Data": "data",
+        "Augmentation": "augment",
+        "Losses and objectives": "loss objective",
+        "Optimisers, schedules, averages": "optim muon schedule ema",
+        "Stochastic depth": "drop_path",
+        "States of training": "checkpoint",
+        "Several GPUs": "distributed",
+        "Masked pre-training": "masked",
+        "Features and few images": "fewshot",
+    },
+    "explain": {
+        "Capture": "recording layer",
+        "Attention maps": "maps",
+        "Queries of detectors": "queries",
+        "Tokens, positions, filters": "tokens",
+        "Costs": "costs",
+        "Report": "report page",
+    },
+}
 REPORTED = "What the papers report, and what this package shows"
 GENERATED = "Written by `python docs/generate.py` from {}."
 PAGES = dict(
     ways=ways,
     coverage=coverage,
     official=official,
+    capture=capture,
     towers=towers,
+    detection=detection,
     memory=memory,
     models=models,
     kernels=kernels,
@@ -304,24 +417,32 @@ PAGES |= dict(faults=faults, fashion_mnist=fashion_mnist, recompiles=recompiles)
 WRITTEN = dict(claims=claims, survey=survey)
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
-    """Fills in the placeholders of a page."""
+def filled(markdown: str) -> str:
+    """A page with its placeholders replaced."""
     for name, text in PAGES.items():
         if "{{ " + name + " }}" in markdown:
             markdown = markdown.replace("{{ " + name + " }}", text())
     return markdown
 
 
-def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the images."""
-    from mkdocs.structure.files import File
-
-    for path in RESULTS.glob("*.png"):
-        files.append(File.generated(config, f"images/{path.name}", abs_src_path=str(path)))
-    return files
+def write_site(folder: Path) -> None:
+    """Fills a folder with what the site is built from; what it held before is removed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    texts = {path.relative_to(ROOT / "docs"): path for path in (ROOT / "docs").rglob("*.md")}
+    pages = {name: filled(path.read_text(encoding="utf-8")) for name, path in texts.items()}
+    pages |= {Path("api") / f"{name}.md": api_page(name) for name in TASKS}
+    for name, text in pages.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / "images").mkdir()
+    for path in [*RESULTS.glob("*.png"), *(ROOT / "docs").glob("*.css")]:
+        shutil.copy(path, folder / "images" if path.suffix == ".png" else folder)
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))  # for benchmarks
-    for name, text in WRITTEN.items():
-        (ROOT / "docs" / f"{name}.md").write_text(text(), encoding="utf-8")
+    if sys.argv[1:] == ["--site"]:
+        write_site(ROOT / "build" / "pages")
+    else:
+        for name, text in WRITTEN.items():
+            (ROOT / "docs" / f"{name}.md").write_text(text(), encoding="utf-8")
