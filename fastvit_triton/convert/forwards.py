@@ -28,6 +28,7 @@ from .third_party import FUSED, can_run, inherited, is_fusable, runs_original
 Parts = Body | MlpBody
 Reader = Callable[..., Parts | str]
 R = TypeVar("R", bound=Reader)
+WITHOUT_PRODUCTS = ("LayerNorm", "RMSNorm", "patch projection")  # names in reports; oneDNN runs nothing of them
 Folds = Callable[[Any], Iterable[tuple[nn.Module | None, nn.Module | None]]]
 
 
@@ -189,14 +190,14 @@ def fused_forward(
     """Decorator: registers the fused forward of these types; for the arguments see `Forward`."""
 
     def decorate(forward: Callable) -> Callable:
-        chosen = _chosen(forward if became else transparent(forward))
+        chosen = _chosen(forward if became else transparent(forward), became not in WITHOUT_PRODUCTS)
         register(names, Forward(chosen, needs, takes, None, became, reason, None, folds, by_name))
         return chosen
 
     return decorate
 
 
-def _chosen(forward: Callable) -> Callable:
+def _chosen(forward: Callable, products: bool = True) -> Callable:
     """Wraps a fused forward: runs the original if the module, or a block around it, runs plain, or a child has a hook.
 
     A child with a hook is called with the arguments that the original passes, positional or by keyword; the children
@@ -215,7 +216,7 @@ def _chosen(forward: Callable) -> Callable:
             return type(module).forward(module, *inputs, **named)
         x = inputs[0] if inputs else None
         way, settings = ways.known_way(module, x) if type(x) is Tensor else (None, ())
-        if way == "plain" or (way is None and type(x) is Tensor and _never_fuses(module, x)):
+        if way == "plain" or (way is None and type(x) is Tensor and _never_fuses(module, x, products)):
             return ways.plainly(type(module).forward, module, *inputs, **named)
         if way is None:
             run_now = original if has_watched_child(module) else _own(forward, type(module))
@@ -225,10 +226,11 @@ def _chosen(forward: Callable) -> Callable:
     return run
 
 
-def _never_fuses(module: nn.Module, x: Tensor) -> bool:
+def _never_fuses(module: nn.Module, x: Tensor, products: bool = True) -> bool:
     """True on a CPU if nothing of ours runs for x: the original runs, and no module inside it has to find out."""
-    chosen = ways.SIZES in module.__dict__  # then they ran before, and this call asks where it reads the module
-    return not chosen and not torch.compiler.is_compiling() and x.device.type == "cpu" and not can_run(x, module)
+    if ways.SIZES in module.__dict__ or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False  # with sizes it ran before, and this call asks where it reads the module
+    return not can_run(x, module, products)
 
 
 @transparent

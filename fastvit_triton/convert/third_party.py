@@ -10,7 +10,7 @@ from ..engine import leaves as parts
 from ..engine.hooks import PACKAGE, are_plain_tensors, has_global_hooks, runs_other_code, type_name
 from ..engine.source import ALWAYS, Code, code_of
 from ..kernels import plan
-from ..kernels.backend import backend, constant
+from ..kernels.backend import backend, constant, kernels_available
 from .recognition import recognised
 
 FUSED: set[str] = set()  # types that have a fused forward; `forwards.register` adds them
@@ -73,14 +73,15 @@ parts.DROP_PATHS.update(
 )
 
 
-def can_run(x: Tensor, module: nn.Module | None = None) -> bool:
+def can_run(x: Tensor, module: nn.Module | None = None, products: bool = True) -> bool:
     """True if the kernels or oneDNN run for x, or the backend is "torch" (references) without torch.jit.trace.
 
-    For a module of this package the kernels must run: its own forward is the reference.
+    For a module of this package the kernels must run: its own forward is the reference. Without products oneDNN
+    does not count.
     """
     if not are_plain_tensors(x) or x.is_nested:
         return False
-    if plan.has_ways(x):
+    if plan.has_ways(x) if products else kernels_available(x):
         return True
     ours = module is not None and type_name(module).startswith(f"{PACKAGE}.")
     return backend() == "torch" and not torch.jit.is_tracing() and not ours

@@ -5,10 +5,12 @@ first call and cached. Modules that are replaced, hooked or patched later change
 call checks for that, and the plain way is always correct.
 """
 
+import functools
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +25,11 @@ REPLAYS = os.environ.get("FASTVIT_TRITON_REPLAY", "1") not in ("", "0")
 MAX_WAYS = 4096  # cached answers
 
 
-class Sizes(NamedTuple):
-    """What the selection depends on besides the input.
+@dataclass(frozen=True, eq=False)
+class Sizes:
+    """What the selection depends on besides the input. `sizes_of` creates it: equal ones are one object.
+
+    So it hashes by identity, in a key of every call.
 
     Attributes:
         branches: sizes, for any number of images and tokens.
@@ -37,6 +42,15 @@ class Sizes(NamedTuple):
     replayed: bool
     training: bool
     frozen: str | None
+
+    def __reduce__(self) -> tuple:
+        return sizes_of, (self.branches, self.replayed, self.training, self.frozen)
+
+
+@functools.cache
+def sizes_of(branches: tuple[Branch, ...], replayed: bool, training: bool, frozen: str | None) -> Sizes:
+    """The one `Sizes` with these attributes."""
+    return Sizes(branches, replayed, training, frozen)
 
 
 class State(threading.local):
@@ -66,7 +80,7 @@ def known_way(module: nn.Module, x: Tensor) -> tuple[str | None, Any]:
         return None, None
     key = facts[SIZES], x.shape, x.dtype, x.device, settings.choices(x.device.type)
     try:
-        way = _ways[key]  # one hash of the key, which is nested
+        way = _ways[key]
     except KeyError:
         if not plan.has_ways(x):
             return None, None
@@ -91,8 +105,10 @@ def choose_way(module: nn.Module | None, x: Tensor, branches: tuple[Branch, ...]
         return _way(x, branches, False, None)
     sizes = module.__dict__.get(SIZES)
     frozen = precision_of(module)
-    if sizes is None or sizes[0] != branches or sizes[2:] != (module.training, frozen):
-        sizes = module.__dict__[SIZES] = Sizes(branches, replays and is_repeatable(module), module.training, frozen)
+    now = branches, module.training, frozen
+    if sizes is None or (sizes.branches, sizes.training, sizes.frozen) != now:
+        sizes = sizes_of(branches, replays and is_repeatable(module), module.training, frozen)
+        module.__dict__[SIZES] = sizes
     return _way(x, sizes.branches, sizes.replayed, frozen)
 
 

@@ -112,6 +112,10 @@ def refusal(dtype: torch.dtype, operation: str | None = None) -> str | None:
     """
     if not torch.backends.mkldnn.is_available():
         return "this build of PyTorch has no oneDNN"
+    if dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        return "this CPU has no float16 products"
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "this CPU has no bfloat16 products"
     try:
         # the result is cached, so it must not depend on modes that are active in the first call
         with torch.no_grad(), torch.device("cpu"), _disable_current_modes():
@@ -147,10 +151,6 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"{dtype} always runs on PyTorch"
     if not torch._C._get_mkldnn_enabled():
         return "torch.backends.mkldnn is disabled"
-    if dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
-        return "this CPU has no float16 products"
-    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return "this CPU has no bfloat16 products"
     return refusal(dtype)
 
 
