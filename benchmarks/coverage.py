@@ -56,6 +56,7 @@ class Entry:
         inputs: input by name, as sizes or values; empty for images of timm's size.
         options: of the configuration.
         called: False to count parameters only, not a call.
+        dtype: of weights and images; float32 for models that cannot run in bfloat16.
     """
 
     package: str
@@ -63,10 +64,12 @@ class Entry:
     inputs: tuple[tuple[str, str], ...] = ()
     options: str = "{}"
     called: bool = True
+    dtype: torch.dtype = DTYPE
 
     @property
     def name(self) -> str:
-        return f"{self.package}:{self.model}"
+        name = f"{self.package}:{self.model}"
+        return name if self.dtype == DTYPE else f"{name}, {str(self.dtype).removeprefix('torch.')}"
 
 
 def entries(text: str) -> list[Entry]:
@@ -84,8 +87,9 @@ def entries(text: str) -> list[Entry]:
             raise ValueError(f"line {line!r} has one word; give a package, a model, its inputs and its options")
         inputs, brace, options = "".join(words[2:]).partition("{")
         items = shlex.split(inputs)
-        pairs = tuple(tuple(word.split("=", 1)) for word in items if word != "-")
-        listed.append(Entry(words[0], words[1], pairs, brace + options or "{}", "-" not in items))
+        pairs = tuple(tuple(word.split("=", 1)) for word in items if word not in ("-", "float32"))
+        dtype = torch.float32 if "float32" in items else DTYPE
+        listed.append(Entry(words[0], words[1], pairs, brace + options or "{}", "-" not in items, dtype))
     return listed
 
 
@@ -119,7 +123,7 @@ def build(entry: Entry) -> nn.Module:
             configured = entry.package == "transformers"  # vit-pytorch takes tuples only
             tuples = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
             model = cls._from_config(cls.config_class(**options)) if configured else cls(**tuples)
-    model = model.to(DTYPE).eval()
+    model = model.to(entry.dtype).eval()
     return model._apply(lambda t: t.to("meta") if t.is_floating_point() else t)  # integer buffers keep their values
 
 
@@ -131,7 +135,7 @@ def inputs_of(entry: Entry, model: nn.Module) -> tuple[tuple[Tensor, ...], dict[
             return torch.tensor(json.loads(text))
         if text.startswith("B*"):
             return torch.tensor([json.loads(text[2:])] * BATCH)
-        return torch.empty([BATCH if n == "B" else int(n) for n in text.split("x")], dtype=DTYPE, device="meta")
+        return torch.empty([BATCH if n == "B" else int(n) for n in text.split("x")], dtype=entry.dtype, device="meta")
 
     if not entry.inputs:
         return (tensor(f"Bx{'x'.join(map(str, model.pretrained_cfg['input_size']))}"),), {}

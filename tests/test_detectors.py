@@ -7,6 +7,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import timm
 import torch
 import transformers
 from budget import assert_within_budget, telling
@@ -17,10 +18,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models import resnet as torchvision_resnet
 from transformers.models.detr import modeling_detr as detr
+from transformers.models.rf_detr import modeling_rf_detr as rf_detr
 from transformers.models.rt_detr import modeling_rt_detr as rt_detr
 
 import benchmarks  # noqa: F401 (declares torchvision's operators)
-from fastvit_triton import optimize, revert, using_backend
+from fastvit_triton import freeze, optimize, revert, using_backend
 from fastvit_triton.engine import batch_norm
 from fastvit_triton.kernels import batch_norm as kernel_file
 from fastvit_triton.kernels import deformable
@@ -399,12 +401,20 @@ WHOLE = {  # detectors of transformers: options of their configurations
 
 def detector(name):
     """A small detector of transformers in float64, with random statistics of its norms."""
+    if name in OTHER:
+        kind, options = OTHER[name]
+        return redrawn(getattr(transformers, name + kind)(getattr(transformers, f"{name}Config")(**options)))
     kind = "rt_detr_resnet" if name == "RTDetr" else "resnet"
     maps = MAPS if name in ("DeformableDetr", "RTDetr") else MAPS[-1:]
     backbone = dict(RESNET, model_type=kind, out_features=maps)
     library = {} if name == "RTDetr" else dict(use_timm_backbone=False, use_pretrained_backbone=False, backbone=None)
     config = getattr(transformers, f"{name}Config")(backbone_config=backbone, **library, **WHOLE[name])
-    model = getattr(transformers, f"{name}ForObjectDetection")(config).double().eval()
+    return redrawn(getattr(transformers, f"{name}ForObjectDetection")(config))
+
+
+def redrawn(model):
+    """The model in float64, with other weights than zeros, and random statistics of its norms."""
+    model = model.double().eval()
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter), alpha=0.1)  # some heads start with zeros
     for buffer, t in model.named_buffers():
@@ -413,15 +423,49 @@ def detector(name):
     return model
 
 
-LAYER = re.compile("(En|De)coderLayer$")
+TINY = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_windows=2)
+OTHER = {  # detectors and segmenters with backbones of their own: class, options of the configuration
+    "RfDetr": (
+        "ForObjectDetection",
+        dict(
+            backbone_config=dict(
+                TINY, model_type="rf_detr_dinov2", patch_size=8, image_size=64, out_features=["stage1", "stage2"]
+            )
+            | dict(window_block_indexes=[0], layerscale_value=0.5),
+            **(dict(d_model=32, num_feature_levels=1, decoder_layers=1, num_queries=5, group_detr=1) | HEADS),
+        ),
+    ),
+    "Mask2Former": (
+        "ForUniversalSegmentation",
+        dict(
+            backbone_config=dict(
+                model_type="swin",
+                image_size=64,
+                embed_dim=8,
+                depths=[1, 1, 1, 1],
+                num_heads=[1, 2, 2, 2],
+                window_size=4,
+                drop_path_rate=0.0,
+                out_features=["stage1", "stage2", "stage3", "stage4"],
+            ),
+            **dict(feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=24),
+            **dict(dim_feedforward=24, encoder_layers=1, decoder_layers=3, num_attention_heads=2, num_queries=5),
+            **dict(use_pretrained_backbone=False, backbone=None),
+        ),
+    ),
+}
+RESULTS = {"Mask2Former": ("class_queries_logits", "masks_queries_logits")}
+LAYER = re.compile("((En|De)coder|Dinov2)Layer$")
 
 
-@pytest.mark.parametrize("name", marked(WHOLE, pytest.mark.full, lambda name: name in ("RTDetr", "ConditionalDetr")))
+@pytest.mark.parametrize(
+    "name", marked([*WHOLE, *OTHER], pytest.mark.full, lambda name: name in ("RTDetr", "ConditionalDetr"))
+)
 @pytest.mark.parametrize("mode", ["eval", "train"])
 def test_layers_of_detectors_are_read(name, mode):
-    """Oracle: the original in float64, logits, boxes and all gradients, with padding; no example is given.
+    """Oracle: the original in float64, logits, boxes or masks and all gradients, with padding; no example is given.
 
-    Of Conditional DETR the decoder is not read; with an example its layers are captured.
+    Of Conditional DETR and RF-DETR the decoder is not read; with an example layers of the former are captured.
     """
     torch.manual_seed(0)
     model = detector(name).train(mode == "train")
@@ -437,9 +481,10 @@ def test_layers_of_detectors_are_read(name, mode):
     def outcome(each):
         y = each(x, **masks)
         parameters = {n: p for n, p in each.named_parameters() if p.requires_grad}
-        loss = y.logits.square().sum() + y.pred_boxes.square().sum()
+        classes, places = RESULTS.get(name, ("logits", "pred_boxes"))
+        loss = y[classes].square().sum() + y[places].square().sum()
         grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-        return y.logits, y.pred_boxes, torch.cat([g.flatten() for g in grads if g is not None])
+        return y[classes], y[places], torch.cat([g.flatten() for g in grads if g is not None])
 
     with using_backend("torch"):
         example = dict(pixel_values=x, **masks) if name == "ConditionalDetr" and mode == "eval" else None
@@ -447,13 +492,13 @@ def test_layers_of_detectors_are_read(name, mode):
         got = outcome(model)
     layers = [type(m).__name__ for m in other.modules() if LAYER.search(type(m).__name__)]
     became = [row.type for row in report.fused if LAYER.search(row.type)]
-    assert became == layers[: len(became)] and (len(became) == len(layers) or name == "ConditionalDetr")
+    assert became == layers[: len(became)] and (len(became) == len(layers) or name in ("ConditionalDetr", "RfDetr"))
     assert len(got[2]) and len(became) > 0
     for result, truth in zip(got, outcome(other), strict=True):
         assert (result - truth).abs().max() <= 840 * torch.finfo(torch.float64).eps * telling(truth).abs().max()
 
 
-PARTS = {"Detr": "encoder_attn", "DeformableDetr": "encoder_attn", "TableTransformer": "encoder_attn"}
+PARTS = dict.fromkeys(("Detr", "DeformableDetr", "TableTransformer"), "encoder_attn") | {"Mask2Former": "self_attn"}
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -466,9 +511,10 @@ def test_changed_parts_of_a_layer_are_called(name, change):
     with using_backend("torch"), torch.no_grad():
         optimized = copy.deepcopy(model)
         optimize(optimized)
-        before = optimized(x).logits
+        classes, _ = RESULTS.get(name, ("logits", ""))
+        before = optimized(x)[classes]
         for each in (model, optimized):
-            layer = each.model.decoder.layers[0]
+            layer = (each.model.transformer_module if name == "Mask2Former" else each.model).decoder.layers[0]
             attn = getattr(layer, PARTS[name])
             proj = next(m for n, m in attn.named_children() if n in ("o_proj", "out_proj", "output_proj"))
             if change == "hook":
@@ -477,9 +523,49 @@ def test_changed_parts_of_a_layer_are_called(name, change):
                 proj.forward = lambda t, proj=proj: 2 * nn.Linear.forward(proj, t)
             else:
                 (layer.mlp if hasattr(layer, "mlp") else layer).activation_fn = nn.Tanh()
-        got, truth = optimized(x).logits, model(x).logits
+        got, truth = optimized(x)[classes], model(x)[classes]
     assert (got - truth).abs().max() <= 840 * torch.finfo(torch.float64).eps * truth.abs().max()
     assert (got - before).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("change", ["hook in the MLP", "stochastic depth"])
+def test_windows_are_seen_where_they_matter(change):
+    """Oracle: the original; a hook inside the MLP sees windows, and each window is dropped by itself."""
+    torch.manual_seed(0)
+    layer = detector("RfDetr").model.backbone.backbone.encoder.layer[1]
+    assert layer.global_attention
+    x, seen = torch.randn(8, 5, 16, dtype=torch.float64), []
+    if change == "stochastic depth":
+        layer.drop_path = rf_detr.RfDetrDinov2DropPath(0.5)
+        layer.train()
+    else:
+        layer.mlp.fc2.register_forward_hook(lambda module, inputs, y: seen.append(inputs[0].shape) or 2 * y)
+    results = []
+    with using_backend("torch"):
+        for _ in range(2):
+            torch.manual_seed(1)
+            results.append(layer(x))
+            optimize(layer)
+    assert (results[0] - results[1]).abs().max() <= 84 * torch.finfo(torch.float64).eps * results[0].abs().max()
+    assert seen in ([], [(8, 5, 64)] * 2)
+
+
+@pytest.mark.parametrize("out_indices", [(2, 4), (0, 1)])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_stems_of_timms_features_are_one_launch(out_indices, frozen):
+    """Oracle: timm's model in float64; norms that are operators are those of shortcuts. The stem may be a feature."""
+    torch.manual_seed(0)
+    model = redrawn(timm.create_model("resnet18", features_only=True, out_indices=out_indices))
+    other, x = copy.deepcopy(model), torch.randn(2, 3, 32, 64, dtype=torch.float64)
+    with using_backend("torch"), torch.no_grad():
+        optimize(model, freeze=frozen)
+        for got, truth in zip(model(x), other(x), strict=True):
+            assert (got - truth).abs().max() <= 840 * torch.finfo(torch.float64).eps * truth.abs().max()
+    model, other, x = model.float(), other.float(), x.float()
+    with interpreting(), torch.no_grad(), Operators() as operators:
+        model(x)
+    shortcuts = sum(name.endswith("downsample.1") for name, _ in model.named_modules())
+    assert operators["aten::native_batch_norm"] == (0 if frozen else shortcuts)
 
 
 @pytest.mark.parametrize("name", ["detr.Detr", "deformable_detr.DeformableDetr", "table_transformer.TableTransformer"])
@@ -502,6 +588,12 @@ def test_sine_positions_have_the_same_bits(name, normalize):
             got = model[0](*given)
         assert got.dtype == truth.dtype and torch.equal(got, truth)
         assert (operators["aten::sin"], fewer["aten::sin"], fewer["aten::cos"]) == (2, 1, 1)
+        freeze(model.eval())
+        with interpreting():
+            model[0](*given)
+            with Operators() as frozen:
+                assert torch.equal(model[0](*given), truth)
+        assert fewer["aten::pow.Scalar"] > frozen["aten::pow.Scalar"] == 0
         revert(model)
 
 

@@ -14,6 +14,7 @@ from ..engine.batch_norm import (
     convolve_merged,
     convolve_shifted,
     folded_taps,
+    is_constant,
     is_frozen_norm,
     normalize_frozen,
 )
@@ -148,6 +149,35 @@ def timm_residual_block(self: Foreign, x: Tensor) -> Tensor:
     shortcut = _downsampled(self, x)
     y += shortcut if isinstance(shortcut, Tensor) else shortcut.map + shortcut.shift[:, None, None]
     return act(y)
+
+
+@fused_forward(
+    "", "timm.models._features.FeatureListNet", needs="return_layers grad_checkpointing concat _collect", takes=""
+)
+def feature_maps(self: Foreign, x: Tensor) -> list[Tensor]:
+    """As `timm_residual_block`, for a convolution, a BatchNorm and an activation in the list of layers; → maps."""
+    if not is_fusable(self, x) or self.grad_checkpointing:
+        return original(self, x)
+    maps = {}
+    layers = list(self.items())
+    while layers:
+        if _is_normed_convolution(layers, self.return_layers):
+            x = convolve_act(x, self, *(layer for _, layer in layers[:3]))
+            layers = layers[2:]
+        else:
+            x = layers[0][1](x)
+        name = self.return_layers.get(layers.pop(0)[0])
+        if name is not None:
+            maps[name] = x if isinstance(x, Tensor) else torch.cat(x, 1) if self.concat else x[0]
+    return list(maps.values())
+
+
+def _is_normed_convolution(layers: list[tuple[str, nn.Module]], returned: dict[str, str]) -> bool:
+    """True if these layers begin with a convolution, a BatchNorm that may be read, and one whose output is needed."""
+    if len(layers) < 3 or any(name in returned for name, _ in layers[:2]):
+        return False
+    (_, conv), (_, norm), _ = layers[:3]
+    return isinstance(conv, nn.Conv2d) and (is_frozen_norm(norm) or is_constant(norm))
 
 
 def _dropped(x: Tensor, self: Foreign, conv: Foreign, norm: Foreign, act: nn.Module) -> Tensor:

@@ -40,6 +40,7 @@ parts.LAYER_SCALES.update(
         f"{_HF}.dinov2.modeling_dinov2.Dinov2LayerScale": "lambda1",
         f"{_HF}.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersLayerScale": "lambda1",
         f"{_HF}.dinov3_vit.modeling_dinov3_vit.DINOv3ViTLayerScale": "lambda1",
+        f"{_HF}.rf_detr.modeling_rf_detr.RfDetrDinov2LayerScale": "lambda1",
     }
 )
 HF_DROP_PATHS = (
@@ -69,6 +70,7 @@ parts.DROP_PATHS.update(
         f"{_HF}.dinov2.modeling_dinov2.Dinov2DropPath",
         f"{_HF}.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersDropPath",
         f"{_HF}.dinov3_vit.modeling_dinov3_vit.Dinov3ViTDropPath",
+        f"{_HF}.rf_detr.modeling_rf_detr.RfDetrDinov2DropPath",
     )
 )
 

@@ -213,7 +213,8 @@ def derived(owner: nn.Module, name: str, sources: tuple[Tensor | None, ...], mak
     Args:
         owner: module that has the weights.
         name: of the tensor, unique for the owner.
-        sources: the tensors that it is computed from, and nothing else; None is ignored.
+        sources: the tensors that it is computed from, and nothing else, or none for a constant that depends on the name
+            alone, which then has its device, too; None is ignored.
         make: computes it.
     """
     tensors = tuple(t for t in sources if t is not None)
@@ -227,11 +228,12 @@ def all_derived(
     store = _frozen.get(owner, {})  # another thread may unfreeze concurrently
     key = (name, *map(id, sources))
     if not _is_fresh(store.get(key), sources):
-        if sources[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return make()
         with torch.inference_mode(False), torch.no_grad():
-            _store(store, key, tuple(t.contiguous() for t in make()), sources)
-        if sources[0].is_cuda:
+            made = tuple(t.contiguous() for t in make())
+            _store(store, key, made, sources)
+        if made[0].is_cuda:
             torch.cuda.current_stream().synchronize()
     found: tuple[Tensor, ...] = store[key].folded
     return found

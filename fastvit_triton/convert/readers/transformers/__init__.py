@@ -10,6 +10,7 @@ from . import (  # noqa: F401
     hierarchical,
     imagegpt,
     levit,
+    mask2former,
     packed,
     plain,
     positions,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....engine.freeze import derived
 from ....engine.hooks import has_hooks
 from ....engine.leaves import Foreign
 from ....kernels.deformable import deformable_attention
@@ -28,6 +29,12 @@ WHOLE = frozenset(
         "rt_detr.RTDetrMultiscaleDeformableAttention",
     )
 )  # modules with projections around one for the sampling
+PADDED = frozenset(
+    classes(
+        "mask2former.Mask2FormerPixelDecoderEncoderMultiscaleDeformableAttention",
+        "oneformer.OneFormerPixelDecoderEncoderMultiscaleDeformableAttention",
+    )
+)  # modules with projections around a function, whose mask is True where a cell is padding
 
 
 @fused_forward(
@@ -69,10 +76,7 @@ def _promoted(value: Tensor, *others: Tensor) -> torch.dtype:
 
 @fused_forward(
     "deformable attention",
-    *classes(
-        "mask2former.Mask2FormerPixelDecoderEncoderMultiscaleDeformableAttention",
-        "oneformer.OneFormerPixelDecoderEncoderMultiscaleDeformableAttention",
-    ),
+    *sorted(PADDED),
     needs="value_proj sampling_offsets attention_weights output_proj d_model n_heads n_levels n_points with_pos_embed",
     takes="attention_mask encoder_hidden_states encoder_attention_mask position_embeddings reference_points "
     "spatial_shapes spatial_shapes_list level_start_index output_attentions",
@@ -81,12 +85,23 @@ def _promoted(value: Tensor, *others: Tensor) -> torch.dtype:
 def attention(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """Deformable attention with its projections; [B, Nq, D] → [B, Nq, D], and its weights [B, Nq, H, L, P]."""
     call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
-    if not is_fusable(self, hidden_states) or not _is_supported(self, hidden_states, call):
+    found = sampled_padded(self, hidden_states, call) if is_fusable(self, hidden_states) else None
+    if found is None:
         return original(self, hidden_states, *inputs, **named)
-    if call.get("position_embeddings") is not None:
-        hidden_states = self.with_pos_embed(hidden_states, call["position_embeddings"])
-    y, logits = _sampled(self, hidden_states, call, call.get("attention_mask"))  # True where the cell is padding
+    y, logits = found
     return self.output_proj(y), _weights(self, logits)
+
+
+def sampled_padded(self: Foreign, x: Tensor, call: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """(output of a module of PADDED before its projection, logits of the weights); None if it must be called."""
+    if not _is_supported(self, x, call):
+        return None
+    if call.get("position_embeddings") is not None:
+        x = self.with_pos_embed(x, call["position_embeddings"])
+    value = self.value_proj(call["encoder_hidden_states"])
+    if call.get("attention_mask") is not None:
+        value = value.masked_fill(call["attention_mask"][..., None], 0.0)
+    return _sampled(self, x, call, value)
 
 
 @fused_forward(
@@ -120,8 +135,21 @@ def _sampled_whole(self: Foreign, x: Tensor, call: dict[str, Any]) -> tuple[Tens
         return None
     if call.get("position_embeddings") is not None:
         x = x + call["position_embeddings"]
-    valid = call.get("attention_mask")
-    return _sampled(self, x, call, None if valid is None else ~valid)
+    value = self.value_proj(call["encoder_hidden_states"])
+    return _sampled(self, x, call, _without_padding(self, value, call.get("attention_mask")))
+
+
+def _without_padding(self: Foreign, value: Tensor, valid: Tensor | None) -> Tensor:
+    """Values [B, N, D], 0 where valid [B, N] is False; one launch after `freeze`, which keeps the zero."""
+    if valid is None:
+        return value
+    zero = derived(
+        self,
+        f"zero {value.dtype} {value.device}",
+        (),
+        lambda: torch.zeros((), dtype=value.dtype, device=value.device),
+    )
+    return torch.where(valid[..., None], value, zero)
 
 
 def _is_supported(self: Foreign, hidden_states: Tensor, call: dict[str, Any]) -> bool:
@@ -133,15 +161,12 @@ def _is_supported(self: Foreign, hidden_states: Tensor, call: dict[str, Any]) ->
     return around.shape[:2] == (B, Nq) and around.shape[2] in (1, self.n_levels) and around.shape[-1] in (2, 4)
 
 
-def _sampled(self: Foreign, x: Tensor, call: dict[str, Any], padding: Tensor | None) -> tuple[Tensor, Tensor]:
+def _sampled(self: Foreign, x: Tensor, call: dict[str, Any], value: Tensor) -> tuple[Tensor, Tensor]:
     """The weighted sum of points of queries x [B, Nq, D], before the output projection, and the weights' logits."""
     B, Nq, _ = x.shape
     H, L, P = self.n_heads, self.n_levels, self.n_points
-    cells, around = call["encoder_hidden_states"], call["reference_points"]
-    value = self.value_proj(cells)
-    if padding is not None:
-        value = value.masked_fill(padding[..., None], 0.0)
-    value = value.view(B, cells.shape[1], H, self.d_model // H)
+    around = call["reference_points"]
+    value = value.view(B, value.shape[1], H, self.d_model // H)
     offsets = self.sampling_offsets(x).view(B, Nq, H, L, P, 2)
     logits = self.attention_weights(x).view(B, Nq, H, L, P)
     shapes = _pairs(call["spatial_shapes_list"])
@@ -191,8 +216,7 @@ def scaled_attention(self: Foreign, hidden_states: Tensor, *inputs: Any, **named
     H, L, P = self.n_heads, self.n_levels, points[0]
     cells, around = call["encoder_hidden_states"], call["reference_points"][:, :, None]
     value = self.value_proj(cells) if old else cells
-    if call.get("attention_mask") is not None:
-        value = value.masked_fill(~call["attention_mask"][..., None], 0.0)
+    value = _without_padding(self, value, call.get("attention_mask"))
     value = value.reshape(B, cells.shape[1], H, self.d_model // H)
     offsets = self.sampling_offsets(hidden_states).reshape(B, Nq, H, L * P, 2)
     weights = self.attention_weights(hidden_states).reshape(B, Nq, H, L * P).softmax(-1)

@@ -20,7 +20,7 @@ from ....kernels.attention import attention
 from ....kernels.backend import kernels_available
 from ....kernels.linear import linear
 from ...forwards import INNER, arguments, fused_body, fused_forward, inner_reason, original
-from ...third_party import is_fusable, scores_mask
+from ...third_party import can_run, is_fusable, scores_mask
 from .deformable import WHOLE, sampled
 from .vit import attention_reason, checkpointed, classes
 
@@ -41,18 +41,20 @@ def attended(owner: Foreign, inputs: tuple[Tensor, Tensor, Tensor], head_dim: in
         mask: [B or 1, H or 1, N, M], boolean with True for "attend", or added to the scores; or None.
     """
     x, y, z = inputs
-    q, k = _both(owner, x, owner.q_proj, owner.k_proj) if x is y else (project(x, (owner.q_proj,)), None)
-    k = project(y, (owner.k_proj,)) if k is None else k
+    if x is y:
+        q, k = projected_together(owner, x, owner.q_proj, owner.k_proj)
+    else:
+        q, k = project(x, (owner.q_proj,)), project(y, (owner.k_proj,))
     q, k, v = (t.unflatten(-1, (-1, head_dim)).transpose(1, 2) for t in (q, k, project(z, (owner.v_proj,))))
     return attention(q, k, v, mask, owner.scaling).transpose(1, 2).flatten(2)
 
 
-def _both(owner: Foreign, x: Tensor, first: Foreign, second: Foreign) -> tuple[Tensor, Tensor | None]:
-    """Two projections of x as one product if packed weights are kept, see `freeze`; else the first, and None."""
+def projected_together(owner: Foreign, x: Tensor, first: Foreign, second: Foreign) -> tuple[Tensor, Tensor]:
+    """Two projections of x, as one product if packed weights are kept, see `freeze`."""
     tensors = first.weight, second.weight, first.bias, second.bias
     readable = is_readable(first) and is_readable(second) and all(t is not None for t in tensors)
     if not readable or not kernels_available(x) or not keeps(owner, *tensors):
-        return project(x, (first,)), None
+        return project(x, (first,)), project(x, (second,))
     weight = derived(owner, "queries and keys", tensors[:2], lambda: torch.cat(tensors[:2]))
     bias = derived(owner, "biases of queries and keys", tensors[2:], lambda: torch.cat(tensors[2:]))
     q, k = linear(x, weight, bias).chunk(2, -1)
@@ -63,7 +65,7 @@ def _plus(x: Tensor, positions: Tensor | None) -> Tensor:
     return x if positions is None else x + positions
 
 
-def _added(layer: Foreign, y: Tensor, x: Tensor, self: Foreign) -> Tensor:
+def added(layer: Foreign, y: Tensor, x: Tensor, self: Foreign) -> Tensor:
     """x + dropout(layer(y)), where the dropout is that of a layer `self`."""
     if self.training and self.dropout > 0:
         return x + F.dropout(layer(y), self.dropout, True)
@@ -81,7 +83,7 @@ def _attend(
         return x + F.dropout(y, self.dropout, self.training)
     placed = _plus(x, positions)
     y = attended(inner, (placed, placed, x), inner.head_dim, scores_mask(mask))
-    return _added(inner.o_proj, y, x, self)
+    return added(inner.o_proj, y, x, self)
 
 
 def _attend_memory(self: Foreign, x: Tensor, call: dict[str, Any], more: dict[str, Any]) -> Tensor:
@@ -101,7 +103,7 @@ def _attend_memory(self: Foreign, x: Tensor, call: dict[str, Any], more: dict[st
         return x + F.dropout(y, self.dropout, self.training)
     inputs = _plus(x, positions), _plus(memory, places), memory
     y = attended(inner, inputs, inner.head_dim, scores_mask(mask))
-    return _added(inner.o_proj, y, x, self)
+    return added(inner.o_proj, y, x, self)
 
 
 def _sample(self: Foreign, name: str, x: Tensor, call: dict[str, Any]) -> Tensor:
@@ -111,7 +113,7 @@ def _sample(self: Foreign, name: str, x: Tensor, call: dict[str, Any]) -> Tensor
     if y is None:
         found, _ = inner(hidden_states=x, **call)
         return x + F.dropout(found, self.dropout, self.training)
-    return _added(inner.output_proj, y, x, self)
+    return added(inner.output_proj, y, x, self)
 
 
 def _mlp_reason(self: Foreign) -> str | None:
@@ -134,7 +136,7 @@ def _with_mlp(self: Foreign, x: Tensor) -> Tensor:
     return MlpBody((mlp.fc1,), activation_of(mlp.activation_fn), mlp.fc2)(x, residual=x)
 
 
-def _finite(self: Foreign, x: Tensor) -> Tensor:
+def finite(self: Foreign, x: Tensor) -> Tensor:
     """In training, large values in place of infinite ones, as the encoder layers have it."""
     if self.training and not torch.isfinite(x).all():
         limit = torch.finfo(x.dtype).max - 1000
@@ -166,7 +168,7 @@ def encoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: A
 def _encoder_layer(self: Foreign, x: Tensor, call: dict[str, Any], more: dict[str, Any]) -> Tensor:
     mask, places = call.get("attention_mask"), call.get("spatial_position_embeddings")
     x = normalize(_attend(self, "self_attn", x, mask, places, more), self.self_attn_layer_norm)
-    return _finite(self, normalize(_with_mlp(self, x), self.final_layer_norm))
+    return finite(self, normalize(_with_mlp(self, x), self.final_layer_norm))
 
 
 @fused_forward(
@@ -222,7 +224,7 @@ def _deformable_encoder_layer(self: Foreign, x: Tensor, call: dict[str, Any], mo
     inner = dict(attention_mask=mask, encoder_hidden_states=x, encoder_attention_mask=mask)
     inner |= dict(position_embeddings=call.get("spatial_position_embeddings"), **_places(call))
     x = normalize(_sample(self, "self_attn", x, inner), self.self_attn_layer_norm)
-    return _finite(self, normalize(_with_mlp(self, x), self.final_layer_norm))
+    return finite(self, normalize(_with_mlp(self, x), self.final_layer_norm))
 
 
 def _places(call: dict[str, Any]) -> dict[str, Any]:
@@ -252,6 +254,16 @@ def _deformable_decoder_layer(self: Foreign, x: Tensor, call: dict[str, Any], mo
     inner |= dict(encoder_attention_mask=mask, position_embeddings=positions, **_places(call))
     x = normalize(_sample(self, "encoder_attn", x, inner), self.encoder_attn_layer_norm)
     return normalize(_with_mlp(self, x), self.final_layer_norm)
+
+
+@fused_forward("", *classes("deformable_detr.DeformableDetrDecoder"))
+def deformable_decoder(self: Foreign, *inputs: Any, **named: Any) -> Any:
+    """The queries after each layer, [B, L, Nq, D], lie one layer after another, as the heads read them."""
+    found = original(self, *inputs, **named)
+    queries = getattr(found, "intermediate_hidden_states", None)
+    if isinstance(queries, Tensor) and can_run(queries, self):
+        found.intermediate_hidden_states = queries.transpose(0, 1).contiguous().transpose(0, 1)
+    return found
 
 
 @fused_forward("deformable decoder layer", *classes("rt_detr.RTDetrDecoderLayer"), needs=DECODER, takes=SAMPLING)
@@ -312,15 +324,16 @@ def _attend_old(self: Foreign, inner: Foreign, x: Tensor, norm: nn.Module, call:
     if _old_reason(inner, before, call) is not None:
         y, _ = inner(hidden_states=before, **call)
         return x + F.dropout(y, self.dropout, self.training)
-    return _added(inner.out_proj, old_attended(inner, before, call), x, self)
+    return added(inner.out_proj, old_attended(inner, before, call), x, self)
 
 
-def _own_mlp(self: Foreign, x: Tensor, residual: Tensor) -> Tensor:
+def own_mlp(self: Foreign, x: Tensor, residual: Tensor) -> Tensor:
     """residual + MLP of x, by the layers of a block."""
     if self.training and max(self.activation_dropout, self.dropout) > 0:
         h = F.dropout(self.activation_fn(self.fc1(x)), self.activation_dropout, True)
         return residual + F.dropout(self.fc2(h), self.dropout, True)
-    return MlpBody((self.fc1,), activation_of(self.activation_fn), self.fc2)(x, residual=residual)
+    act = "relu" if self.activation_fn is F.relu else activation_of(self.activation_fn)
+    return MlpBody((self.fc1,), act, self.fc2)(x, residual=residual)
 
 
 OWN_MLP = "activation_fn activation_dropout fc1 fc2 final_layer_norm dropout"
@@ -338,7 +351,7 @@ def pre_norm_encoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, *
     if call.pop("output_attentions", False) or not is_fusable(self, hidden_states):
         return original(self, hidden_states, *inputs, **named)
     x = _attend_old(self, self.self_attn, hidden_states, self.self_attn_layer_norm, call)
-    return (_finite(self, _own_mlp(self, normalize(x, self.final_layer_norm), x)),)
+    return (finite(self, own_mlp(self, normalize(x, self.final_layer_norm), x)),)
 
 
 @fused_forward(
@@ -366,4 +379,4 @@ def _pre_norm_decoder_layer(self: Foreign, x: Tensor, **call: Any) -> Tensor:
     )
     mine |= dict(spatial_position_embeddings=call.get("object_queries"))
     x = _attend_old(self, self.encoder_attn, x, self.encoder_attn_layer_norm, mine)
-    return _own_mlp(self, normalize(x, self.final_layer_norm), x)
+    return own_mlp(self, normalize(x, self.final_layer_norm), x)

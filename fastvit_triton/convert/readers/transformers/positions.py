@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ....engine.freeze import derived
 from ....engine.hooks import are_plain_tensors, can_fuse
 from ....engine.leaves import Foreign
 from ...forwards import fused_forward, original
@@ -36,12 +37,16 @@ def _positions(self: Foreign, mask: Tensor, dtype: torch.dtype, features: int, c
     """
     inside = mask.to(dtype)
     y, x = inside.cumsum(1), inside.cumsum(2)
+    places = torch.stack((y, x), -1)
     if self.normalize:
-        y, x = (
-            (t - centre if centre else t) / (last + EPS) * self.scale for t, last in ((y, y[:, -1:]), (x, x[:, :, -1:]))
-        )
-    exponents = torch.arange(0, features, 2, dtype=dtype, device=mask.device) / features
-    angles = torch.stack((y, x), -1)[..., None] / self.temperature**exponents
+        last = torch.stack((y[:, -1:].expand_as(y), x[:, :, -1:].expand_as(x)), -1)
+        places = (places - centre if centre else places) / (last + EPS) * self.scale
+
+    def divisors() -> Tensor:
+        return self.temperature ** (torch.arange(0, features, 2, dtype=dtype, device=mask.device) / features)
+
+    name = f"divisors {self.temperature} {features} {dtype} {mask.device}"
+    angles = places[..., None] / derived(self, name, (), divisors)
     return torch.stack((angles.sin(), angles.cos()), -1).flatten(3).permute(0, 3, 1, 2)
 
 

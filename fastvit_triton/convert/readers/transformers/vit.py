@@ -199,6 +199,31 @@ def _dino_layer(self: Foreign, x: Tensor, attention_mask: Tensor | None = None, 
 
 @fused_forward(
     "pre-norm block",
+    *classes("rf_detr.RfDetrDinov2Layer"),
+    needs="attention norm1 layer_scale1 drop_path norm2 mlp layer_scale2 num_windows global_attention "
+    "gradient_checkpointing",
+    takes="attention_mask",
+    folds=lambda self: [(self.norm1, self.attention), (self.norm2, self.mlp)],
+)
+def windowed_dino_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
+    """As `dino_layer` for windows [B·W², N, D]; a layer with global attention reads the W² of an image as one."""
+    if not is_fusable(self, hidden_states) or (self.global_attention and _sees_windows(self)):
+        return original(self, hidden_states, *inputs, **named)
+    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
+    windows = hidden_states
+    if self.global_attention:
+        hidden_states = self.window_unpartition_before_attention(windows)
+    return checkpointed(self, _dino_layer, hidden_states, **call).view_as(windows)
+
+
+def _sees_windows(self: Foreign) -> bool:
+    """True if something after the attention needs single windows: stochastic depth, or a hook inside the MLP."""
+    drops = self.training and getattr(self.drop_path, "drop_prob", 0.0) > 0
+    return drops or any(map(has_hooks, self.mlp.children()))
+
+
+@fused_forward(
+    "pre-norm block",
     *classes("clip.CLIPEncoderLayer", "siglip.SiglipEncoderLayer", "siglip2.Siglip2EncoderLayer"),
     needs="self_attn layer_norm1 layer_norm2 mlp gradient_checkpointing",
     takes="attention_mask causal_attention_mask output_attentions",
