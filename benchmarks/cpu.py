@@ -225,6 +225,7 @@ def measured(cell: Cell, names: list[str], seconds: float, most: int, **sizes: i
     torch.set_num_threads(cell.threads)
     dtype, step = DTYPES[cell.dtype], STEPS[cell.phase]
     model = timm.create_model(cell.model, **MODELS[cell.model] | sizes).train(cell.phase == "training").to(dtype)
+    model.requires_grad_(model.training)  # else PyTorch's counter of operations fails in inference mode
     side = model.patch_embed.img_size[0]
     images = torch.randn(cell.batch, 3, side, side).to(dtype)
     wide = copy.deepcopy(model).double()
