@@ -240,6 +240,8 @@ def main() -> None:
     parser.add_argument("--sources", type=Path, help="of official code: folder with a checkout of each repository")
     parser.add_argument("--package", default="", help="only the models of this package")
     args = parser.parse_args()
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
     if args.list == "official":
         from . import official  # here, as it sets the backend
 
