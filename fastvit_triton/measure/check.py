@@ -322,8 +322,8 @@ def verdict(stages: Mapping[str, dict]) -> str:
     else:
         tie = ", no measurable difference" if ratio[2] >= 1 else ""
         advice = f"keep {_rival(rival)}: ours is {_speed(ratio)}{tie}"
-    reasons = [*(f"{name} {why}" for name, why in missing.items()), *notes]
-    return "; ".join([advice, *reasons]) + _to_finish(reasons)
+    notes = [*(f"{name} {why}" for name, why in missing.items()), *notes]
+    return "; ".join([advice, *notes]) + _to_finish(notes)
 
 
 def _to_finish(reasons: Sequence[str]) -> str:
