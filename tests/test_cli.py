@@ -287,7 +287,7 @@ def test_predict_with_bad_images(digits_run: Path, tmp_path: Path, capsys: pytes
     bad.write_bytes(b"")
     assert main(["predict", "--checkpoint", str(digits_run), str(bad), str(good)]) == 2
     captured = capsys.readouterr()
-    assert captured.err == f"fastvit-triton: error: {bad} cannot be read as an image: empty file\n"
+    assert captured.err == f"fastvit-triton: skipped: {bad} cannot be read as an image: empty file\n"
     assert captured.out.startswith(f"{good}: ")
     (tmp_path / "void").mkdir()
     assert "there is no image in" in refused(capsys, "predict", "--checkpoint", digits_run, tmp_path / "void")
