@@ -47,14 +47,14 @@ PLANNED = "as planned"  # the variant of an op that the plan chooses, ours or Py
 CPU_COLUMNS = {
     "medium": '"medium"',
     "compile": "torch.compile",
-    "compile freezing": "… freezing",
-    "compile max-autotune": "… max-autotune",
+    "compile freezing": "torch.compile, freezing",
+    "compile max-autotune": "torch.compile, max-autotune",
     "onnx": "ONNX Runtime",
     "openvino": "OpenVINO",
     "ours": "ours",
     "frozen": "ours, frozen",
-    "bf16": "… bf16",
-    "int8": "… int8",
+    "bf16": "ours, frozen, bf16",
+    "int8": "ours, frozen, int8",
     "compiled": "ours, compiled",
 }
 SHOWN = "ViT-B/16"  # the model whose ops are listed
@@ -169,7 +169,7 @@ def cpu_table(results: Results, shown: str = "") -> str:
     for processor in dict.fromkeys(processor for processor, _ in newest):
         rows = [entry for (here, _), entry in newest.items() if here == processor]
         names = [n for n in CPU_COLUMNS if any("ratio" in row["columns"].get(n, {}) for row, _ in rows)]
-        lines = [f"| eager / it, {processor} | {' | '.join(CPU_COLUMNS[n] for n in names)} |"]
+        lines = [f"| times as fast as eager, {processor} | {' | '.join(CPU_COLUMNS[n] for n in names)} |"]
         lines.append("|---" + "|--:" * len(names) + "|")
         for row, _ in rows:
             threads = f"{row['threads']} thread{'s' * (row['threads'] > 1)}"
@@ -189,12 +189,18 @@ def cpu_short_table(results: Results) -> str:
     if not newest:
         return cpu_table(results, cell)
     names = [n for n in CPU_COLUMNS if any("ratio" in row["columns"].get(n, {}) for row, _ in newest.values())]
-    lines = [f"| eager / it | {' | '.join(CPU_COLUMNS[n] for n in names)} |", "|---" + "|--:" * len(names) + "|"]
+    lines = [
+        f"| times as fast as eager | {' | '.join(CPU_COLUMNS[n] for n in names)} |",
+        "|---" + "|--:" * len(names) + "|",
+    ]
     for processor, (row, _) in newest.items():
         lines.append(f"| {processor} | {' | '.join(_ratio(row['columns'].get(name)) for name in names)} |")
     runs = (f"{file['date']}, commit {file['commit']}" for _, file in newest.values())
     versions = dict.fromkeys(file["packages"]["torch"] for _, file in newest.values())
-    return "\n".join([*lines, "", f"`python -m benchmarks.cpu`, torch {', '.join(versions)}: {'; '.join(runs)}."])
+    note = "Columns with an error round to bf16 or int8 (ours by `freeze(model, precision=...)`), the others do not."
+    return "\n".join(
+        [*lines, "", f"{note} `python -m benchmarks.cpu`, torch {', '.join(versions)}: {'; '.join(runs)}."]
+    )
 
 
 def host_table(results: Results) -> str:
@@ -415,8 +421,9 @@ def bars(results: Results, path: Path) -> bool:
     axis.invert_yaxis()
     axis.axvline(1, color="black", linewidth=0.8)
     axis.set_xlim(0, 1.15 * max(v for row in rows for v in row[1:] if math.isfinite(v)))
-    which = "upper bar: against eager, lower bar: against torch.compile" if compiled else "against eager"
-    axis.set_xlabel(f"times faster, {which}; red: slower", fontsize=8)
+    which = "eager PyTorch (upper bar) and torch.compile (lower bar)" if compiled else "eager PyTorch"
+    red = "; red bars are slower" if any(v < 1 for row in rows for v in row[1:]) else ""
+    axis.set_xlabel(f"times as fast as {which}{red}", fontsize=8)
     axis.set_title(results.models["gpu"], fontsize=9)
     return _saved(figure, path)
 
@@ -514,7 +521,7 @@ def _cpu_panel(axis: Any, rows: list[dict]) -> None:
         points = [(y, row["columns"][name]) for y, row in enumerate(rows) if "ratio" in row["columns"].get(name, {})]
         at = [y + (i - 3) * 0.12 for y, _ in points]
         values = [one["ratio"] for _, one in points]
-        axis.barh(at, values, 0.12, color=color, label=CPU_COLUMNS[name].replace("… ", "ours, frozen, "))
+        axis.barh(at, values, 0.12, color=color, label=CPU_COLUMNS[name])
         for y, value in zip(at, values, strict=True):
             axis.text(value, y, f" {value:.2f}", va="center", fontsize=6)
     axis.set_yticks(range(len(rows)), [f"{r['model']}\nbatch {r['batch']}, {r['phase']}" for r in rows], fontsize=7)

@@ -8,7 +8,8 @@ benchmarks/survey_systems.txt and results).
     python docs/generate.py --site
 
 fills build/pages, from which the site is built: the pages of docs/, with `{{ name }}` replaced by the text of
-PAGES[name], one page of API for each task under api/, and the images of benchmarks/results under images/.
+PAGES[name] and without `NOTE`, one page of API for each task under api/, and the images of benchmarks/results under
+images/.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import ast
 import importlib
 import inspect
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -34,6 +36,10 @@ GPUS = {
     "gfx942": "MI300X",
 }
 
+NOTE = (  # below the title of pages with placeholders
+    "On GitHub, names in double braces stand for tables, which `python docs/generate.py --site` writes into "
+    "`build/pages`."
+)
 SIZES = (("ViT-Ti/16", 192, 3), ("ViT-S/16", 384, 6), ("ViT-B/16", 768, 12), ("ViT-L/16", 1024, 16))
 
 
@@ -341,7 +347,7 @@ test images, the standard error of one run is 0.8 points at 97.5 % and 2.6 at 50
 {len(rows)} of the {len(SYSTEMS)} systems have every column that applies to them. Missing: {missing or "none"}.
 `python -m benchmarks.survey --missing` fills in those that are built.
 
-![Mean test accuracy against the number of parameters, with the range of the seeds](images/survey.png)
+![Mean test accuracy against the number of parameters, with the range of the seeds](../benchmarks/results/survey.png)
 
 Source: `benchmarks/results/survey.json`, {" to ".join(sorted({dates[0], dates[-1]}))}, one core.
 """
@@ -418,7 +424,9 @@ WRITTEN = dict(claims=claims, survey=survey)
 
 
 def filled(markdown: str) -> str:
-    """A page with its placeholders replaced."""
+    """A page as the site has it: placeholders are replaced, and its images lie beside it."""
+    markdown = markdown.replace(f"{NOTE}\n\n", "")
+    markdown = re.sub(r"\]\(((?:\.\./)*)\.\./benchmarks/results/([^)/]+\.png)\)", r"](\1images/\2)", markdown)
     for name, text in PAGES.items():
         if "{{ " + name + " }}" in markdown:
             markdown = markdown.replace("{{ " + name + " }}", text())

@@ -558,7 +558,8 @@ def test_report_prints_a_table():
     model = COMMON["timm_cait"].make()
     lines = str(optimize(model)).splitlines()
     device = f"Triton kernels need a CUDA or ROCm GPU, this is cpu; {UNKNOWN_CPU}."
-    layers = "60 % of the weights of linear and convolution layers, with other modules over 99 %"
+    more = "over 99 % with the other modules that are converted"
+    layers = f"60 % of the weights of linear and convolution layers ({more})"
     assert lines[0] == f"4 of 4 blocks are converted, {layers}. {device}"
     assert [re.sub(" {2,}", "|", re.sub(r"[\d.]+ %  ", " ", line)) for line in lines[1:7]] == [
         "",

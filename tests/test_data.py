@@ -227,8 +227,15 @@ def test_bad_images_are_named_counted_and_skipped(folder: Path):
     cut = truncate(folder / "val" / "red" / "0.jpg")
     with pytest.raises(ValueError) as caught:
         load(str(folder), RECIPE)
-    assert str(caught.value).startswith(f"2 of 10 images in {folder} cannot be read: train/blue/3.png (not an image), ")
+    assert str(caught.value).startswith(f"2 of 20 images in {folder} cannot be read: train/blue/3.png (not an image), ")
     assert str(caught.value).endswith("train/red/1.png (empty file); repair or remove them, or pass --skip-bad-images")
+
+    late = folder / "val" / "blue" / "4.jpg"
+    good = late.read_bytes()
+    late.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"^3 of 20 images .* val/blue/4.jpg \(empty file\); repair"):
+        load(str(folder), RECIPE)
+    late.write_bytes(good)
 
     data = load(str(folder), RECIPE, skip_bad_images=True)
     assert len(data.train.bad) == 2 and not data.test.bad
@@ -256,7 +263,7 @@ def test_many_bad_images_are_listed_as_ten_names_and_a_count(tmp_path: Path):
             path.write_bytes(b"")
     with pytest.raises(ValueError) as caught:
         load(str(folder), RECIPE)
-    assert str(caught.value).startswith("12 of 14 images") and "and 2 more;" in str(caught.value)
+    assert str(caught.value).startswith("12 of 28 images") and "and 2 more;" in str(caught.value)
     assert str(caught.value).count("empty file") == 10
 
 

@@ -550,6 +550,30 @@ def test_report_of_an_optimised_model_without_class_token(tmp_path: Path, refere
         next(explain.explain(model, torch.randn(1, 3, 16, 16), torch.rand(1, 3, 16, 16), ["a"], query=17))
 
 
+def test_what_a_model_lacks_is_named(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture):
+    """Oracle: the files and the sentence, for LeViT; a ViT lacks nothing, and nothing is said."""
+    about = {
+        "data": "digits",
+        "classes": list("0123456789"),
+        "transform": {"size": (64, 64), "mean": (0.3,) * 3, "std": (0.4,) * 3},
+        "batch_size": 64,
+        "skip_bad_images": False,
+    }
+    model = create_model("levit_128s", img_size=64, num_classes=10)
+    save_weights(model, tmp_path / "model.safetensors", metadata={"training": json.dumps(about)})
+    words = ["--image", str(checkpoint / "pictures" / "0.png"), "--no-test"]
+    assert main(["explain", *words, "--checkpoint", str(tmp_path), "--out", str(tmp_path / "r")]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "left out, because the model has no such part: similarity of position embeddings; filters of the patch "
+        "projection and cost by image size\n"
+    ) in said and "shows 1 of 1 image" in said
+    names = {*EACH, "layers", "similarity"}
+    assert {file.stem for file in (tmp_path / "r").iterdir()} == names | {"report"}
+    assert main(["explain", *words, "--checkpoint", str(checkpoint), "--out", str(tmp_path / "v")]) == 0
+    assert "left out" not in capsys.readouterr().out
+
+
 def test_unreadable_images_raise(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: sentences and exit codes; a good image is shown even if another is bad."""
     words = ["explain", "--checkpoint", str(checkpoint), "--out", str(tmp_path / "r"), "--no-test", "--image"]

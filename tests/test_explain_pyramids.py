@@ -3,6 +3,7 @@
 import copy
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from catalogue import build, inputs
@@ -12,6 +13,7 @@ from test_explain import hooks, within
 from timm.models import swin_transformer
 
 from fastvit_triton import create_model, explain, optimize
+from fastvit_triton.explain.report import can_explain
 
 MODELS = """timm_twins_svt_ragged timm_pvt_v2 timm_pvt_v2_linear timm_tnt timm_cait timm_levit timm_crossvit
 timm_swin_ragged timm_swin_v2_ragged torchvision_swin_ragged torchvision_swin_v2""".split()
@@ -128,7 +130,7 @@ def test_statistics_refuse_what_is_not_square():
                 explain.rollout(seen.layers[i].map() for i in (0, -1))
         with pytest.raises(ValueError, match="rollout needs maps over all"):
             explain.class_relevance(model, images.float())
-        refused = [layer for layer in seen.layers if layer.why_not_square]
+        refused = [layer for layer in seen.layers if layer.why_not_whole]
         for layer in refused:
             with pytest.raises(ValueError, match="patches"):
                 explain.attention_distance(
@@ -141,6 +143,59 @@ def test_statistics_refuse_what_is_not_square():
     with torch.no_grad(), explain.capture(model.eval()) as seen:
         model(torch.randn(2, 3, 16, 16))
     assert explain.rollout(seen.layers).shape == (2, 16, 16)
+
+
+def test_rollout_through_stages_that_halve_the_grid():
+    """Oracle: products of the package's softmax in float64 by hand; a map between stages has no residual."""
+    truth, plain, model, images = three("timm_levit")
+    classes = torch.tensor([3] * len(images))
+    flows = []
+    for oracle, given in ((truth, images), (plain, images.float())):
+        y, maps = run(oracle, given)
+        grads = torch.autograd.grad(y.gather(1, classes[:, None]).sum(), maps)
+        assert [tuple(m.shape[2:]) for m in maps] == [(16, 16), (4, 16), (4, 4)]
+        A, B, C = (m.mean(1) for m in maps)
+        a, b, c = ((m * g).clamp_min(0).mean(1) for m, g in zip(maps, grads, strict=True))
+        four, sixteen = torch.eye(4), torch.eye(16)
+        flows.append(((C + four) / 2 @ B @ (A + sixteen) / 2, (c + four) @ b @ (a + sixteen)))
+    (rollout, relevance), (rollout_32, relevance_32) = flows
+    with torch.no_grad(), explain.capture(model) as seen:
+        model(images.float())
+    within(explain.rollout(seen.layers), rollout_32, rollout)
+    within(explain.class_relevance(model, images.float(), classes), relevance_32, relevance)
+    for heads in ("mean", "max", "min"):
+        for discard in (0.0, 0.5, 0.95):  # with the last, rows between stages lose all keys, and keep theirs
+            flow = explain.rollout(seen.layers, heads, discard)
+            torch.testing.assert_close(flow.sum(-1), torch.ones(flow.shape[:2]))
+    with pytest.raises(ValueError, match="maps have 16 and then 4 tokens"):
+        explain.rollout([seen.layers[0], seen.layers[2]])
+
+
+@pytest.mark.parametrize("optimised", [False, True], ids=["plain", "optimised"])
+def test_report_of_levit(optimised, references):
+    """Oracle: the figures that LeViT has, the grids of its stages, and blank tiles where a layer has fewer heads."""
+    torch.manual_seed(0)
+    options = dict(embed_dim=(32, 48), key_dim=8, depths=(1, 2), num_heads=(2, 3), num_classes=5)
+    model = create_model("levit_128s", img_size=(64, 96), **options).eval()
+    images = torch.randn(2, 3, 64, 96)
+    if optimised:
+        optimize(model)
+    assert can_explain(model, images)
+    panels = list(explain.explain(model, images, images.sigmoid(), ["a", "b"]))
+    names = [panel.name.removeprefix("01-").removeprefix("02-") for panel in panels]
+    assert names == ["prediction", "attention", "rollout", "tokens"] * 2 + ["layers", "similarity"]
+    ticks = panels[1].figure.axes[0]
+    assert [label.get_text() for label in ticks.get_yticklabels()] == ["1", "2↓", "3", "4"]
+    (picture,) = ticks.images
+    blank = np.ma.getmaskarray(picture.get_array()) | np.isnan(np.ma.getdata(picture.get_array()))
+    wide = blank.shape[1] // 4
+    assert [blank[row, -wide:].all() for row in np.linspace(0, len(blank) - 1, 9).astype(int)[1::2]] == [1, 0, 1, 1]
+    tokens = panels[3].figure.axes
+    assert [axes.images[0].get_array().shape[:2] for axes in tokens[1:3]] == [(2, 3), (2, 3)]
+    assert "Layers that halve the grid have no distance" in panels[-2].reading
+    assert explain.stage_geometry(images, 24) == explain.Geometry((4, 6), 0, (16.0, 16.0))
+    with pytest.raises(ValueError, match="query is 3, but stages have 24, 6 tokens; leave it out"):
+        next(explain.explain(model, images, images.sigmoid(), ["a", "b"], query=3))
 
 
 class StrangeAttention(torch.nn.Linear):

@@ -402,9 +402,10 @@ def test_the_limit_is_exact(tmp_path):
             (tmp_path / "folder" / split / name).mkdir(parents=True)
             (tmp_path / "folder" / split / name / "x.png").write_bytes(PNG)
     pack(tmp_path / "folder", tmp_path / "shards")
-    for root in (tmp_path / "folder", tmp_path / "shards"):
+    for root, count in ((tmp_path / "folder", 4), (tmp_path / "shards", 2)):  # headers in shards are not read before
         assert len(list(load(str(root), RECIPE, max_pixels=20).train)) == 1
-        with pytest.raises(ValueError, match=r"2 of 2 images in .*\(has 20 pixels, more than --max-pixels 19\)"):
+        refused = rf"{count} of {count} images in .*\(has 20 pixels, more than --max-pixels 19\)"
+        with pytest.raises(ValueError, match=refused):
             list(load(str(root), RECIPE, max_pixels=19).train)
         with pytest.raises(ValueError, match=r"2 of 2 images in .*\(has 20 pixels, more than --max-pixels 19\)"):
             list(load_test(str(root), ("a", "b"), Transform((8, 8), (0.5,), (1.0,)), 4, max_pixels=19))
@@ -449,7 +450,8 @@ def test_commands_take_the_limit(tmp_path, capsys):
         (tmp_path / split / "a").mkdir(parents=True)
         (tmp_path / split / "a/x.png").write_bytes(PNG)
     assert main(["train", "--data", str(tmp_path), "--out", str(tmp_path / "out"), "--max-pixels", "19"]) == 2
-    assert "train/a/x.png (has 20 pixels, more than --max-pixels 19); repair or remove them" in capsys.readouterr().err
+    why = "(has 20 pixels, more than --max-pixels 19)"
+    assert f": train/a/x.png {why}, val/a/x.png {why}; repair or remove them" in capsys.readouterr().err
 
 
 def test_folders_that_cannot_be_read(tmp_path, monkeypatch):

@@ -123,7 +123,7 @@ def test_predict_writes_probabilities(folder: Path, trained: Path, tmp_path: Pat
     assert main(["predict", "--checkpoint", str(trained), "--out", str(out), "--top", "2", str(bad), str(folder)]) == 2
     captured = capsys.readouterr()
     assert captured.out == f"{out} holds the classes of 42 images\n"
-    assert captured.err == f"fastvit-triton: error: {bad} cannot be read as an image: empty file\n"
+    assert captured.err == f"fastvit-triton: skipped: {bad} cannot be read as an image: empty file\n"
     run = load_trained(str(trained))
     model = run.model.eval()
     rows = json.loads(out.read_text(encoding="utf-8"))
@@ -176,7 +176,7 @@ def test_images_are_classified_in_batches_in_order(trained: Path, tmp_path: Path
     assert main([*words, "--out", str(out)]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert [line.split(" cannot be read as an image: ")[0] for line in errors] == [
-        f"fastvit-triton: error: {files[i]}" for i in (7, 5, 4, 3)
+        f"fastvit-triton: skipped: {files[i]}" for i in (7, 5, 4, 3)
     ]
     assert sizes == [2, 3]
     rows = json.loads(out.read_text())

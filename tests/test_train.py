@@ -427,7 +427,7 @@ def test_display(terminal: bool):
             show(Progress(60, 23, 1437, 1437 * loss, 1437 * accuracy, 1e-3, 1.0, None, test is not None, test))
     lines = [line for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[?\d]*[a-zA-Z]", "", page.getvalue())) if line]
     separator = " " if terminal else "  "
-    words = ("epoch 60/60", "loss 1.234", "accuracy 87.5 %", "test 95.0 %", "1,437 images/s")
+    words = ("epoch 60/60", "loss 1.234", "train 87.5 %", "test 95.0 %", "1,437 images/s")
     assert separator.join(words) in lines[-1]
     assert all(len(line) <= 80 for line in lines) or not terminal
     assert re.search(r"ETA \d*\d:\d\d\s*$", lines[-1]), lines[-1]

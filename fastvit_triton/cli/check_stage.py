@@ -128,7 +128,9 @@ def _tuned(tuned: "Tuned", dry: bool) -> str:
     parts = ", ".join(f"{part['count']} × {part['name']} {_chosen(part)}" for part in tuned.parts)
     launches = f"new launch parameters for {len(new)} of {len(tuned.launches)} launches" if tuned.launches else ""
     measured = any(part["way"] for part in tuned.parts) or any(row["best"] is not None for row in tuned.launches)
-    kept = "used in this run only" if dry else "saved"
+    kept = (
+        "used in this run only" if dry else "saved; if the machine was busy, `fastvit-triton tune --clear` removes it"
+    )
     return "; ".join(
         text for text in (parts, launches, kept if measured else "nothing was measured, so nothing saved") if text
     )

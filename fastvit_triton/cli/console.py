@@ -93,6 +93,11 @@ def print_error(text: str, code: int) -> int:
     return code
 
 
+def print_skipped(text: str) -> None:
+    """Prints one line on stderr about an input that is left out, while the command goes on with the others."""
+    _print_on_stderr(f"fastvit-triton: skipped: {text}")
+
+
 def print_warning(text: str) -> None:
     """Prints one line on stderr, for what does not change the exit code."""
     _print_on_stderr(f"fastvit-triton: warning: {text}")

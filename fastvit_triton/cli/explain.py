@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from ..train.loop import Score
 
 HELP = "report what a model attends to in images"
+PARTS = {  # panel of a part that a model may lack → its figures
+    "positions": "similarity of position embeddings",
+    "filters": "filters of the patch projection and cost by image size",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,11 +75,18 @@ def run(args: argparse.Namespace) -> int:
         args.query,
     )
 
+    names = []
+
     def all_panels() -> Iterator:
-        yield from panels
+        for panel in panels:
+            names.append(panel.name)
+            yield panel
         yield from explain_run(*_run_results(args, trained, device), classes)
 
-    return _print_page(write_report(all_panels(), args.out, title), len(shown), len(files), code)
+    page = write_report(all_panels(), args.out, title)
+    if absent := [figures for name, figures in PARTS.items() if name not in names]:
+        print_line(f"left out, because the model has no such part: {'; '.join(absent)}")
+    return _print_page(page, len(shown), len(files), code)
 
 
 def _print_page(page: Path, shown: int, files: int, code: int) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..files import replacing
 from .checks import channels, check_channels, check_checkpoint
-from .console import print_error, print_warning
+from .console import print_skipped, print_warning
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -262,7 +262,7 @@ def readable_images(files: Iterable[Path], max_pixels: int) -> Iterator[Path]:
 
     for file in files:
         if defect := find_defect(file, True, max_pixels):
-            print_error(f"{file} cannot be read as an image: {defect}", 2)
+            print_skipped(f"{file} cannot be read as an image: {defect}")
         else:
             yield file
 
@@ -296,7 +296,7 @@ def decoded(
             good = []
             for file, result in zip(chosen, pool.map(attempt, chosen), strict=True):
                 if isinstance(result, str):
-                    print_error(f"{file} cannot be read as an image: {result}", 2)
+                    print_skipped(f"{file} cannot be read as an image: {result}")
                 else:
                     good.append((file, result))
             if good:

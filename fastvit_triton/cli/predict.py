@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Classifies image files, or finds objects; one error line per image that cannot be read, and exit code 2."""
+    """Classifies image files, or finds objects; one line per skipped image, which cannot be read, and exit code 2."""
     import torch
 
     trained = load_trained(args.checkpoint, args.mean, args.std)

@@ -210,7 +210,9 @@ def _is_resumed(args: argparse.Namespace, out: Path) -> bool:
 
 
 def _print_task(run: "Run", parallel: str | None) -> None:
-    """Prints the model, the device, and the size of the task."""
+    """Prints the model, the device, the size of the task, and images that are skipped."""
+    from ..train.outputs import skipped
+
     trainer = run.trainer
     data = trainer.data
     world = trainer.step.world
@@ -224,6 +226,8 @@ def _print_task(run: "Run", parallel: str | None) -> None:
     start = f", from {run.settings['weights']}" if run.settings["weights"] else ", from random weights"
     print_line(f"recipe {run.settings['recipe']}{start}")
     print_line(f"{run.settings['data']}: {len(data.classes)} classes; {steps}")
+    if bad := data.train.bad | data.test.bad:
+        print_line(skipped(bad))
 
 
 def _show(run: "Run", save_every: int | None) -> int:
@@ -237,6 +241,7 @@ def _show(run: "Run", save_every: int | None) -> int:
     out = run.out
     is_main = trainer.step.world.is_main
     console = Console(quiet=not is_main)
+    known = {*trainer.data.train.bad, *trainer.data.test.bad}  # of which _print_task has named those of this process
     try:
         with (
             run.training(save_every, print_warning) as steps,
@@ -253,7 +258,7 @@ def _show(run: "Run", save_every: int | None) -> int:
     if is_main:
         loss = trainer.recipe.loss
         explained = loss in ("softmax", "sigmoid", "bce") and _is_explained(out)
-        print_line(summary(out, trainer.data, loss, trainer.epochs, explained))
+        print_line(summary(out, trainer.data, loss, trainer.epochs, explained, known))
     return 0
 
 

@@ -168,7 +168,7 @@ class Report:
         unit = "FLOPs" if shares.of == "FLOPs" else "weights of linear and convolution layers"
         text = f", {_rounded(counted_share)} of the {unit}"
         same = _rounded(way_share) == _rounded(counted_share)
-        return text if same else f"{text}, with other modules {_rounded(way_share)}"
+        return text if same else f"{text} ({_rounded(way_share)} with the other modules that {VERBS[way]})"
 
 
 def _way(row: Row) -> str:

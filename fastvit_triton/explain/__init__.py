@@ -17,6 +17,7 @@ from .tokens import (
     position_table,
     principal_components,
     rotary_bands,
+    stage_geometry,
     token_similarity,
 )
 
@@ -48,6 +49,7 @@ __all__ = [
     "query_views",
     "rollout",
     "rotary_bands",
+    "stage_geometry",
     "token_similarity",
     "write_report",
 ]

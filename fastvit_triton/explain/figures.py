@@ -51,7 +51,7 @@ def draw_predictions(picture: Tensor, chances: Tensor, classes: tuple[str, ...],
 
 
 def draw_attention(maps: Tensor, labels: list[str]) -> "Figure":
-    """Plots maps [layers, H, h, w] as a grid of layers by heads; each map is scaled by its maximum."""
+    """Plots maps [layers, H, h, w] as a grid of layers by heads; each map is scaled by its maximum, NaN is blank."""
     H = maps.shape[1]
     tiles = mosaic(maps / maps.amax((-1, -2), keepdim=True).clamp_min(1e-30))
     width = min(WIDTH, 1 + 1.1 * H)
@@ -83,21 +83,21 @@ def draw_overlays(picture: Tensor, heats: dict[str, Tensor]) -> "Figure":
     return page
 
 
-def draw_layers(panels: dict[str, tuple[Tensor, str]]) -> "Figure":
+def draw_layers(panels: dict[str, tuple[dict[int, Tensor], str]]) -> "Figure":
     """Scatter plots of values per layer and head, with a line through each layer's mean.
 
     Args:
-        panels: title → (values [layers, heads], unit).
+        panels: title → (number of the layer → values [heads], unit).
     """
     page = figure(WIDTH, 2.4 * len(panels))
     for axes, (title, (values, unit)) in zip(
         page.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True
     ):
-        at = np.arange(1, len(values) + 1)
-        axes.plot(at, values.mean(1).tolist(), color=GRID, lw=2, zorder=1)
-        axes.scatter(at.repeat(values.shape[1]), values.flatten().tolist(), s=22, color=BLUE, alpha=0.75, zorder=2)
+        axes.plot(list(values), [float(row.mean()) for row in values.values()], color=GRID, lw=2, zorder=1)
+        for at, row in values.items():
+            axes.scatter([at] * len(row), row.tolist(), s=22, color=BLUE, alpha=0.75, zorder=2)
         dress(axes, title, unit, "layer")
-        axes.set_ylim(0, 1.08 * max(float(values.max()), 1e-6))
+        axes.set_ylim(0, 1.08 * max(float(torch.cat([*values.values()]).max()), 1e-6))
     return page
 
 

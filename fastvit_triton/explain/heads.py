@@ -29,6 +29,7 @@ class Heads(NamedTuple):
         scale: softmax scale.
         output: from the heads' outputs [G, H, N, e] to the layer's output.
         mixes: linear maps over the heads, of scores and of probabilities (talking heads).
+        halves: the output replaces the tokens, without a residual, by one for each query (between stages).
     """
 
     q: Tensor
@@ -38,6 +39,7 @@ class Heads(NamedTuple):
     scale: float
     output: Callable[[Tensor], Tensor]
     mixes: tuple[Layer, Layer] | None = None
+    halves: bool = False
 
 
 Parts = Body | Callable[[Tensor], Heads]

@@ -58,20 +58,22 @@ class AttentionLayer:
         return self.heads.q.shape[2]
 
     @property
-    def why_not_square(self) -> str | None:
-        """Why the maps are not square over the tokens of an image, or None."""
+    def why_not_whole(self) -> str | None:
+        """Why the maps are not over all tokens of an image and followed by one token for each query, or None."""
         G = len(self.heads.q)
         M = self.heads.k.shape[2]
         images = self.images or len(self.x)
         if G > images:
             return f"{self.path} attends within {G // images} windows of {M} tokens an image"
-        return None if M == self.queries else f"{self.path} has maps of queries × keys = {self.queries} × {M}"
+        if M == self.queries or self.heads.halves:
+            return None
+        return f"{self.path} has maps of queries × keys = {self.queries} × {M}"
 
     @cached_property
     @torch.no_grad()
     def attended(self) -> tuple[Tensor, Tensor]:
         """(2): outputs of the heads [G, H, N, d], and L [G, H, N] in fp32, which is that of S with talking heads."""
-        q, k, v, bias, scale, _, mixes = self.heads
+        q, k, v, bias, scale, _, mixes, _ = self.heads
         o, lse = attention(q, k, v, bias, scale, return_lse=True)
         return (o if mixes is None else (self.map() @ v.to(lse.dtype)).to(v.dtype)), lse
 
@@ -86,7 +88,7 @@ class AttentionLayer:
             [G, H, n, M], fp32 (or fp64); rows sum to 1, or to 0 if every key is masked, except with talking heads.
         """
         queries = slice(queries, queries + 1 or None) if isinstance(queries, int) else queries
-        q, k, _, bias, scale, _, mixes = self.heads
+        q, k, _, bias, scale, _, mixes, _ = self.heads
         q, k = (t if t.dtype == torch.float64 else t.float() for t in (q[:, :, queries], k))
         scores = scale * (q @ k.mT)
         if bias is not None:

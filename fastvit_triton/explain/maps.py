@@ -20,6 +20,8 @@ FUSE: dict[str, Callable[..., Tensor]] = {"mean": Tensor.mean, "max": Tensor.ama
 def rollout(maps: Iterable[Tensor | AttentionLayer], heads: str = "mean", discard: float = 0.0) -> Tensor:
     """Attention rollout: contribution of input tokens to output tokens, the product over layers of (A + I) / 2.
 
+    A layer without a residual that halves the tokens (LeViT, between stages) contributes A.
+
     Args:
         maps: layers of a recording, or the attention map [B, H, N, N] of each, first layer first; one map at a time
             is held for layers and for a generator.
@@ -27,26 +29,30 @@ def rollout(maps: Iterable[Tensor | AttentionLayer], heads: str = "mean", discar
         discard: fraction, in [0, 1), of each image's entries to set to 0 in each layer, smallest first.
 
     Returns:
-        [B, N, N]; rows sum to 1.
+        [B, N, N], or [B, N', N] of a model that keeps N' of N tokens; rows sum to 1.
 
     Raises:
         ValueError: unknown `heads`, `discard` out of range, no maps, maps of different sizes, or maps that are not
-            square over the tokens of an image (windows, reduced keys).
+            over all tokens of an image (windows, reduced keys).
     """
     if heads not in FUSE:
         raise ValueError(f"heads is {heads!r}; use one of {', '.join(FUSE)}")
     if not 0 <= discard < 1:
         raise ValueError(f"discard is {discard}; it must be at least 0 and below 1")
     total = None
-    for attention in map(_whole, maps):
+    for attention, halves in map(_whole, maps):
         fused = FUSE[heads](attention, 1)  # [B, N, N]
         if discard:
             flat = fused.flatten(1)
             smallest = flat.topk(int(discard * flat.shape[1]), 1, largest=False).indices
-            fused = flat.scatter(1, smallest, 0.0).view_as(fused)
+            kept = flat.scatter(1, smallest, 0.0).view_as(fused)
+            fused = torch.where(kept.any(-1, keepdim=True), kept, fused) if halves else kept
         fused = fused / fused.sum(-1, keepdim=True).clamp_min(torch.finfo(fused.dtype).tiny)
-        step = fused + torch.eye(fused.shape[-1], dtype=fused.dtype, device=fused.device)
-        step = step / step.sum(-1, keepdim=True)  # a row with all keys discarded becomes the identity
+        if halves:
+            step = fused
+        else:
+            step = fused + torch.eye(fused.shape[-1], dtype=fused.dtype, device=fused.device)
+            step = step / step.sum(-1, keepdim=True)  # a row with all keys discarded becomes the identity
         total = _then(total, step, step)
     if total is None:
         raise ValueError("maps is empty; give the map of at least one layer")
@@ -56,20 +62,23 @@ def rollout(maps: Iterable[Tensor | AttentionLayer], heads: str = "mean", discar
 def gradient_rollout(maps: Iterable[Tensor | AttentionLayer], grads: Iterable[Tensor]) -> Tensor:
     """Relevance of each input token for one output: R ← R + Ā R, Ā = mean over heads of (A ∘ dA)⁺, R₀ = I.
 
+    For a layer without a residual that halves the tokens, R ← Ā R.
+
     Args:
         maps: layers of a recording, or the attention map [B, H, N, N] of each, first layer first.
         grads: gradient of the output with respect to each map, same shapes.
 
     Returns:
-        [B, N, N]; the class token's row is the relevance of every token for the class.
+        [B, N, N], or [B, N', N] as from `rollout`; the class token's row is the relevance of every token for the class.
 
     Raises:
-        ValueError: no maps, maps of different sizes, or maps that are not square over the tokens of an image.
+        ValueError: no maps, maps of different sizes, or maps that are not over all tokens of an image.
     """
     total = None
-    for attention, grad in zip(map(_whole, maps), grads, strict=True):
+    for (attention, halves), grad in zip(map(_whole, maps), grads, strict=True):
         mixed = (attention * grad).clamp_min(0).mean(1)  # [B, N, N]
-        total = _then(total, mixed + torch.eye(mixed.shape[-1], dtype=mixed.dtype, device=mixed.device), mixed, True)
+        first = mixed if halves else mixed + torch.eye(mixed.shape[-1], dtype=mixed.dtype, device=mixed.device)
+        total = _then(total, first, mixed, not halves)
     if total is None:
         raise ValueError("maps is empty; give the map of at least one layer")
     return total
@@ -84,7 +93,7 @@ def class_relevance(model: nn.Module, images: Tensor, classes: Tensor | None = N
         classes: [B] class numbers; None takes the largest logit.
 
     Returns:
-        [B, N, N].
+        [B, N, N], or [B, N', N] as from `rollout`.
 
     Raises:
         ValueError: the model returns no logits, or no attention could be recorded.
@@ -163,16 +172,18 @@ def attention_distance(
     return total / count
 
 
-def _whole(attention: Tensor | AttentionLayer) -> Tensor:
-    """The attention map [B, H, N, N] over all tokens of an image."""
+def _whole(attention: Tensor | AttentionLayer) -> tuple[Tensor, bool]:
+    """The attention map [B, H, N, N] over all tokens of an image; [B, H, N', N] and True if the layer halves them."""
     if isinstance(attention, AttentionLayer):
-        if attention.why_not_square is not None:
-            raise ValueError(f"{attention.why_not_square}; rollout needs maps over all tokens of an image")
+        if attention.why_not_whole is not None:
+            raise ValueError(f"{attention.why_not_whole}; rollout needs maps over all tokens of an image")
+        if attention.heads.halves:
+            return attention.map(), True
         attention = attention.map()
     N, M = attention.shape[-2:]
     if N != M:
         raise ValueError(f"a map has queries × keys = {N} × {M}; rollout needs maps over all tokens of an image")
-    return attention
+    return attention, False
 
 
 def _then(total: Tensor | None, first: Tensor, step: Tensor, add: bool = False) -> Tensor:
@@ -182,8 +193,8 @@ def _then(total: Tensor | None, first: Tensor, step: Tensor, add: bool = False) 
     if len(total) != len(step):
         count = f"{len(total)} and then {len(step)}"
         raise ValueError(f"maps have {count} images or windows; rollout needs maps over all tokens of an image")
-    if total.shape != step.shape:
+    if total.shape[-2] != step.shape[-1]:
         raise ValueError(
-            f"maps have {total.shape[-1]} and then {step.shape[-1]} tokens; rollout needs layers that keep their tokens"
+            f"maps have {total.shape[-2]} and then {step.shape[-1]} tokens; rollout needs layers that keep their tokens"
         )
     return step @ total + total if add else step @ total

@@ -152,13 +152,18 @@ def _levit(module: Foreign) -> Parts | str:
 
 def _levit_heads(module: Foreign, x: Tensor) -> Heads:
     sizes: list[int] = [module.key_dim, module.key_dim, module.val_dim]
-    if hasattr(module, "qkv"):
+    halves = not hasattr(module, "qkv")
+    if not halves:
         q, k, v = module.qkv(x).unflatten(-1, (module.num_heads, -1)).transpose(1, 2).split(sizes, -1)
     else:
         q = split(module.q(x), module.num_heads)
         k, v = module.kv(x).unflatten(-1, (module.num_heads, -1)).transpose(1, 2).split(sizes[1:], -1)
     bias = module.get_attention_biases(x.device)[None]
-    return Heads(q, k, v, bias, module.scale, lambda o: module.proj(o.transpose(1, 2).flatten(2)))
+
+    def output(o: Tensor) -> Tensor:
+        return module.proj(o.transpose(1, 2).flatten(2))
+
+    return Heads(q, k, v, bias, module.scale, output, halves=halves)
 
 
 def _convolved(module: Foreign, size: tuple[int, int]) -> Parts | str:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..train.loop import Score
@@ -16,9 +17,11 @@ from .page import Panel
 from .published import SOURCE
 from .recording import Recording, capture
 
+HALVED = "↓"  # marks layers that halve the grid
+
 
 def can_explain(model: nn.Module, images: Tensor) -> bool:
-    """True if `explain` takes the model: each layer attends to all tokens of an image, the same in all layers.
+    """True if `explain` takes the model: each layer attends to all tokens of an image, which only stages may halve.
 
     Args:
         model: in eval mode, on the device of the images.
@@ -29,12 +32,17 @@ def can_explain(model: nn.Module, images: Tensor) -> bool:
             model(images)
     except ValueError:  # no attention
         return False
-    return _has_one_grid(seen, len(images))
+    return _is_whole(seen, len(images))
 
 
-def _has_one_grid(seen: Recording, images: int) -> bool:
-    N = seen.layers[0].queries
-    return not any(layer.why_not_square or layer.queries != N or len(layer.heads.q) != images for layer in seen.layers)
+def _is_whole(seen: Recording, images: int) -> bool:
+    """True if each layer attends to all tokens of an image, those that the layer before it returned."""
+    N = seen.layers[0].heads.k.shape[2]
+    for layer in seen.layers:
+        if layer.why_not_whole or layer.heads.k.shape[2] != N or len(layer.heads.q) != images:
+            return False
+        N = layer.queries
+    return True
 
 
 def explain(
@@ -56,32 +64,41 @@ def explain(
         query: index of the token whose attention to show; None means the class token or, without one, all patches.
 
     Raises:
-        ValueError: no attention could be recorded, layers differ in number of tokens, or `query` is out of range.
+        ValueError: no attention could be recorded, layers differ in number of tokens other than by halving the grid
+            between stages, or `query` is out of range or given for such stages.
     """
     with torch.no_grad(), capture(model) as seen:
         output = model(images)
-    N = seen.layers[0].queries
-    if not _has_one_grid(seen, len(images)):
+    if not _is_whole(seen, len(images)):
         why = "the model's layers have different tokens (windows, stages or class tokens)"
-        raise ValueError(f"{why}; explain a plain ViT, such as vit_tiny_patch16_224, or use explain.capture in Python")
+        instead = "explain LeViT or a plain ViT, such as vit_tiny_patch16_224, or use explain.capture in Python"
+        raise ValueError(f"{why}; {instead}")
+    counts = list(dict.fromkeys(layer.heads.k.shape[2] for layer in seen.layers) | {seen.layers[-1].queries: None})
+    N = counts[0]
+    if query is not None and len(counts) > 1:
+        raise ValueError(f"query is {query}, but stages have {', '.join(map(str, counts))} tokens; leave it out")
     if query is not None and not 0 <= query < N:
         raise ValueError(f"query is {query}; the model has tokens 0 to {N - 1}")
-    where = tokens.geometry(model, images, N)
+    if len(counts) > 1:
+        places = {count: tokens.stage_geometry(images, count) for count in counts}
+    else:
+        places = {N: tokens.geometry(model, images, N)}
+    where, last = places[N], places[counts[-1]]
     try:
         logits = logits_of(output)
     except ValueError:
         logits = None
     relevance = None if logits is None else class_relevance(model, images)
     query = 0 if query is None and where.prefix else query
-    heats = {
-        f"rollout, {heads} of heads": rollout((x.map() for x in seen.layers), heads) for heads in ("mean", "max", "min")
-    }
-    heats["rollout, mean,\nsmallest half discarded"] = rollout((x.map() for x in seen.layers), "mean", 0.5)
+    heats = {f"rollout, {heads} of heads": rollout(seen.layers, heads) for heads in ("mean", "max", "min")}
+    heats["rollout, mean,\nsmallest half discarded"] = rollout(seen.layers, "mean", 0.5)
     if relevance is not None:
         heats["gradient-weighted,\npredicted class"] = relevance
-    rows = torch.stack([_query(layer, query) for layer in seen.layers], 1)[..., where.prefix :]  # [B, L, H, h·w]
+    rows = _tiles([_query(layer, query) for layer in seen.layers], places)  # [B, L, H, h, w]
+    numbers = [f"{n + 1}{HALVED * layer.heads.halves}" for n, layer in enumerate(seen.layers)]
+    halved = f" Layers with {HALVED} halve the grid, so later maps have larger patches."
     final = seen.stream[-1] if seen.stream else seen.layers[-1].x
-    colours = tokens.feature_colours(final, where)
+    colours = tokens.feature_colours(final, last)
     target = "all patches" if query is None else "the class token" if query == 0 else f"token {query}"
     for i, name in enumerate(names):
         tag, image = (f"{i + 1:02d}-", name) if len(names) > 1 else ("", "")
@@ -100,9 +117,10 @@ def explain(
         yield Panel(
             f"{tag}attention",
             f"Attention of {target} by layer",
-            "Each tile is one head's attention over the image; brighter patches get more. Tiles are scaled separately.",
+            "Each tile is one head's attention over the image; brighter patches get more. Tiles are scaled separately."
+            + halved * (len(places) > 1),
             f"A mosaic of {rows.shape[1]} layers by {rows.shape[2]} heads of attention maps over {name}",
-            figures.draw_attention(rows[i].unflatten(-1, where.grid), [f"{n + 1}" for n in range(rows.shape[1])]),
+            figures.draw_attention(rows[i], numbers),
             image=image,
         )
         yield Panel(
@@ -122,25 +140,30 @@ def explain(
             "outlier in which the model stores global information (registers take over this role).",
             f"{name}, the norm of each of its tokens, and their first three principal components as colours",
             figures.draw_tokens(
-                pictures[i], lengths[where.prefix :].view(where.grid), colours[i], lengths[: where.prefix].tolist()
+                pictures[i], lengths[last.prefix :].view(last.grid), colours[i], lengths[: last.prefix].tolist()
             ),
             image=image,
         )
-    yield from _layers(seen, where, len(images))
+    yield from _layers(seen, places, len(images))
     yield from _model(model, seen, where, images)
 
 
-def _layers(seen: Recording, where: tokens.Geometry, count: int) -> Iterator[Panel]:
+def _layers(seen: Recording, places: dict[int, tokens.Geometry], count: int) -> Iterator[Panel]:
     """Yields the panels of values per layer."""
-    far = torch.stack([attention_distance(x.blocks(), where.grid, where.patch).mean(0) for x in seen.layers])
-    spread = torch.stack([entropy(x.blocks()).mean(0) for x in seen.layers])
+    far = {}
+    for number, layer in enumerate(seen.layers, 1):
+        if not layer.heads.halves:  # whose queries are not all patches
+            where = places[layer.queries]
+            far[number] = attention_distance(layer.blocks(), where.grid, where.patch).mean(0)
+    spread = {number: entropy(layer.blocks()).mean(0) for number, layer in enumerate(seen.layers, 1)}
+    left = "" if len(far) == len(spread) else " Layers that halve the grid have no distance."
     over = f"over {count} image{'s' if count > 1 else ''}"
     yield Panel(
         "layers",
         "Attention distance and entropy",
         "Each dot is a head. A low distance means local attention, a high one global attention; a low entropy means "
-        f"attention to few tokens, a high one uniform attention (means {over}).",
-        f"Mean attention distance in pixels and entropy in nats of each head in {len(far)} layers",
+        f"attention to few tokens, a high one uniform attention (means {over}).{left}",
+        f"Mean attention distance in pixels and entropy in nats of each head in {len(spread)} layers",
         figures.draw_layers({"Attention distance": (far, "pixels"), "Attention entropy": (spread, "nats")}),
     )
     if len(seen.stream) > 1:
@@ -275,7 +298,19 @@ def _query(layer: AttentionLayer, query: int | None) -> Tensor:
     return total / layer.queries
 
 
+def _tiles(rows: list[Tensor], places: dict[int, tokens.Geometry]) -> Tensor:
+    """Attention [B, H, N] of each layer as maps of one size [B, layers, H, h, w]; NaN where a layer has fewer heads."""
+    most = max(row.shape[1] for row in rows)
+    maps = []
+    for row in rows:
+        where = places[row.shape[2]]
+        grid = row[..., where.prefix :].unflatten(-1, where.grid)
+        grid = F.interpolate(grid, places[rows[0].shape[2]].grid, mode="nearest")
+        maps.append(F.pad(grid, (0, 0, 0, 0, 0, most - row.shape[1]), value=torch.nan))
+    return torch.stack(maps, 1)
+
+
 def _heat(flow: Tensor, query: int | None, where: tokens.Geometry) -> Tensor:
-    """Heat map [h, w]: the query's row of a rollout [N, N], or the mean over rows, without prefix tokens."""
+    """Heat map [h, w]: the query's row of a rollout [N', N], or the mean over rows, without prefix tokens."""
     row = flow.mean(0) if query is None else flow[query]
     return row[where.prefix :].view(where.grid)

@@ -5,6 +5,7 @@ Sources   ViT, arXiv:2010.11929, figure 7 left and centre; Oquab et al., DINOv2,
           arXiv:2103.11886, and Gong et al., arXiv:2104.12753 (similarity by depth).
 """
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,20 @@ def geometry(model: nn.Module, images: Tensor, tokens: int) -> Geometry:
     if grid[0] * grid[1] > tokens:
         raise ValueError(f"the image has {grid[0]} x {grid[1]} patches, but attention has {tokens} tokens")
     return Geometry(grid, tokens - grid[0] * grid[1], (H / grid[0], W / grid[1]))
+
+
+def stage_geometry(images: Tensor, tokens: int) -> Geometry:
+    """Token layout of a stage without prefix tokens: the grid whose shape is nearest to the image's.
+
+    Args:
+        images: [B, C, H, W].
+        tokens: N, the number of tokens of the stage.
+    """
+    H, W = images.shape[2:]
+    heights = (n for n in range(1, tokens + 1) if tokens % n == 0)
+    rows = min(heights, key=lambda n: abs(math.log(n * n * W / tokens / H)))
+    grid = rows, tokens // rows
+    return Geometry(grid, 0, (H / grid[0], W / grid[1]))
 
 
 def patch_filters(model: nn.Module, channels: int) -> Tensor | None:

@@ -29,7 +29,9 @@ BUDGETS = {"selftest": 40.0, "tune": 80.0, "compare": 60.0, "max-autotune": 100.
 FORMAT = 1  # of contributed files, see benchmarks/results/community/schema.json
 COMPILE = "torch.compile"
 AUTOTUNE = "torch.compile max-autotune"
+LATE = "did not finish in"
 WRONG = "gives a wrong result"
+LESS = "a smaller --model or --batch, or an idle machine"  # what makes a stage finish
 FEWEST = 3  # rounds of a ratio with a spread
 OURS = ("ours eager", "optimized by us")  # variants: a model of ours, and one of another package
 FROZEN = "ours frozen"
@@ -100,7 +102,7 @@ def _is_late(row: dict) -> bool:
 
 
 def _not_in(seconds: float) -> str:
-    return f"did not finish in {seconds:.0f} s"
+    return f"{LATE} {seconds:.0f} s"
 
 
 @dataclass(frozen=True)
@@ -308,10 +310,10 @@ def verdict(stages: Mapping[str, dict]) -> str:
     if not ratios and untimed and not wrong_once:
         why = [f"ours {text}" for text in ours_missing] + [f"{name} {text}" for name, text in missing.items()] + notes
         reasons = f" ({'; '.join(why)})" if why else ""
-        return f"no verdict: too little was timed{reasons}; try a smaller --model or --batch, or an idle machine"
+        return f"no verdict: too little was timed{reasons}; try {LESS}"
     if not ratios or wrong_once:
         why = [f"it {text}" for text in ours_missing] + notes
-        return f"keep torch.compile: ours could not be measured ({'; '.join(why)})"
+        return f"keep torch.compile: ours could not be measured ({'; '.join(why)}){_to_finish(why)}"
     rivals = {name: ratio for name, ratio in ratios.items() if name.startswith(COMPILE)} or ratios
     rival, ratio = min(rivals.items(), key=lambda item: item[1][0])
     ours = "ours" if ways == ["plain"] or by_onednn else " and ".join(ways) or "ours"
@@ -320,7 +322,13 @@ def verdict(stages: Mapping[str, dict]) -> str:
     else:
         tie = ", no measurable difference" if ratio[2] >= 1 else ""
         advice = f"keep {_rival(rival)}: ours is {_speed(ratio)}{tie}"
-    return "; ".join([advice, *(f"{name} {why}" for name, why in missing.items()), *notes])
+    notes = [*(f"{name} {why}" for name, why in missing.items()), *notes]
+    return "; ".join([advice, *notes]) + _to_finish(notes)
+
+
+def _to_finish(reasons: Sequence[str]) -> str:
+    """What makes the stages and variants finish that did not; empty if all did."""
+    return f"; to finish, it takes {LESS}" if any(LATE in reason for reason in reasons) else ""
 
 
 def _not_used(tuned: dict, ways: Sequence[str]) -> str | None:

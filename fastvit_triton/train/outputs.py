@@ -3,7 +3,7 @@
 import csv
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
@@ -163,14 +163,16 @@ def draw_results(out: Path, data: Data, history: list[dict], score: Score, warn:
             warn(str(error))
 
 
-def skipped(bad: Iterable[Path]) -> str:
-    """A line with the number of images that were skipped, and at most ten of their names."""
+def skipped(bad: Iterable[Path], more: str = "") -> str:
+    """A line with the number of images that were skipped, and at most ten of their names; `more` follows the number."""
     names = sorted(map(str, bad))
     what = "image that" if len(names) == 1 else "images that"
-    return f"skipped {len(names):,} {what} cannot be read: {join_names(names)}"
+    return f"skipped {len(names):,} {more}{what} cannot be read: {join_names(names)}"
 
 
-def summary(out: Path, data: Data, loss: str = "", epochs: int = 0, explained: bool = True) -> str:
+def summary(
+    out: Path, data: Data, loss: str = "", epochs: int = 0, explained: bool = True, known: Collection[Path] = ()
+) -> str:
     """Text for the end of a run: the test score, the files in `out`, skipped images, and commands to try next.
 
     Args:
@@ -179,6 +181,7 @@ def summary(out: Path, data: Data, loss: str = "", epochs: int = 0, explained: b
         loss: that of the recipe.
         epochs: planned length of the run, which early stopping may have shortened.
         explained: the command `explain` takes the classifier.
+        known: skipped images that were named before the run.
     """
     with (out / LOG).open(newline="") as file:
         *_, last = csv.DictReader(file)
@@ -195,8 +198,8 @@ def summary(out: Path, data: Data, loss: str = "", epochs: int = 0, explained: b
     width = max(len(str(out / name)) for name in FILES)
     files = FILES | (DETECTION_FILES if loss == "detection" else {})
     lines += [f"  {out / name!s:{width}}  {about}" for name, about in files.items() if (out / name).exists()]
-    if bad := data.train.bad | data.test.bad:
-        lines += ["\n" + skipped(bad)]
+    if bad := (data.train.bad | data.test.bad).keys() - set(known):
+        lines += ["\n" + skipped(bad, "more " if known else "")]
     example = quote(str(out / EXAMPLE))
     folder = quote(str(out))
     if loss == "likelihood":

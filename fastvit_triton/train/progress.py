@@ -76,6 +76,6 @@ def _line(progress: Progress, epochs: int, test: float | None) -> str:
     accuracy = progress.accuracy.item()
     speed = progress.images / progress.seconds
     words = [f"epoch {progress.epoch}/{epochs}", f"loss {progress.loss.item():.3f}"]
-    words += [f"accuracy {100 * accuracy:.1f} %"] if accuracy == accuracy else []  # NaN for self-supervised models
+    words += [f"train {100 * accuracy:.1f} %"] if accuracy == accuracy else []  # NaN for self-supervised models
     words += [f"test {100 * test:.1f} %"] if test is not None else []
     return "  ".join([*words, f"{speed:,.0f} images/s"])

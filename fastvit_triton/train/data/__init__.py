@@ -18,7 +18,7 @@ from ..ranges import NonNegativeInt, PositiveInt, checked
 from ..recipes import Recipe
 from .cifar import is_cifar, scan_cifar
 from .custom import CustomTransform
-from .folder import FolderBatches, ImageFiles, class_folders, is_divided, scan_folder
+from .folder import FolderBatches, ImageFiles, UnreadableImages, class_folders, is_divided, scan_folder
 from .hf import is_hf, scan_hf, source_of
 from .idx import is_idx, scan_idx
 from .sampler import batch_count
@@ -202,8 +202,8 @@ def load(
             raise ValueError(f"{what} needs image files, and the digits are arrays in memory; give --data a folder")
         classes = tuple("0123456789")
         transform = Transform(size, (DIGITS_MEAN,), (DIGITS_STD,))
-        train: Batches = TensorBatches(
-            *digits("train", size), transform, recipe.batch_size, affine_augmentation(recipe)
+        load_train: Callable[[], Batches] = partial(
+            TensorBatches, *digits("train", size), transform, recipe.batch_size, affine_augmentation(recipe)
         )
     else:
         files = _scan(name, "train", None, world, max_pixels, split)
@@ -214,14 +214,36 @@ def load(
         if custom:
             crop = {"custom": CustomTransform(custom)}
             crop["custom"].check(files, transform)
-        train = FolderBatches(
-            Path(name), files, transform, batch_size=recipe.batch_size, crop=crop, repeats=recipe.repeats, **options
-        )
-    test = load_test(name, classes, transform, recipe.batch_size, **options, max_pixels=max_pixels, split=split)
+        fixed: dict[str, Any] = dict(batch_size=recipe.batch_size, crop=crop, repeats=recipe.repeats)
+        load_train = partial(FolderBatches, Path(name), files, transform, **fixed, **options)
+    test_options: dict[str, Any] = options | dict(max_pixels=max_pixels, split=split)
+    train, test = load_both(load_train, partial(load_test, name, classes, transform, recipe.batch_size, **test_options))
     data = Data(name, classes, transform, train, test, test_once=name == "digits", split=split)
     if recipe.loss in ("softmax", "sigmoid", "bce"):  # the others need no labels
         _check_classes(data)
     return data
+
+
+def load_both(*loaders: Callable[[], Batches]) -> list[Batches]:
+    """What the loaders return; the images of all that cannot be read are named in one error.
+
+    Args:
+        loaders: of the training and of the test images.
+
+    Raises:
+        UnreadableImages: from one of the loaders.
+    """
+    loaded = []
+    errors = []
+    for load_part in loaders:
+        try:
+            loaded.append(load_part())
+        except UnreadableImages as error:
+            errors.append(error)
+    if errors:
+        total = sum(part.total for part in (*errors, *loaded) if isinstance(part, UnreadableImages | FolderBatches))
+        raise UnreadableImages({k: why for error in errors for k, why in error.bad.items()}, total, errors[0].root)
+    return loaded
 
 
 def _check_classes(data: Data) -> None:

@@ -131,10 +131,22 @@ def worker_errors() -> Iterator[None]:
         raise OSError(text) from error
 
 
-def _unreadable_message(bad: dict[Path, str], total: int, root: Path) -> str:
-    """One sentence with the number of unreadable images and at most ten of their names."""
-    names = [f"{path.relative_to(root)} ({why})" for path, why in sorted(bad.items())]
-    return f"{len(bad)} of {total} images in {root} cannot be read: {join_names(names)}"
+class UnreadableImages(ValueError):
+    """Images that cannot be read: one sentence with their number and at most ten of their names.
+
+    Args:
+        bad: file → reason.
+        total: number of images, also of those that can be read.
+        root: the folder of the data.
+    """
+
+    def __init__(self, bad: dict[Path, str], total: int, root: Path) -> None:
+        names = [f"{path.relative_to(root)} ({why})" for path, why in sorted(bad.items())]
+        text = f"{len(bad)} of {total} images in {root} cannot be read: {join_names(names)}"
+        super().__init__(f"{text}; repair or remove them, or pass --skip-bad-images")
+        self.bad = bad
+        self.total = total
+        self.root = root
 
 
 class FolderBatches:
@@ -277,8 +289,7 @@ class FolderBatches:
 
     def _raise_if_bad(self) -> None:
         if self.bad and not self.skip_bad:
-            message = _unreadable_message(self.bad, self.total, self.root)
-            raise ValueError(f"{message}; repair or remove them, or pass --skip-bad-images")
+            raise UnreadableImages(self.bad, self.total, self.root)
 
 
 class Sample(NamedTuple):

@@ -1,10 +1,11 @@
 """Training and test batches of detectors by the name of their data: composed scenes, or a folder with boxes."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..data import Batches, Data
+from ..data import Batches, Data, load_both
 from ..data.folder import ImageFiles
 from ..data.split import Split
 from ..data.transform import MAX_PIXELS, Transform, find_defect, join_names, read_image
@@ -45,7 +46,7 @@ def load_detection(
     size = (recipe.img_size, recipe.img_size)
     if name == SCENES:
         transform = Transform(size, (0.0,), (1.0,))
-        train: Batches = _scenes("train", transform, recipe.batch_size, *TRAINING)
+        load_train: Callable[[], Batches] = partial(_scenes, "train", transform, recipe.batch_size, *TRAINING)
         classes = CLASSES
     else:
         transform = Transform(size, recipe.mean, recipe.std)
@@ -53,8 +54,9 @@ def load_detection(
         classes = found.classes
         if not any(len(target["labels"]) for target in found.targets):
             raise ValueError(f"data {name!r} has no objects in its training images; annotate some")
-        train = _boxes(name, found, transform, recipe.batch_size, {}, **options)
-    test = load_detection_test(name, classes, transform, recipe.batch_size, **options)
+        load_train = partial(_boxes, name, found, transform, recipe.batch_size, {}, **options)
+    load_test = partial(load_detection_test, name, classes, transform, recipe.batch_size, **options)
+    train, test = load_both(load_train, load_test)
     return Data(name, classes, transform, train, test)
 
 
