@@ -74,7 +74,7 @@ def _request(args: argparse.Namespace) -> Request:
     gpu = device.type == "cuda"
     if gpu and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    name = args.model or ("" if absent("timm") else "timm:") + MODELS[device.type]
+    name = args.model or ("" if absent("timm") else "timm:") + MODELS.get(device.type, MODELS["cpu"])
     batch = args.batch or (64 if gpu else 1)
     _refuse(name, build_model(name, args.img_size), batch, device)
     dtype = args.dtype or ("bf16" if gpu else "fp32")
