@@ -21,6 +21,7 @@ from interpreter import interpreting
 from research import D
 from test_parallel import launch
 from torch import nn
+from torch._dynamo.variables.builder import VariableBuilder
 from torch.func import functional_call
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -425,7 +426,9 @@ def test_rates_of_stochastic_depth_share_graphs(runs):
 @pytest.mark.usefixtures("no_graphs")
 def test_rates_are_constants_where_dynamo_has_no_method_for_them(monkeypatch, runs):
     """Oracle: the original with the same random numbers; a graph for each of two rates, and the report says why."""
-    monkeypatch.setattr(capture_file, "WRAP", None)
+    monkeypatch.delattr(VariableBuilder, "wrap_symfloat")
+    monkeypatch.setattr("fastvit_triton.convert.capture", capture_file)  # put back after the test
+    monkeypatch.delitem(sys.modules, capture_file.__name__)  # imported again, as with such a release
     model = nn.Sequential(Dropped(0.02), Dropped(0.04)).double().train()
     original = copy.deepcopy(model)
     x = torch.randn(6, 5, D, dtype=torch.float64)

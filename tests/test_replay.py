@@ -64,6 +64,7 @@ MODELS = {
     "timm, qk norm": lambda: converted(qk_norm=True),
     "transformers' ViT": lambda: Hidden("ViT", intermediate_size=32),
     "transformers' DINOv2": lambda: Hidden("Dinov2", drop_path_rate=0.4),
+    "transformers' BEiT": lambda: Hidden("Beit", intermediate_size=32, use_relative_position_bias=True),
     "eva02": lambda: converted("eva02_tiny_patch14_224"),
 }
 CALLS = {
@@ -133,6 +134,44 @@ def test_replays_equal_the_call(interpreted, make, way, call):
                 for p in model.parameters():
                     p.mul_(1.125)
         assert recorded(model)
+
+
+@pytest.mark.parametrize("name", ["Beit", "Data2VecVision"])
+def test_tables_of_biases_are_read_in_each_replay(interpreted, name):
+    """Oracle: the call without replays, after each way of writing to the tables; the first records remain in use."""
+    model = Hidden(name, intermediate_size=32, use_relative_position_bias=True)
+    tables = [p for path, p in model.named_parameters() if path.endswith("bias_table")]
+    optimizer = torch.optim.SGD(tables, 1.0)
+    x, seen, records = torch.randn(2, 3, 8, 8), [], []
+    numbers = torch.Generator().manual_seed(2)  # as `run` sets the seed
+
+    def other(t):
+        return torch.randn(t.shape, generator=numbers)
+
+    def load():
+        model.load_state_dict({k: other(v) if "bias_table" in k else v for k, v in model.state_dict().items()})
+
+    def write():
+        for t in tables:
+            t.data.copy_(other(t))
+
+    def replace():
+        for t in tables:
+            t.data = other(t)
+
+    def step():
+        for t in tables:
+            t.grad = other(t)
+        optimizer.step()
+
+    with forcing("fused"):
+        for change in (write, write, write, load, write, replace, step):
+            change()
+            got, wanted = (run(model, x, enabled=enabled)[0] for enabled in (True, False))
+            assert torch.equal(got, wanted) and not any(torch.equal(got, before) for before in seen)
+            seen.append(got)
+            records.append(recorded(model))
+        assert len(records[2]) == 2 and all(a is b for a, b in zip(records[2], records[-1], strict=True))
 
 
 def hooked(seen):

@@ -33,7 +33,7 @@ def table_bias(attn: Foreign) -> Tensor:
     """The bias [heads, n, n] from a table of relative positions [offsets, heads] and an index of n·n pairs."""
     table = attn.relative_position_bias_table
     index = attn.relative_position_index
-    return derived(attn, "bias", (table, index), lambda: _expanded(table, index))
+    return derived(attn, "bias", (table, index), lambda: expanded(table, index))
 
 
 def continuous_bias(attn: Foreign) -> Tensor:
@@ -46,12 +46,12 @@ def continuous_bias(attn: Foreign) -> Tensor:
         kind = coordinates.device.type
         exact = nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)  # what is kept outlives it
         with exact:
-            return _expanded(16 * torch.sigmoid(mlp(coordinates).flatten(0, -2)), index)
+            return expanded(16 * torch.sigmoid(mlp(coordinates).flatten(0, -2)), index)
 
     return derived(attn, "bias", (coordinates, index, *mlp.parameters()), make)
 
 
-def _expanded(table: Tensor, index: Tensor) -> Tensor:
+def expanded(table: Tensor, index: Tensor) -> Tensor:
     """table[index] as [heads, n, n], contiguous."""
     n = math.isqrt(index.numel())
     return table.permute(1, 0)[:, index.view(-1)].view(-1, n, n)

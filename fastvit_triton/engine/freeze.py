@@ -21,6 +21,7 @@ from ..kernels.op import can_fold_norm
 PROGRAMS = "_fastvit_triton_programs"  # key in a module's __dict__: recordings of `replay`, which hold cached folds
 SIZES = "_fastvit_triton_sizes"  # key in a module's __dict__: its `ways.Sizes`
 _frozen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # module → what is kept for it, a `Kept` by key
+_indices: dict[tuple, Tensor] = {}  # by key and device
 _precisions: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # frozen module → "bf16" or "int8"
 
 
@@ -237,6 +238,26 @@ def all_derived(
             torch.cuda.current_stream().synchronize()
     found: tuple[Tensor, ...] = store[key].folded
     return found
+
+
+def index_of(key: tuple, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+    """make(), an index on this device; kept for the process, as replays read only tensors that outlive the call.
+
+    Args:
+        key: everything that it depends on besides the device, so that it never changes.
+        device: where it is used.
+        make: computes it, on any device.
+    """
+    found = _indices.get((*key, device))
+    if found is None:
+        with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+            found = _indices.setdefault((*key, device), make().to(device))
+    return found
+
+
+def kept_indices() -> list[Tensor]:
+    """All that `index_of` keeps."""
+    return list(_indices.values())
 
 
 def packed_weight(layers: tuple, x: Tensor, layer_scale: Tensor | None = None) -> onednn.Packed | None:

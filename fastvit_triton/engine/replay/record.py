@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..freeze import CachedFold, kept_folds
+from ..freeze import CachedFold, kept_folds, kept_indices
 from ..hooks import runs_known_code
 from .build import Plan
 from .emit import Emitted, emit
@@ -23,7 +23,7 @@ class Record(NamedTuple):
     Attributes:
         replay: the generated function.
         guard: snapshot of the modules.
-        held: tensors passed to it after the inputs: those of the modules and the cached folds of `freeze`, by name.
+        held: tensors passed to it after the inputs: those of the modules, and those that `freeze` keeps, by name.
         folds: those cached by `freeze` that it reads.
         conditions: what else it depends on.
         result: return value of the recorded call; None if it had gradients.
@@ -166,6 +166,7 @@ def _made(
     if packed.difference(id(t) for fold in folds for t in _parts(fold)):
         raise Refusal("a packed weight was not cached")
     state = [t for t in tensors[inputs:] if torch.is_grad_enabled() or storage_of(t) in read_storages]
+    state += [t for t in kept_indices() if storage_of(t) in read_storages]
     state += [t for fold in folds for t in tensors_in(_parts(fold))]
     tensors = [*tensors[:inputs], *state]
     names = {id(t): name for m in reversed(modules) for name, t in (*m.named_parameters(), *m.named_buffers())}

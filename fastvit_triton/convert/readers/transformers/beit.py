@@ -6,22 +6,25 @@ The copy, and BEiT before release 5.10, nest their submodules: `attention.attent
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ....engine.attention import attention_body
 from ....engine.body import Body
 from ....engine.branch import Branch, add_branches
-from ....engine.freeze import derived
+from ....engine.freeze import derived, index_of
 from ....engine.hooks import has_hooks, is_plain_module, type_name
 from ....engine.leaves import DROPOUTS, Foreign, activation_of, is_inactive
 from ....engine.mlp import MlpBody
 from ...forwards import INNER, arguments, fused_body, fused_forward, original
 from ...third_party import four_axes, is_fusable
+from ...windows import expanded
 from ..torch import STEMS
 from .vit import attention_parts, checkpointed, classes, heads_reason
 
 BEIT, DATA2VEC = FAMILIES = classes("beit.Beit", "data2vec.data2vec_vision.Data2VecVision")
 INNER.update(f"{family}{kind}SelfAttention" for family in FAMILIES for kind in ("", "Sdpa"))
+BIASES = tuple(f"{family}RelativePositionBias" for family in FAMILIES)
 STEMS.update({f"{family}PatchEmbeddings": "projection" for family in FAMILIES})
 
 
@@ -32,7 +35,19 @@ def _bias(module: Foreign, resolution: tuple[int, int], patch: int, interpolate:
         return module(grid, interpolate, dim_size=tokens)
     name = f"bias {grid} {tokens if interpolate else ''}"
     table = module.relative_position_bias_table
-    return derived(module, name, (table,), lambda: module(grid, interpolate, dim_size=tokens))
+    if interpolate or torch.compiler.is_compiling() or not _has_size(module, grid):
+        return derived(module, name, (table,), lambda: module(grid, interpolate, dim_size=tokens))
+    # the original resizes the table to its own size, and copies the index to the device, in each call
+    index = index_of(("BEiT", grid), table.device, lambda: module.generate_relative_position_index(grid))
+    return derived(module, name, (table,), lambda: expanded(table, index)[None])
+
+
+def _has_size(module: Foreign, grid: tuple[int, int]) -> bool:
+    """True if the table of biases is that of this square grid."""
+    if not is_plain_module(module, BIASES) or grid[0] != grid[1] or grid != tuple(module.window_size):
+        return False
+    offsets: int = module.num_relative_distance
+    return offsets == len(module.relative_position_bias_table) == (2 * grid[0] - 1) ** 2 + 3
 
 
 @fused_body(

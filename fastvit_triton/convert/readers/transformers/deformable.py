@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....engine.freeze import derived
 from ....engine.hooks import has_hooks
@@ -193,7 +193,10 @@ def _weights(self: Foreign, logits: Tensor) -> Tensor:
     by_name=True,
 )
 def scaled_attention(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor]:
-    """Deformable attention whose offsets are relative to boxes; [B, Nq, D] → [B, Nq, D], weights [B, Nq, H, L·P]."""
+    """Deformable attention whose offsets are relative to boxes; [B, Nq, D] → [B, Nq, D], weights [B, Nq, H, points].
+
+    Layers around it are not captured: no pattern of graphs fuses the sampling.
+    """
     call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
     old = hasattr(self, "value_proj")  # RT-DETR v2; the others have no projections of values and outputs
     points, scale, method = (
@@ -205,7 +208,7 @@ def scaled_attention(self: Foreign, hidden_states: Tensor, *inputs: Any, **named
     core = vars(sys.modules[type(self).__module__]).get("multi_scale_deformable_attention_v2")
     if (
         not fits
-        or [*points] != [points[0]] * self.n_levels
+        or len(points) != self.n_levels
         or call["reference_points"].shape[2:] != (1, 4)
         or not (old or (self.ms_deformable_attn_core is core and call.get("attention_mask") is None))
     ):
@@ -213,16 +216,30 @@ def scaled_attention(self: Foreign, hidden_states: Tensor, *inputs: Any, **named
     if old and call.get("position_embeddings") is not None:
         hidden_states = hidden_states + call["position_embeddings"]
     B, Nq, _ = hidden_states.shape
-    H, L, P = self.n_heads, self.n_levels, points[0]
+    H, P = self.n_heads, sum(points)
     cells, around = call["encoder_hidden_states"], call["reference_points"][:, :, None]
     value = self.value_proj(cells) if old else cells
     value = _without_padding(self, value, call.get("attention_mask"))
     value = value.reshape(B, cells.shape[1], H, self.d_model // H)
-    offsets = self.sampling_offsets(hidden_states).reshape(B, Nq, H, L * P, 2)
-    weights = self.attention_weights(hidden_states).reshape(B, Nq, H, L * P).softmax(-1)
+    offsets = self.sampling_offsets(hidden_states).reshape(B, Nq, H, P, 2)
+    weights = self.attention_weights(hidden_states).reshape(B, Nq, H, P).softmax(-1)
     scale = scale.to(dtype=hidden_states.dtype).unsqueeze(-1)
     places = around[..., :2] + offsets * scale * around[..., 2:] * self.offset_scale
     shapes = _pairs(call["spatial_shapes_list"])
-    y = deformable_attention(value, shapes, places.view(B, Nq, H, L, P, 2), weights.view(B, Nq, H, L, P))
+    # added points have no weight and lie outside of the maps, where no value is read
+    y = deformable_attention(value, shapes, _by_level(places, points, -1.0), _by_level(weights, points, 0.0))
     y = y.to(_promoted(value, places, weights))
     return self.output_proj(y) if old else y, weights
+
+
+def _by_level(values: Tensor, points: list[int], fill: float) -> Tensor:
+    """[B, Nq, H, points of all levels, ...] → [B, Nq, H, L, P, ...], where levels have P points, some of them added."""
+    most = max(points)
+    if min(points) < most:
+        after = (0, 0) * (values.dim() - 4)
+        parts = zip(values.split(points, 3), points, strict=True)
+        padded = [
+            part if n == most else nn.functional.pad(part, (*after, 0, most - n), value=fill) for part, n in parts
+        ]
+        values = torch.cat(padded, 3)
+    return values.unflatten(3, (len(points), most))
