@@ -30,6 +30,7 @@ from fastvit_triton.convert.reporting import Report
 from fastvit_triton.engine.hooks import type_name
 from fastvit_triton.engine.leaves import LINEARS
 from fastvit_triton.expected.count import traced
+from fastvit_triton.expected.trace import assuming_true
 from fastvit_triton.expected.values import weightless
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels import cost
@@ -189,11 +190,12 @@ def call_of(entry: Entry, model: nn.Module) -> dict[str, object]:
     """The figures of one call of an optimised model."""
     gpu, (positional, named) = cost.gpus()[GPU], inputs_of(entry, model)
     choices: list[Choice] = []
-    eager = traced(model, None, False, positional, named)
-    with forcing("fused"):
-        ours = traced(model, gpu, False, positional, named, frozen=True)
-    with observing(choices.append):
-        default = traced(model, gpu, False, positional, named, frozen=True).count
+    with assuming_true():
+        eager = traced(model, None, False, positional, named)
+        with forcing("fused"):
+            ours = traced(model, gpu, False, positional, named, frozen=True)
+        with observing(choices.append):
+            default = traced(model, gpu, False, positional, named, frozen=True).count
     products = sum(event.flops for event in ours.events)
     plan = Counter(choice.way for choice in choices[len(choices) // 2 :] for _ in choice.branches)  # of the second call
     return dict(

@@ -13,7 +13,7 @@ from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, freeze, optimize
 from fastvit_triton.expected import times
 from fastvit_triton.expected.count import count, predict
-from fastvit_triton.expected.trace import Count, tracing
+from fastvit_triton.expected.trace import Count, assuming_true, tracing
 from fastvit_triton.expected.values import weightless
 from fastvit_triton.explain.costs import image_cost
 from fastvit_triton.kernels import backend, cost, launch, plan, tile
@@ -248,6 +248,21 @@ def test_global_state_is_restored():
         with torch.device("meta"):
             kernels(create_model("vit_digits_patch2_8").to(torch.bfloat16), empty(2, 1, 8, 8))
         assert facts() == before
+
+
+def test_unknown_masks_may_count_as_true():
+    """Oracle: the places of a mask that is True everywhere: 6 pairs of int64, gathered from 6 of 3 numbers."""
+    x = torch.empty(2, 3, device="meta")
+
+    def chosen() -> torch.Tensor:
+        return x[torch.where(x > 0)]
+
+    with pytest.raises(RuntimeError, match="nonzero reads a value"):
+        count(chosen)
+    with assuming_true():
+        assert count(chosen).nbytes == (24 + 6) + (6 + 6 * 16) + (24 + 6 * 16 + 24)
+    with pytest.raises(RuntimeError, match="nonzero reads a value"):
+        count(chosen)
 
 
 def test_counts_need_no_triton(monkeypatch):

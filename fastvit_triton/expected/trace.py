@@ -139,6 +139,10 @@ class _Tracer(TorchDispatchMode):
         if function.namespace == "fastvit_triton":
             return self._enter(name, arguments)
         tensors = _tensors((arguments, named))
+        if name == "nonzero" and _all_true and not has_values(tensors[0]):
+            places = reserved(torch.empty(tensors[0].numel(), tensors[0].dim(), dtype=torch.int64, device="meta"))
+            self._add(name, tensors, (places,), 0)
+            return places
         if name in READERS:
             self.read(name, *tensors)
         if name == "index" and (masks := [t for t in arguments[1] if t is not None and t.dtype == torch.bool]):
@@ -257,6 +261,21 @@ class _Tracer(TorchDispatchMode):
             Nq, Nk = (given[name].shape[-2] for name in ("query", "key"))
             flops = flops * seen_pairs(Nq, Nk, True) // max(Nq * Nk, 1)
         return flops
+
+
+_all_true = False
+
+
+@contextlib.contextmanager
+def assuming_true() -> Iterator[None]:
+    """Context in which masks whose values are not known select every place, so that no more is read than counted."""
+    global _all_true
+    before = _all_true
+    _all_true = True
+    try:
+        yield
+    finally:
+        _all_true = before
 
 
 @contextlib.contextmanager
