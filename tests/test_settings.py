@@ -300,6 +300,7 @@ NOT_SETTINGS = {  # reads that no cached choice depends on, with the reason
     "torch.cuda.get_rng_state": "restored after a recording",
     "torch.cuda.get_device_properties": "a fact about the device, which is in each key",
     "torch.cuda.get_device_name": "a fact about the device",
+    "torch.cuda.is_initialized": "asked before whether a stream is captured, which fails without CUDA",
     "torch._C._cuda_getDevice": "direct launches and replays compare it",
     "torch.cuda.current_device": "direct launches and replays compare it",
     "torch.cuda.current_stream": "read at each launch",

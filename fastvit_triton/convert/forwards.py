@@ -228,7 +228,7 @@ def _chosen(forward: Callable, products: bool = True) -> Callable:
 
 def _never_fuses(module: nn.Module, x: Tensor, products: bool = True) -> bool:
     """True on a CPU if nothing of ours runs for x: the original runs, and no module inside it has to find out."""
-    if ways.SIZES in module.__dict__ or x.device.type != "cpu" or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or ways.SIZES in module.__dict__ or x.device.type != "cpu":
         return False  # with sizes it ran before, and this call asks where it reads the module
     return not can_run(x, module, products)
 
