@@ -899,7 +899,7 @@ def test_models_that_fsdp2_sharded_are_converted_alike():
 
 
 def test_layers_whose_weights_stay_sharded_in_the_forward_are_called():
-    """Oracle: by hand; FSDP2 gathers neither what tensor parallelism splits nor what it is told to ignore."""
+    """Oracle: by hand; FSDP2 gathers neither parameters that tensor parallelism splits nor those in ignored_params."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor

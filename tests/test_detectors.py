@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models import resnet as torchvision_resnet
 from transformers.models.detr import modeling_detr as detr
+from transformers.models.mask2former import modeling_mask2former as mask2former
 from transformers.models.rf_detr import modeling_rf_detr as rf_detr
 from transformers.models.rt_detr import modeling_rt_detr as rt_detr
 
@@ -545,6 +546,23 @@ def test_changed_parts_of_a_layer_are_called(name, change):
         got, truth = optimized(x)[classes], model(x)[classes]
     assert (got - truth).abs().max() <= 840 * torch.finfo(torch.float64).eps * truth.abs().max()
     assert (got - before).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("act", [nn.functional.relu, nn.functional.gelu, nn.Tanh()], ids=["relu", "gelu", "module"])
+def test_activations_of_pixel_decoders_may_be_functions(act):
+    """Oracle: the original layer in float64, with padding."""
+    torch.manual_seed(0)
+    sizes = dict(feature_size=16, encoder_feedforward_dim=24, num_attention_heads=2, dropout=0.0)
+    layer = redrawn(mask2former.Mask2FormerPixelDecoderEncoderLayer(SimpleNamespace(**sizes)))
+    layer.activation_fn = act
+    x = torch.randn(2, N, 16, dtype=torch.float64)
+    given = dict(reference_points=torch.rand(2, N, 3, 2, dtype=x.dtype), spatial_shapes_list=SHAPES)
+    given |= dict(attention_mask=torch.arange(N).expand(2, N) > N - 3, position_embeddings=torch.randn_like(x))
+    truth = layer(x, **given)[0]
+    with using_backend("torch"):
+        assert type(layer).__name__ in [row.type for row in optimize(layer).fused]
+        got = layer(x, **given)[0]
+    assert (got - truth).abs().max() <= 84 * torch.finfo(torch.float64).eps * truth.abs().max()
 
 
 @pytest.mark.parametrize("change", ["hook in the MLP", "stochastic depth"])

@@ -332,7 +332,8 @@ def own_mlp(self: Foreign, x: Tensor, residual: Tensor) -> Tensor:
     if self.training and max(self.activation_dropout, self.dropout) > 0:
         h = F.dropout(self.activation_fn(self.fc1(x)), self.activation_dropout, True)
         return residual + F.dropout(self.fc2(h), self.dropout, True)
-    act = "relu" if self.activation_fn is F.relu else activation_of(self.activation_fn)
+    act = self.activation_fn  # a module, or a function
+    act = activation_of(act) if isinstance(act, nn.Module) else "relu" if act is F.relu else act
     return MlpBody((self.fc1,), act, self.fc2)(x, residual=residual)
 
 

@@ -1,4 +1,4 @@
-"""Fused forwards for the layers of transformers' Mask2Former: of its pixel decoder, also in OneFormer, and of queries.
+"""Fused forwards for the layers of transformers' Mask2Former: of its pixel decoder, and of queries.
 
 The layers of queries hold [N, B, D]. Their attention to the image sees the places that the previous mask of a query
 covers.
@@ -27,10 +27,7 @@ OWN_MLP = "self_attn self_attn_layer_norm fc1 fc2 activation_fn activation_dropo
 
 @fused_forward(
     "deformable encoder layer",
-    *classes(
-        "mask2former.Mask2FormerPixelDecoderEncoderLayer",
-        "oneformer.OneFormerPixelDecoderEncoderLayer",
-    ),
+    *classes("mask2former.Mask2FormerPixelDecoderEncoderLayer"),  # OneFormer's drops by its configuration's is_training
     needs=OWN_MLP,
     takes="attention_mask position_embeddings reference_points spatial_shapes spatial_shapes_list level_start_index "
     "output_attentions",
