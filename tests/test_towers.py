@@ -15,8 +15,11 @@ from test_convert import Recorder
 from test_converted import SHORT, dropping, eager
 
 from fastvit_triton import optimize
+from fastvit_triton.expected.count import traced
 from fastvit_triton.kernels import check
 from fastvit_triton.kernels.backend import using_backend
+from fastvit_triton.kernels.cost import gpus
+from fastvit_triton.kernels.plan import forcing
 
 QWEN = "hf_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel"
 WITHOUT_WEIGHTS = [  # in the original's outputs
@@ -130,6 +133,29 @@ def test_patches_of_images_and_videos_are_projected(name):
     convs = [path for path, m in model.named_modules() if isinstance(m, (torch.nn.Conv2d, torch.nn.Conv3d))]
     [patches] = [path for path in convs if re.search("embed|patch_", path)]
     assert [row.became for row in rows if row.path == patches] == ["fused patch projection"]
+
+
+@pytest.mark.parametrize(
+    "name, fewer",
+    [
+        ("hf_SegGptModel", False),
+        ("hf_Llama4VisionModel", True),
+        ("timm_gemma4", False),
+        *(pytest.param(f"hf_{n}", n == "HieraModel", marks=pytest.mark.full) for n in ("VJEPA2Model", "HieraModel")),
+        pytest.param("hf_Sam3ViTModel", False, marks=pytest.mark.full),
+    ],
+)
+def test_example_adds_no_launches(name, fewer):
+    """Blocks with fused attention inside are captured where that saves launches. Oracle: launches that are counted."""
+    launches = []
+    for with_example in (False, True):
+        model, given = build(name, torch.float32).eval(), inputs(name, torch.float32)
+        optimize(model, freeze=True, example=given if with_example else None)
+        arguments = ((), given) if isinstance(given, dict) else ((given,), {})
+        with forcing("fused"):
+            launches.append(traced(model, gpus()["h200"], False, *arguments, frozen=True).count.launches)
+    without, captured = launches
+    assert captured < without if fewer else captured == without
 
 
 SHOWN = [name for name in DENSE if name not in WITHOUT_WEIGHTS]

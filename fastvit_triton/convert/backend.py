@@ -123,7 +123,7 @@ def _plan(graph: fx.GraphModule, anywhere: bool = False) -> tuple[Report, list[t
 
 def _rewritten(graph: fx.Graph, rows: list[Row], anywhere: bool) -> fx.Graph | None:
     """A rewritten copy of a graph, or None if nothing is rewritten; adds a row for each candidate."""
-    candidates = [(node.name, _path(node), name) for node in graph.nodes if (name := _candidate(node)) is not None]
+    candidates = [(node.name, path_of(node), name) for node in graph.nodes if (name := _candidate(node)) is not None]
     tensors = [t for node in graph.nodes if (t := value(node)) is not None and t.is_floating_point()]
     reasons = [why_not(device, dtype) for device, dtype in dict.fromkeys((t.device, t.dtype) for t in tensors)]
     kernels = anywhere or not all(reasons)
@@ -170,7 +170,7 @@ def _parts(graph: Any) -> list[Any]:
     return [part for body in bodies for part in _parts(body)] + [graph]
 
 
-def _path(node: fx.Node) -> str:
+def path_of(node: fx.Node) -> str:
     """Path in the model of the innermost module that a node comes from."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     return re.sub(r"^L\['\w+'\]\.?|^.*__closure__\S*\.?", "", stack[-1][0]) if stack else ""

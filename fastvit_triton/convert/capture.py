@@ -11,7 +11,7 @@ import logging
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -32,8 +32,11 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 from ..engine.freeze import all_derived, keeps
 from ..engine.hooks import PACKAGE
 from ..kernels.backend import kernels_available
-from .backend import copied, rewrite
-from .graph.nodes import up
+from ..kernels.mlp import mlp
+from .backend import copied, path_of, rewrite
+from .flop_shares import enclosing
+from .graph.nodes import kind, up
+from .graph.regions import Memory, memory
 from .graph.weights import Split, split
 from .reporting import Row
 from .third_party import is_rate
@@ -43,6 +46,8 @@ log = logging.getLogger(__name__)
 OURS = f"{PACKAGE}."
 ATTRIBUTE = re.compile(r"L\['module'\](\.\w+|\['\w+'\]|\[\d+\])*$")  # compared by the caller
 HELD = re.compile(r"module(\._modules\['\w+'\])*(\.\w+|\._(parameters|buffers)\['\w+'\])$")  # sizes, by the caller
+PRODUCTS = dict.fromkeys(("addmm", "linear", "matmul", "scaled_dot_product_attention"), 1)  # launches, if fused
+PRODUCTS |= {"multi_head_attention": 3, "encoder_layer": 5}
 COMPARED = ("CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH")
 # private: the setting `specialize_float` is for all numbers, and a softmax whose scale is an input is not fused
 WRAP = getattr(VariableBuilder, "wrap_symfloat", None)
@@ -58,6 +63,29 @@ class _Stop(Exception):
     """Ends the compiled call before it computes anything."""
 
 
+class Launches(NamedTuple):
+    """Operators of a captured graph that write memory of their own, about one launch each.
+
+    Attributes:
+        original: number of them in the block's own forward, by the path of the module that calls them.
+        products: number of linear layers and attention in these.
+        rewritten: number of them in the rewritten graph.
+    """
+
+    original: Counter[str]
+    products: Counter[str]
+    rewritten: int
+
+    def beside(self, fused: Collection[str]) -> int:
+        """Launches of the block's own forward if the modules at these paths run their fused forwards.
+
+        Of these, one is counted for each linear layer and attention.
+        """
+        inside = {path for path in self.original if not {*enclosing(path)}.isdisjoint(fused)}
+        apart = sum(n for path, n in self.original.items() if path not in inside)
+        return apart + sum(self.products[path] for path in inside)
+
+
 class Capture(NamedTuple):
     """A rewritten graph and what it holds for.
 
@@ -69,6 +97,7 @@ class Capture(NamedTuple):
         writes: True if it writes any tensor in place.
         calls: of the graph to the kernels' public functions, by name.
         left: what the patterns look for and did not fuse, with the reasons.
+        launches: of the graph before and after it was rewritten.
     """
 
     run: Callable[[nn.Module, tuple, dict], Any]
@@ -77,6 +106,7 @@ class Capture(NamedTuple):
     writes: bool
     calls: Counter[str]
     left: tuple[Row, ...]
+    launches: Launches
 
 
 def capture(module: nn.Module, args: tuple, named: dict[str, Any], outputs: Any) -> Capture:
@@ -189,7 +219,13 @@ def _captured(
     output.args = (tuple(returned),)
     result = _result(outputs, args, named, len(returned))
     writes = any(_is_write(node) for node in graph.graph.nodes)
+    original, products = Counter[str](), Counter[str]()
+    for node in _launching(graph.graph):
+        original[path_of(node)] += 1
+        products[path_of(node)] += PRODUCTS.get(kind(node) or "", 0)
     unfused = rewrite(graph, anywhere=True).left
+    # an MLP is two linear layers
+    launches = Launches(original, products, sum(2 if node.target is mlp else 1 for node in _launching(graph.graph)))
     functions = [node.target for node in graph.graph.nodes if callable(node.target)]
     calls = Counter(f.__name__ for f in functions if (getattr(f, "__module__", None) or "").startswith(OURS))
     if not calls:
@@ -205,7 +241,18 @@ def _captured(
             node.meta.clear()  # fake tensors and stack traces
     if WRAP is None and module.training and any(is_rate(*fact) for m in module.modules() for fact in vars(m).items()):
         unfused += (Row("", "rate", why=RATES),)
-    return Capture(_runner(graph, texts, result, parts), fits, constants, writes, calls, unfused)
+    return Capture(_runner(graph, texts, result, parts), fits, constants, writes, calls, unfused, launches)
+
+
+def _launching(graph: fx.Graph) -> list[fx.Node]:
+    """The operators that write memory of their own; no views and numbers, nor reshaped copies, which all ways make."""
+
+    def held(nodes: list[fx.Node]) -> Memory:
+        return memory([node.meta.get("example_value") for node in nodes])
+
+    calls = (node for node in graph.nodes if node.op.startswith("call_"))
+    new = (node for node in calls if not held([node]) <= held(node.all_input_nodes))
+    return [node for node in new if kind(node) not in ("contiguous", "reshape")]
 
 
 def _changes_modes(node: fx.Node) -> bool:

@@ -69,8 +69,9 @@ def optimize(
     DistributedDataParallel, or `revert` first.
 
     With an example, blocks of types that are not known are captured as graphs, as torch.compile does, and their
-    attention, linear layers, norms and activations fused where this computes the same. Calls in other modes and dtypes
-    than the example's are captured when they first occur. The graph runs only while the block is as it was: with a hook
+    attention, linear layers, norms and activations fused where this computes the same. A block that holds modules of
+    known types keeps these if its graph has more launches. Calls in other modes and dtypes than the example's are
+    captured when they first occur. The graph runs only while the block is as it was: with a hook
     inside, patched code or another attribute the block's own forward runs. Copies share the graphs; a model that was
     unpickled in another process has none, until `optimize` or `warmup` runs it on an example.
 
@@ -286,8 +287,14 @@ def _captured_row(module: nn.Module, path: str, converted: set[str]) -> Row:
         calls |= capture.calls
         unfused |= dict.fromkeys(f"{row.type}: {row.why}" for row in capture.left)
     layers = {row.type for capture in captures for row in capture.left} - {"layer_norm", "gelu", "relu", "silu", "rate"}
-    if layers and any(other.startswith(f"{path}.") for other in converted):
+    prefix = f"{path}." if path else ""
+    inside = {other.removeprefix(prefix) for other in converted if other.startswith(prefix)}
+    if layers and inside:
         return Row(path, name, why=f"what it holds is fused instead, as its graph leaves {', '.join(sorted(layers))}")
+    for launches in (capture.launches for capture in captures if inside):
+        if launches.rewritten >= (apart := launches.beside(inside)):
+            graph = f"its graph has {launches.rewritten} launches, and the block {apart}"
+            return Row(path, name, why=f"what it holds is fused instead, as {graph}")
     kind = "block" if re.search("Block|Layer", name) else "module"
     parts = ", ".join(function if n == 1 else f"{function} ×{n}" for function, n in calls.items())
     return Row(path, name, f"fused captured {kind} ({parts})", why="; ".join(unfused) or None)
