@@ -112,6 +112,12 @@ def inference(model: Callable, images: Tensor) -> Tensor:
         return model(images)
 
 
+def seeded(model: Callable, images: Tensor) -> Tensor:
+    """One call without gradients that drops the same paths for every model."""
+    torch.manual_seed(1)
+    return inference(model, images)
+
+
 def training(model: Callable, images: Tensor) -> Tensor:
     """Forward and backward pass; gradients are dropped."""
     y = model(images)
@@ -201,15 +207,20 @@ def shares(step: Callable, call: Callable, images: Tensor) -> dict[str, float]:
     return {kind: round(part / whole, 3) for kind, part in times.items()}
 
 
+def clock() -> float:
+    """Seconds: with one thread the process's CPU time, which other processes on the machine disturb less."""
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
 def product_rate(dtype: torch.dtype) -> float:
     """Multiplications and additions per second of a product of 2048³ by oneDNN."""
     x, weight = (torch.randn(2048, 2048, dtype=dtype) for _ in range(2))
     seconds = []
     with torch.no_grad(), onednn.using_row({}):
         for _ in range(4):
-            start = time.perf_counter()
+            start = clock()
             onednn.product(x, weight)
-            seconds.append(time.perf_counter() - start)
+            seconds.append(clock() - start)
     return 2 * 2048**3 / min(seconds)
 
 
@@ -231,8 +242,7 @@ def measured(cell: Cell, names: list[str], seconds: float, most: int, **sizes: i
     model.requires_grad_(model.training)  # else PyTorch's counter of operations fails in inference mode
     side = model.patch_embed.img_size[0]
     images = torch.randn(cell.batch, 3, side, side).to(dtype)
-    wide = copy.deepcopy(model).double()
-    truth = inference(wide, images.double())
+    truth = seeded(copy.deepcopy(model).double(), images.double())
     calls: dict[str, Callable] = {}
     columns: dict[str, dict[str, Any]] = {}
     for name in ("eager", *names):
@@ -240,7 +250,7 @@ def measured(cell: Cell, names: list[str], seconds: float, most: int, **sizes: i
             call = column(name, model, images)
             with medium() if name == "medium" else contextlib.nullcontext():
                 step(call, images)
-                error = (inference(call, images).double() - truth).norm() / truth.norm()
+                error = (seeded(call, images).double() - truth).norm() / truth.norm()
                 columns[name] = {"error": float(f"{error:.2e}")}
             calls[name] = call
         # Any error: compilers, exporters and runtimes have their own classes; the other columns are still measured.
@@ -265,11 +275,7 @@ def measured(cell: Cell, names: list[str], seconds: float, most: int, **sizes: i
 def timed(
     step: Callable, calls: dict[str, Callable], images: Tensor, seconds: float, most: int
 ) -> dict[str, list[float]]:
-    """Seconds of each column in each round; the order alternates, and the first round is not timed.
-
-    With one thread it is the process's CPU time, which other processes on the machine disturb less.
-    """
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    """Seconds of each column in each round; the order alternates, and the first round is not timed."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     end = time.perf_counter() + seconds
     for turn in range(most + 1):
