@@ -589,16 +589,17 @@ def test_cpu_benchmark_writes_each_cell_once(tmp_path, monkeypatch):
     monkeypatch.setattr(cpu, "product_rate", lambda dtype: 1e11)
     words = ["--out", str(tmp_path / "cpu.json"), "--resume", "--seconds", "60", "--rounds", "3"]
     words += ["--columns", "medium,ours,frozen,int8,onnx", "--only"]
-    small = dict(depth=1, img_size=32, embed_dim=48, num_classes=5)
+    small = dict(depth=2, drop_path_rate=0.9, img_size=32, embed_dim=48, num_classes=5)
     with onednn.using_row({"float32": dict.fromkeys(onednn.PHASES, 0.0)}):
         assert len(cpu.main([*words, "vit_tiny,float32,batch 1 ,threads 1,inference"], **small)) == 1
         before = json.loads((tmp_path / "cpu.json").read_text())["rows"]
         rows = cpu.main([*words, "vit_tiny,batch 1 ,threads 1"], **small)
     assert rows[:1] == before and [row["phase"] for row in rows] == ["inference", "training"] * 2
-    single, _, half, _ = (row["columns"] for row in rows)
+    single, dropped, half, _ = (row["columns"] for row in rows)
     assert single["onnx"].keys() == {"error", "ratio", "q1", "q3"}
     assert "in float32" in half["onnx"]["missing"] and "float32 on a CPU" in half["int8"]["missing"]
     assert all(single[name]["error"] < 1e-5 for name in ("eager", "ours", "frozen"))
+    assert all(dropped[name]["error"] < 1e-5 for name in ("eager", "ours"))  # paths are dropped alike
     assert single["medium"]["error"] < 2**-6  # in bfloat16, on CPUs with such instructions
     assert 1e-4 < single["int8"]["error"] < 0.1 and single["ours"]["peak_mib"] > 0
     assert sum(rows[0]["shares"]["frozen"].values()) == pytest.approx(1, abs=0.002)
