@@ -63,7 +63,7 @@ def normalized(norm: Foreign, tokens: Tensor) -> Tensor:
     return layer_norm(tokens, norm.g.flatten(), norm.b.flatten(), norm.eps)
 
 
-@fused_forward("LayerNorm", *NORMS, needs="g b eps", takes="", by_name=True)
+@fused_forward("LayerNorm", *NORMS, needs="g b eps", takes="", by_name=True, products=False)
 def channel_norm(self: Foreign, x: Tensor) -> Tensor:
     """LayerNorm of the channels of a map; [B, C, H, W] → [B, C, H, W]."""
     if not is_fusable(self, x) or not is_norm(self):

@@ -28,7 +28,6 @@ from .third_party import FUSED, can_run, inherited, is_fusable, runs_original
 Parts = Body | MlpBody
 Reader = Callable[..., Parts | str]
 R = TypeVar("R", bound=Reader)
-WITHOUT_PRODUCTS = ("LayerNorm", "RMSNorm", "patch projection")  # names in reports; oneDNN runs nothing of them
 Folds = Callable[[Any], Iterable[tuple[nn.Module | None, nn.Module | None]]]
 
 
@@ -186,11 +185,16 @@ def fused_forward(
     reason: Callable[[Any], str | None] | None = None,
     folds: Folds | None = None,
     by_name: bool = False,
+    products: bool = True,
 ) -> Callable[[Callable], Callable]:
-    """Decorator: registers the fused forward of these types; for the arguments see `Forward`."""
+    """Decorator: registers the fused forward of these types; for the other arguments see `Forward`.
+
+    Args:
+        products: False if it has no linear layer, so that oneDNN runs nothing of it.
+    """
 
     def decorate(forward: Callable) -> Callable:
-        chosen = _chosen(forward if became else transparent(forward), became not in WITHOUT_PRODUCTS)
+        chosen = _chosen(forward if became else transparent(forward), products)
         register(names, Forward(chosen, needs, takes, None, became, reason, None, folds, by_name))
         return chosen
 

@@ -208,7 +208,9 @@ def convolved_parts(self: Foreign, size: tuple[int, int]) -> Body:
     return Body("convolved attention", (), heads, self.proj, self.num_heads, drops=(self.proj_drop,))
 
 
-@fused_forward("patch projection", "fastvit_triton.layers.stems.ConvStem", needs="widths proj", takes="pos prefix")
+@fused_forward(
+    "patch projection", "fastvit_triton.layers.stems.ConvStem", needs="widths proj", takes="pos prefix", products=False
+)
 def conv_stem(self: Foreign, image: Tensor, pos: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
     """Convolutions, and patches of their map; [B, C, H, W] → [B, T + N, D]."""
     if not is_fusable(self, image) or not is_patch_conv(self.proj):
@@ -218,7 +220,11 @@ def conv_stem(self: Foreign, image: Tensor, pos: Tensor | None = None, prefix: T
 
 
 @fused_forward(
-    "patch projection", "fastvit_triton.layers.embed.NormedPatchEmbed", needs="proj norm", takes="pos prefix"
+    "patch projection",
+    "fastvit_triton.layers.embed.NormedPatchEmbed",
+    needs="proj norm",
+    takes="pos prefix",
+    products=False,
 )
 def normed_patch_embed(self: Foreign, image: Tensor, pos: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
     """Patches with a LayerNorm of their tokens; [B, C, H, W] → [B, T + N, D]."""

@@ -189,7 +189,7 @@ def _norm_reason(self: Foreign) -> str | None:
     return "its ε is None" if self.eps is None else "several axes, fast norm, or parameters of a tensor subclass"
 
 
-@fused_forward("LayerNorm", *LAYER_NORMS, reason=_norm_reason)
+@fused_forward("LayerNorm", *LAYER_NORMS, reason=_norm_reason, products=False)
 def layer_norm_forward(self: Foreign, input: Tensor) -> Tensor:
     """LayerNorm over the last axis, in float32 under autocast on a GPU; [..., D] → [..., D]."""
     norm = last_axis_norm(self) if is_fusable(self, input) else None
@@ -204,7 +204,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if device != "cpu" and torch.is_autocast_enabled(device) and x.dtype != torch.float64 else x
 
 
-@fused_forward("RMSNorm", *RMS_NORMS, reason=_norm_reason)
+@fused_forward("RMSNorm", *RMS_NORMS, reason=_norm_reason, products=False)
 def rms_norm_forward(self: Foreign, x: Tensor) -> Tensor:
     """RMSNorm over the last axis, in float32 under autocast on a GPU; [..., D] → [..., D]."""
     norm = last_axis_rms_norm(self) if is_fusable(self, x) else None
@@ -270,6 +270,7 @@ def encoder_block(self: Foreign, input: Tensor) -> Tensor:
     "patch projection",
     *CONVOLUTIONS,
     reason=lambda self: None if is_patch_conv(self) else "not a projection of patches",
+    products=False,
 )
 def patches(self: nn.Conv2d, input: Tensor) -> Tensor:
     """[B, C, H, W] → [B, D, h, w], stored as tokens [B, h·w, D]."""
@@ -284,6 +285,7 @@ def patches(self: nn.Conv2d, input: Tensor) -> Tensor:
     "patch projection",
     *VOLUME_CONVOLUTIONS,
     reason=lambda self: None if is_patch_conv(self, VOLUME_CONVOLUTIONS) else "not a projection of patches",
+    products=False,
 )
 def volumes(self: nn.Conv3d, input: Tensor) -> Tensor:
     """[B, C, T, H, W] → [B, D, t, h, w], stored as tokens [B, t·h·w, D].

@@ -159,6 +159,7 @@ def _patch_reason(self: Foreign) -> str | None:
     needs="proj norm img_size patch_size flatten",
     takes="",
     reason=_patch_reason,
+    products=False,
 )
 def patches(self: Foreign, x: Tensor) -> Tensor:
     """Patch projection; image [B, C, H, W] → tokens [B, N, D], or [B, h, w, D] for timm's NHWC format."""

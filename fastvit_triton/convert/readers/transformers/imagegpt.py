@@ -98,7 +98,7 @@ def imagegpt_mlp_parts(self: Foreign) -> MlpBody:
     return MlpBody((linear_of(self.c_fc),), activation_of(self.act), linear_of(self.c_proj), (None, self.dropout))
 
 
-@fused_forward("RMSNorm", *classes("imagegpt.ImageGPTLayerNorm"), needs="weight eps", takes="")
+@fused_forward("RMSNorm", *classes("imagegpt.ImageGPTLayerNorm"), needs="weight eps", takes="", products=False)
 def imagegpt_norm(self: Foreign, tensor: Tensor) -> Tensor:
     """RMSNorm; [..., D] → [..., D]."""
     if not is_fusable(self, tensor) or tensor.dtype != self.weight.dtype or not are_plain_tensors(self.weight):

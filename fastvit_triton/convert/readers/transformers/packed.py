@@ -234,6 +234,7 @@ def _volume_reason(self: Foreign) -> str | None:
     needs="proj in_channels temporal_patch_size patch_size embed_dim",
     takes="",
     reason=_volume_reason,
+    products=False,
 )
 def flat_patches(self: Foreign, hidden_states: Tensor) -> Tensor:
     """A convolution with one output place for each patch, as a matmul; [T, K] → [T, D]."""
@@ -243,7 +244,7 @@ def flat_patches(self: Foreign, hidden_states: Tensor) -> Tensor:
     return linear(hidden_states.view(-1, weight.shape[1]).to(weight.dtype), weight, self.proj.bias)
 
 
-@fused_forward("RMSNorm", *classes("llama.LlamaRMSNorm"), needs="weight variance_epsilon", takes="")
+@fused_forward("RMSNorm", *classes("llama.LlamaRMSNorm"), needs="weight variance_epsilon", takes="", products=False)
 def llama_norm(self: Foreign, hidden_states: Tensor) -> Tensor:
     """RMSNorm; [..., D] → [..., D]."""
     weight = self.weight
