@@ -429,11 +429,12 @@ def merged(q, k, v, **options):
     return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).flatten(2)
 
 
-def by_hand(x, bias=None, dim=-1, with_keys=True):
+def by_hand(x, bias=None, dim=-1, with_keys=True, as_scores=False):
     """softmax(0.3 · q kᵀ + bias) v."""
     q = k = v = heads(x)
     scores = (0.3 * q) @ (k.transpose(2, 3) if with_keys else torch.ones(8, 5))
-    return (scores if bias is None else scores + bias).softmax(dim) @ v
+    bias = bias.type_as(scores) if as_scores else bias
+    return (scores if bias is None else scores + bias).softmax(dim).type_as(x) @ v
 
 
 def windowed(x, mask, bias=None, windows=2):
@@ -465,12 +466,13 @@ def in_units(x, mask=None):
     return F.scaled_dot_product_attention(q, k, v, mask)
 
 
-def multi_head(x, memory=None, **options):
+def multi_head(x, memory=None, values=None, **options):
     """`F.multi_head_attention_forward` on [N, B, D] with three heads."""
     q = x.transpose(0, 1)
-    k = q if memory is None else memory.transpose(0, 1)
+    k = q if memory is None or memory is x else memory.transpose(0, 1)
+    v = k if values is None else q if values is x else values.transpose(0, 1)
     ends = (None, None, False, 0.0, W24, None)
-    return F.multi_head_attention_forward(q, k, k, 24, 3, W72, None, *ends, need_weights=False, **options)[0]
+    return F.multi_head_attention_forward(q, k, v, 24, 3, W72, None, *ends, need_weights=False, **options)[0]
 
 
 def keys_in_place(x):
@@ -548,7 +550,14 @@ CASES = {
     "multi-head with a mask": (lambda x: multi_head(x, attn_mask=MASK), {"attention_qkv"}),
     "multi-head with a mask of True": (lambda x: multi_head(x, attn_mask=MASK > 0.9), {"attention_qkv"}),
     "multi-head with masks of heads": (lambda x: multi_head(x, attn_mask=MASK.expand(6, 5, 5)), LEFT),
-    "multi-head with masked keys": (lambda x: multi_head(x, key_padding_mask=MASK[:2] > 0.9), LEFT),
+    "multi-head with masked keys": (lambda x: multi_head(x, key_padding_mask=MASK[:2] > 0.9), {"attention_qkv"}),
+    "multi-head with values added for keys": (
+        lambda x: multi_head(x, attn_mask=MASK, key_padding_mask=MASK[:2]),
+        {"attention_qkv"},
+    ),
+    "multi-head on other values": (lambda x: multi_head(x, x, 2 * x.sin()), {"attention"}),
+    "multi-head of three tensors": (lambda x: multi_head(x, x[:, :3].cos(), x[:, 1:4].sin()), {"attention"}),
+    "multi-head, queries and values of one tensor": (lambda x: multi_head(x, x.cos(), x), {"attention"}),
     "multi-head on a memory": (lambda x: multi_head(x, x[:, :3] * 2), {"attention"}),
     "keys written in place": (keys_in_place, LEFT),
     "norm in float32": (single_norm, {"linear"}),
@@ -556,6 +565,7 @@ CASES = {
     "norm in float64": (lambda x: single_norm(x, first=torch.float64), LEFT),
     "by hand": (by_hand, {"attention"}),
     "by hand with a mask": (lambda x: by_hand(x, MASK), {"attention"}),
+    "by hand with a mask in the dtype of the scores": (lambda x: by_hand(x, MASK, as_scores=True), {"attention"}),
     "by hand, softmax over queries": (lambda x: by_hand(x, dim=2), LEFT),
     "windows": (lambda x: windowed(x, WINDOWS), {"attention"}),
     "windows with a bias": (lambda x: windowed(x, WINDOWS, MASK), {"attention"}),

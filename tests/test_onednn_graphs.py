@@ -198,6 +198,9 @@ def multi_head(x, memory=None, values=None, ends=(None, None, False, 0.0), **opt
 THREE = dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), W24)
 ADDED = W24[0].view(1, 1, 24)
 LATER = torch.ones(5, 5, dtype=torch.bool).triu(1)
+PADDED = torch.tensor([[False] * 5, [False, True, False, False, True]])
+EARLIER = LATER & ~torch.eye(5, dtype=torch.bool)  # each query keeps a key that is not padded
+ADDEND = torch.linspace(-1, 1, 25).view(5, 5)
 KEYS = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(0))  # [B·H, N, d]
 
 
@@ -214,7 +217,8 @@ INNER = {
     "attention with dropout": (lambda x: multi_head(x, ends=(None, None, False, 0.5)), X, 0),
     "attention with a key of zeros": (lambda x: multi_head(x, ends=(None, None, True, 0.0)), X, 0),
     "attention with three projections": (lambda x: multi_head(x, use_separate_proj_weight=True, **THREE), X, 0),
-    "attention to other values": (lambda x: multi_head(x, x, x.cos()), X, 0),
+    "attention to other values": (lambda x: multi_head(x, x, x.cos()), X, 3),
+    "attention of three tensors": (lambda x: multi_head(x, x.sin(), x.cos()), X, 4),
     "attention whose weights are used": (
         lambda x: multi_head(x, need_weights=True, average_attn_weights=True),
         X,
@@ -223,7 +227,22 @@ INNER = {
     "attention with a mask for each head": (lambda x: multi_head(x, attn_mask=LATER.expand(6, 5, 5)), X, 0),
     "attention with keys of its own": (lambda x: multi_head(x, static_k=KEYS, static_v=KEYS), X, 0),
     "attention with an added key": (lambda x: multi_head(x, ends=(ADDED, ADDED, False, 0.0)), X, 0),
-    "attention with padded keys": (lambda x: multi_head(x, key_padding_mask=torch.zeros(2, 5)), X, 0),
+    "attention with padded keys": (lambda x: multi_head(x, key_padding_mask=PADDED), X, 2),
+    "attention with a mask and padded keys": (
+        lambda x: multi_head(x, attn_mask=EARLIER, key_padding_mask=PADDED),
+        X,
+        2,
+    ),
+    "causal attention with padded keys": (
+        lambda x: multi_head(x, attn_mask=EARLIER, is_causal=True, key_padding_mask=PADDED),
+        X,
+        2,
+    ),
+    "attention with values added to scores": (
+        lambda x: multi_head(x, attn_mask=ADDEND, key_padding_mask=ADDEND[:2]),
+        X,
+        2,
+    ),
     "addmm": (lambda x: torch.addmm(W[:, 0], x, W.t()), (10, 24), 1),
     "addmm of weights as GPT-2 keeps them": (lambda x: torch.addmm(W24[0], x, W24, beta=1, alpha=1), (10, 24), 1),
     "scaled addmm": (lambda x: torch.addmm(W[:, 0], x, W.t(), alpha=0.5), (10, 24), 0),

@@ -32,10 +32,9 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 from ..engine.freeze import all_derived, keeps
 from ..engine.hooks import PACKAGE
 from ..kernels.backend import kernels_available
-from ..kernels.mlp import mlp
 from .backend import copied, path_of, rewrite
 from .flop_shares import enclosing
-from .graph.nodes import kind, up
+from .graph.nodes import kind, read, same, up
 from .graph.regions import Memory, memory
 from .graph.weights import Split, split
 from .reporting import Row
@@ -46,8 +45,7 @@ log = logging.getLogger(__name__)
 OURS = f"{PACKAGE}."
 ATTRIBUTE = re.compile(r"L\['module'\](\.\w+|\['\w+'\]|\[\d+\])*$")  # compared by the caller
 HELD = re.compile(r"module(\._modules\['\w+'\])*(\.\w+|\._(parameters|buffers)\['\w+'\])$")  # sizes, by the caller
-PRODUCTS = dict.fromkeys(("addmm", "linear", "matmul", "scaled_dot_product_attention"), 1)  # launches, if fused
-PRODUCTS |= {"multi_head_attention": 3, "encoder_layer": 5}
+PRODUCTS = {"addmm": 1, "encoder_layer": 5, "linear": 1, "matmul": 1, "scaled_dot_product_attention": 1}
 COMPARED = ("CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH")
 # private: the setting `specialize_float` is for all numbers, and a softmax whose scale is an input is not fused
 WRAP = getattr(VariableBuilder, "wrap_symfloat", None)
@@ -69,7 +67,7 @@ class Launches(NamedTuple):
     Attributes:
         original: number of them in the block's own forward, by the path of the module that calls them.
         products: number of linear layers and attention in these.
-        rewritten: number of them in the rewritten graph.
+        rewritten: number of them in the rewritten graph, where an MLP counts as its two linear layers.
     """
 
     original: Counter[str]
@@ -219,17 +217,18 @@ def _captured(
     output.args = (tuple(returned),)
     result = _result(outputs, args, named, len(returned))
     writes = any(_is_write(node) for node in graph.graph.nodes)
-    original, products = Counter[str](), Counter[str]()
-    for node in _launching(graph.graph):
-        original[path_of(node)] += 1
-        products[path_of(node)] += PRODUCTS.get(kind(node) or "", 0)
+    before = _launching(graph.graph)
     unfused = rewrite(graph, anywhere=True).left
-    # an MLP is two linear layers
-    launches = Launches(original, products, sum(2 if node.target is mlp else 1 for node in _launching(graph.graph)))
+    left = {node.name for node in graph.graph.nodes}
     functions = [node.target for node in graph.graph.nodes if callable(node.target)]
     calls = Counter(f.__name__ for f in functions if (getattr(f, "__module__", None) or "").startswith(OURS))
     if not calls:
         raise Refusal("it has nothing to fuse")
+    original, products = Counter[str](), Counter[str]()
+    for node in before:
+        original[path_of(node)] += 1
+        products[path_of(node)] += _products(node)
+    launches = Launches(original, products, sum(node.name in left for node in before) + calls.total() + calls["mlp"])
     for node in graph.graph.find_nodes(op="call_function", target=torch.sym_sum):
         node.target = sum  # the same of numbers, which an outer torch.compile traces
     texts = list(sources.values())
@@ -245,14 +244,21 @@ def _captured(
 
 
 def _launching(graph: fx.Graph) -> list[fx.Node]:
-    """The operators that write memory of their own; no views and numbers, nor reshaped copies, which all ways make."""
+    """The operators that write memory of their own: no views, numbers or no-ops, nor copies, which all ways make."""
 
     def held(nodes: list[fx.Node]) -> Memory:
         return memory([node.meta.get("example_value") for node in nodes])
 
-    calls = (node for node in graph.nodes if node.op.startswith("call_"))
+    calls = (node for node in graph.nodes if node.op.startswith("call_") and same(node) is None)
     new = (node for node in calls if not held([node]) <= held(node.all_input_nodes))
     return [node for node in new if kind(node) not in ("contiguous", "reshape")]
+
+
+def _products(node: fx.Node) -> int:
+    """Number of linear layers and attention in an operator; projections of one tensor are one layer."""
+    if kind(node) == "multi_head_attention":
+        return len({read(node)[name] for name in ("query", "key", "value")}) + 2
+    return PRODUCTS.get(kind(node) or "", 0)
 
 
 def _changes_modes(node: fx.Node) -> bool:

@@ -300,7 +300,9 @@ def call(model: nn.Module, example: Any) -> None:
         state.example = False
 
 
-def candidates(model: nn.Module, converted: set[str], within: bool, inside: str | None = None) -> Iterator[str]:
+def candidates(
+    model: nn.Module, converted: set[str], called: set[str], within: bool, inside: str | None = None
+) -> Iterator[str]:
     """Yields paths of modules to capture: the outermost ones that hold no stack of such modules.
 
     Each is of a class that is not PyTorch's, holds an `nn.MultiheadAttention` or two linear layers, and a class whose
@@ -309,10 +311,16 @@ def candidates(model: nn.Module, converted: set[str], within: bool, inside: str 
     Args:
         model: the model.
         converted: paths of modules with a fused forward, which are passed over with all that they hold.
+        called: paths of modules of unknown types, which the fused forward of a module around them calls.
         within: False to count only layers outside of modules with a fused forward.
         inside: path of a module that is passed over itself; None for the model.
     """
-    free = {path for path, _ in model.named_modules() if not any(map(converted.__contains__, enclosing(path)))}
+
+    def is_free(path: str) -> bool:
+        nearest = next((p for p in enclosing(path) if p in converted or p in called), None)
+        return nearest not in converted
+
+    free = {path for path, _ in model.named_modules() if is_free(path)}
 
     def is_candidate(path: str, module: nn.Module) -> bool:
         below = dict(module.named_modules(prefix=path))
@@ -323,9 +331,7 @@ def candidates(model: nn.Module, converted: set[str], within: bool, inside: str 
         return _is_foreign(module) and number > 1 and named and not any(map(_is_block, parts))
 
     def visit(path: str, module: nn.Module) -> Iterator[str]:
-        if path not in free:
-            return
-        if path != inside and is_candidate(path, module):
+        if path in free and path != inside and is_candidate(path, module):
             yield path
             return
         for name, child in module.named_children():

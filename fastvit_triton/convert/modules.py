@@ -242,8 +242,9 @@ def _with_captured(
         if not row.bare and is_our_forward(model.get_submodule(row.path).__dict__.get("forward"))
     }
     converted = ours | {path for path in bound_paths if not captured.is_bound(model.get_submodule(path))}
+    called = {row.path for row in rows if row.why == UNKNOWN}
     by_path: dict[str, Row] = {}
-    paths = list(captured.candidates(model, converted, example is not None))
+    paths = list(captured.candidates(model, converted, called, example is not None))
     while paths:
         to_capture: list[str] = []
         for path in paths:
@@ -271,7 +272,7 @@ def _with_captured(
             row = by_path[path] = _captured_row(model.get_submodule(path), path, converted)
             if row.became is None:
                 del model.get_submodule(path).__dict__["forward"]
-                paths += captured.candidates(model, converted, False, path)
+                paths += captured.candidates(model, converted, called, False, path)
     return _merged(model, rows, by_path)
 
 
@@ -292,7 +293,7 @@ def _captured_row(module: nn.Module, path: str, converted: set[str]) -> Row:
     if layers and inside:
         return Row(path, name, why=f"what it holds is fused instead, as its graph leaves {', '.join(sorted(layers))}")
     for launches in (capture.launches for capture in captures if inside):
-        if launches.rewritten >= (apart := launches.beside(inside)):
+        if launches.rewritten > (apart := launches.beside(inside)):
             graph = f"its graph has {launches.rewritten} launches, and the block {apart}"
             return Row(path, name, why=f"what it holds is fused instead, as {graph}")
     kind = "block" if re.search("Block|Layer", name) else "module"
@@ -302,7 +303,9 @@ def _captured_row(module: nn.Module, path: str, converted: set[str]) -> Row:
 
 def _merged(model: nn.Module, rows: tuple[Row, ...], captured_rows: dict[str, Row]) -> tuple[Row, ...]:
     """All rows in the order of the model's modules; that of a captured module replaces those of all that it holds."""
-    by_path = {row.path: row for row in rows} | captured_rows
+    within = {row.path: row.within for row in rows}
+    by_path = {row.path: row for row in rows}
+    by_path |= {path: replace(row, within=within.get(path)) for path, row in captured_rows.items()}
     tops = tuple(f"{path}." if path else "" for path, row in captured_rows.items() if row.became is not None)
     order = (path for path, _ in model.named_modules(remove_duplicate=False) if path in by_path)
     return tuple(by_path[path] for path in order if f"{path}." in tops or not path.startswith(tops))

@@ -360,14 +360,15 @@ def why_not_expanded(node: fx.Node) -> str | None:
     query = arguments["query"]
     E = arguments["embed_dim_to_check"]
     weight = arguments["in_proj_weight"]
-    mask = arguments.get("attn_mask")
-    if arguments["value"] is not arguments["key"] or len(shape(query)) != 3 or weight is None:
-        return "its keys and values are not one tensor [N, B, D]"
-    if any(arguments.get(name) is not None for name in ("key_padding_mask", "bias_k", "static_k", "static_v")):
-        return "it has a mask of keys, or separate keys and values"
-    if mask is not None and (len(shape(mask)) != 2 or value(mask).dtype not in (torch.bool, value(query).dtype)):
-        return "its mask has not the axes [Nq, Nk], or another dtype"
-    if arguments.get("is_causal") and mask is None:
+    if len(shape(query)) != 3 or weight is None:
+        return "its queries have not the axes [N, B, D], or it has separate projections"
+    if any(arguments.get(name) is not None for name in ("bias_k", "static_k", "static_v")):
+        return "it has keys or values of its own"
+    masks = [m for name in ("attn_mask", "key_padding_mask") if (m := arguments.get(name)) is not None]
+    dtypes = {value(m).dtype for m in masks}
+    if any(len(shape(m)) != 2 for m in masks) or len(dtypes) > 1 or not dtypes <= {torch.bool, value(query).dtype}:
+        return "its masks have not the axes [Nq, Nk] and [B, Nk], or another dtype"
+    if arguments.get("is_causal") and arguments.get("attn_mask") is None:
         return "it is causal without a mask"
     if arguments.get("add_zero_attn") or arguments.get("use_separate_proj_weight"):
         return "it has separate projections, or added keys"

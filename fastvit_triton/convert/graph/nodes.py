@@ -89,9 +89,9 @@ FUNCTIONS = {
 }
 KINDS: dict[Any, str] = {function: kind for kind, functions in FUNCTIONS.items() for function in functions}
 METHODS: dict[Any, str | None] = {kind: kind for kind in ARGUMENTS} | {
+    **dict.fromkeys(("bfloat16", "double", "float", "half", "type", "type_as"), "to"),
     "flatten": "reshape",
     "swapaxes": "transpose",
-    "type": "to",
     "unflatten": "reshape",
     "view": "reshape",
 }

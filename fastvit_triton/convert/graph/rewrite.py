@@ -4,6 +4,7 @@ A match is rewritten only if its inner values have no other readers, no node in 
 the kernels run for its device and dtype, and the new call has the same output shape and dtype as the traced one.
 """
 
+import itertools
 import operator
 from collections.abc import Callable
 from functools import partial
@@ -44,6 +45,8 @@ class Rewriter:
         """Makes all rewrites to kernels, in an order in which none prevents another."""
         for node in self.graph.find_nodes(op="call_method", target="new_empty"):
             self._unbind(node)
+        for node in self.graph.find_nodes(op="call_method", target="type_as"):
+            self._state_dtype(node)
         for node in self._all("multi_head_attention"):
             self._expand(node)
         for node in self._all("encoder_layer"):
@@ -201,21 +204,29 @@ class Rewriter:
             node.kwargs = {"dtype": like.dtype, **node.kwargs}
 
     def _unusable(self, node: fx.Node, x: fx.Node, arguments: dict, kernels: bool) -> str | None:
-        dtypes = {t.dtype for t in tensors({k: v for k, v in arguments.items() if k != "attn_mask"})}
+        operands = {name: t for name, t in arguments.items() if name not in ("attn_mask", "key_padding_mask")}
+        dtypes = {t.dtype for t in tensors(operands)}
         if dtypes - {torch.float32, torch.bfloat16, torch.float16} if self.regions.casts(node) else len(dtypes) > 1:
             return "its tensors differ in dtype"
         if not kernels:
             return None
         return self.refuses(value(x).device, value(x).dtype, arguments["embed_dim_to_check"] // arguments["num_heads"])
 
-    def _attention(self, before: fx.Node, x: fx.Node, arguments: dict, memory: fx.Node | None = None) -> fx.Node:
+    def _state_dtype(self, node: fx.Node) -> None:
+        """Gives `x.type_as(other)` the dtype itself, so that what computes `other` may be fused."""
+        x, other = (value(n) for n in node.all_input_nodes) if len(node.all_input_nodes) == 2 else (None, None)
+        if x is not None and other is not None and x.device == other.device:
+            node.target = "to"
+            node.args = (read(node)["input"], other.dtype)
+
+    def _attention(self, before: fx.Node, x: fx.Node, arguments: dict, *memory: fx.Node) -> fx.Node:
         """Inserts, before a node, an attention as `F.multi_head_attention_forward` computes it.
 
         Args:
             before: the node.
-            x: queries [B, N, D], which are also keys and values without `memory`.
+            x: what queries are projected from, [B, N, D].
             arguments: those of the call.
-            memory: keys and values [B, M, D].
+            *memory: what keys and values are projected from, [B, M, D] each; none if that is x.
         """
         call = partial(self._insert, before)
         weight, bias = arguments["in_proj_weight"], arguments["in_proj_bias"]
@@ -224,22 +235,41 @@ class Rewriter:
         def project(t: fx.Node, first: int, last: int) -> list[fx.Node]:
             """The projections of these numbers, with their heads: [B, H, N, D] each."""
             rows = slice(first * E, last * E)
-            part = [w if memory is None or w is None else call(operator.getitem, w, rows) for w in (weight, bias)]
+            part = [w if last - first == 3 or w is None else call(operator.getitem, w, rows) for w in (weight, bias)]
             split = call(torch.unflatten, call(F.linear, t, *part), -1, (last - first, heads, E // heads))
             parts = call(torch.unbind, call(torch.permute, split, (2, 0, 3, 1, 4)), 0)
             return [call(operator.getitem, parts, i) for i in range(last - first)]
 
-        q, k, v = project(x, 0, 3) if memory is None else (*project(x, 0, 1), *project(memory, 1, 3))
-        mask = arguments.get("attn_mask")
-        causal = bool(arguments.get("is_causal")) and not arguments.get("need_weights", True)
+        sources = (x, *memory) if memory else (x, x, x)
+        runs = [(source, list(numbers)) for source, numbers in itertools.groupby(range(3), sources.__getitem__)]
+        q, k, v = (part for source, numbers in runs for part in project(source, numbers[0], numbers[-1] + 1))
+        mask, padding = arguments.get("attn_mask"), arguments.get("key_padding_mask")
+        causal = bool(arguments.get("is_causal")) and not arguments.get("need_weights", True) and padding is None
         if causal:  # PyTorch does not read the mask
             mask = None
-        if mask is not None and value(mask).dtype == torch.bool:
-            mask = call(torch.logical_not, mask)  # True keeps a key, in the function that is called
+        mask = self._joined(before, mask, padding)
         masks = {} if mask is None else dict(attn_mask=mask)
         o = call(F.scaled_dot_product_attention, q, k, v, **masks, **(dict(is_causal=True) if causal else {}))
         merged = call(torch.flatten, call(torch.transpose, o, 1, 2), 2)
         return call(F.linear, merged, arguments["out_proj_weight"], arguments["out_proj_bias"])
+
+    def _joined(self, before: fx.Node, mask: fx.Node | None, padding: fx.Node | None) -> fx.Node | None:
+        """Inserts the mask of `F.scaled_dot_product_attention`, whose True keeps a key, for two whose True drops it.
+
+        Args:
+            before: the node to insert before.
+            mask: [Nq, Nk], boolean or added to the scores; or None.
+            padding: [B, Nk] of the same dtype; or None.
+        """
+        call = partial(self._insert, before)
+        if padding is not None:
+            padding = call(torch.unsqueeze, call(torch.unsqueeze, padding, 1), 2)
+        masks = [m for m in (mask, padding) if m is not None]
+        if not masks:
+            return None
+        if value(masks[0]).dtype != torch.bool:
+            return masks[0] if len(masks) == 1 else call(torch.add, *masks)
+        return call(torch.logical_not, masks[0] if len(masks) == 1 else call(torch.logical_or, *masks))
 
     def _expand(self, node: fx.Node, kernels: bool = True) -> None:
         """Expands a call of `F.multi_head_attention_forward` into its inner calls, for kernels or oneDNN's products."""
@@ -253,8 +283,11 @@ class Rewriter:
         def images_first(t: fx.Node) -> fx.Node:
             return read(t)["input"] if order(t) == (1, 0, 2) else self._insert(node, torch.transpose, t, 0, 1)
 
-        memory = None if arguments["key"] is query else images_first(arguments["key"])
-        y = self._attention(node, images_first(query), arguments, memory)
+        sources = [arguments[name] for name in ("query", "key", "value")]
+        first = {t: images_first(t) for t in dict.fromkeys(sources)}
+        x, *memory = map(first.__getitem__, sources)
+        alone = all(t is x for t in memory)
+        y = self._attention(node, x, arguments, *(() if alone else memory))
         for item in list(node.users):
             for reader in list(item.users):
                 if order(reader) == (1, 0, 2):  # transposes to [B, N, D], y's layout
@@ -263,10 +296,10 @@ class Rewriter:
             if item.users:
                 self._replace(item, self._insert(node, torch.transpose, y, 0, 1))
             self.graph.erase_node(item)
-        attended = "attention_qkv" if memory is None else "attention"
+        attended = "attention_qkv" if alone else "attention"
         self.became[node.name] = attended if kernels else "products by oneDNN"
         self.graph.erase_node(node)
-        for operand in dict.fromkeys((query, arguments["key"])):
+        for operand in first:
             if not operand.users and operand.op != "placeholder":
                 self.graph.erase_node(operand)
 
