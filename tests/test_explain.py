@@ -591,6 +591,10 @@ def test_unreadable_images_raise(checkpoint: Path, tmp_path: Path, capsys: pytes
     assert main([*words, str(folder), "--most", "0"]) == 2 and "--most is 0" in capsys.readouterr().err
     assert main([*words, str(folder / "a.png"), "--query", "99"]) == 2
     assert "query is 99; the model has tokens 0 to 16" in capsys.readouterr().err
+    assert main([*words, str(folder / "a.png"), "--out", str(folder / "a.png" / "r")]) == 1
+    assert (
+        f"{folder / 'a.png' / 'r'} cannot be created: Not a directory; give another folder" in capsys.readouterr().err
+    )
 
 
 PROBE = """<script>addEventListener("load", () => parent.postMessage({

@@ -195,9 +195,10 @@ def _check_trackers(option: str, text: str) -> None:
 def _is_resumed(args: argparse.Namespace, out: Path) -> bool:
     """True if the run in the output folder is resumed; raises ValueError if the folder conflicts with the options."""
     from ..train.checkpoint import PREVIOUS, STATE
+    from ..train.data.split import SPLIT
     from ..train.outputs import FILES
 
-    existing = [name for name in FILES if (out / name).exists()]
+    existing = [name for name in FILES if name != SPLIT and (out / name).exists()]  # a run that failed leaves it alone
     if args.resume and args.overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it; pass one of them")
     if args.resume and {STATE, PREVIOUS} & set(existing):
