@@ -542,9 +542,6 @@ def test_report_of_an_optimised_model_without_class_token(tmp_path: Path, refere
         panels = list(explain.explain(model, images[:1], images[:1].sigmoid(), ["a"]))
         names = [panel.name for panel in panels]
         assert expected in names and "rollout" in names and ("prediction" in names) == (name != "hf_vit")
-    with pytest.raises(ValueError, match="layers have different tokens"):
-        swin = build("timm_swin", torch.float32).eval()
-        next(explain.explain(swin, images, images, ["a", "b"]))
     model = create_model("vit_tiny_patch16_224", **TINY).eval()
     with pytest.raises(ValueError, match="query is 17; the model has tokens 0 to 16"):
         next(explain.explain(model, torch.randn(1, 3, 16, 16), torch.rand(1, 3, 16, 16), ["a"], query=17))
@@ -572,6 +569,27 @@ def test_what_a_model_lacks_is_named(tmp_path: Path, checkpoint: Path, capsys: p
     assert {file.stem for file in (tmp_path / "r").iterdir()} == names | {"report"}
     assert main(["explain", *words, "--checkpoint", str(checkpoint), "--out", str(tmp_path / "v")]) == 0
     assert "left out" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "pvt_tiny", "tnt_s_patch16_224"])
+def test_what_is_shown_instead_of_rollout_is_named(name: str, tmp_path: Path, checkpoint: Path, capsys):
+    """Oracle: the files and the sentence."""
+    about = {
+        "data": "digits",
+        "classes": list("0123456789"),
+        "transform": {"size": (64, 64), "mean": (0.3,) * 3, "std": (0.4,) * 3},
+        "batch_size": 64,
+        "skip_bad_images": False,
+    }
+    shallow = dict(depth=2) if "tnt" in name else dict(depths=(1, 1, 1, 2))
+    model = create_model(name, img_size=64, num_classes=10, **shallow)
+    save_weights(model, tmp_path / "model.safetensors", metadata={"training": json.dumps(about)})
+    words = ["--image", str(checkpoint / "pictures" / "0.png"), "--no-test", "--out", str(tmp_path / "r")]
+    assert main(["explain", *words, "--checkpoint", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("left out, because layers attend to different tokens: attention by head, rollout")
+    names = {file.stem for file in (tmp_path / "r").iterdir()}
+    assert names - {"filters"} == {"prediction", "contributions", "tokens", "layers", "report"}
 
 
 def test_unreadable_images_raise(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
