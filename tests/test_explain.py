@@ -513,6 +513,19 @@ def test_labels_can_be_read_on_a_phone():
         assert min(sizes(panel.figure), default=10) >= 10, panel.name
 
 
+def test_labels_of_the_confusion_matrix_end_at_their_column():
+    """Oracle: where matplotlib draws them: each ends below its column, whatever the lengths of the names."""
+    classes = ("Appenzeller Sennenhund", "cat", "a bird of prey", "dog")
+    score = Score(0.1, 1.0, torch.arange(4), torch.arange(4))
+    (panel,) = explain.explain_run(None, score, classes)
+    panel.figure.canvas.draw()
+    (axes,) = panel.figure.axes
+    columns = axes.transData.transform([(i, 0.0) for i in range(4)])[:, 0]
+    half = (columns[1] - columns[0]) / 2
+    for label, column in zip(axes.get_xticklabels(), columns, strict=True):
+        assert abs(label.get_window_extent().x1 - column) < half, label.get_text()
+
+
 def test_pictures_of_tokens_align():
     """Oracle: the places that matplotlib computes: one top, one bottom and one width."""
     drawn = figures.draw_tokens(torch.rand(3, 16, 24), torch.rand(4, 6), torch.rand(4, 6, 3), [3.0])

@@ -226,6 +226,8 @@ def _print_task(run: "Run", parallel: str | None) -> None:
     steps = f"{trainer.epochs} {'epoch' if trainer.epochs == 1 else 'epochs'} of {count} step{'s' * (count != 1)}"
     start = f", from {run.settings['weights']}" if run.settings["weights"] else ", from random weights"
     print_line(f"recipe {run.settings['recipe']}{start}")
+    if run.settings["freeze"] and not run.settings["weights"]:
+        print_line("--freeze backbone trains the head alone, and the rest stays random; give pretrained --weights")
     print_line(f"{run.settings['data']}: {len(data.classes)} classes; {steps}")
     if bad := data.train.bad | data.test.bad:
         print_line(skipped(bad))
