@@ -13,7 +13,8 @@ from test_explain import hooks, within
 from timm.models import swin_transformer
 
 from fastvit_triton import create_model, explain, optimize
-from fastvit_triton.explain.report import can_explain
+from fastvit_triton.explain.figures import draw_overlays
+from fastvit_triton.explain.report import _depth, can_explain
 
 MODELS = """timm_twins_svt_ragged timm_pvt_v2 timm_pvt_v2_linear timm_tnt timm_cait timm_levit timm_crossvit
 timm_swin_ragged timm_swin_v2_ragged torchvision_swin_ragged torchvision_swin_v2""".split()
@@ -275,6 +276,24 @@ def test_report_without_rollout(name):
     assert all(f"{h} × {w} patches" in "".join(titles) for h, w in grids)
     with pytest.raises(ValueError, match="query is 3, but the model's layers have different tokens"):
         next(explain.explain(model, images, images.sigmoid(), list("abcde"), query=3))
+
+
+def test_titles_of_contributions_fit():
+    """Oracle: where they are drawn: inside the figure, also with a long path and with nothing for the class."""
+    where = explain.Geometry((14, 14), 0, (16.0, 16.0))
+    parts = [
+        explain.Contribution(
+            "swinv2.encoder.layers.10.blocks.10", sign * torch.ones(1, 14, 14), torch.ones(1, 196, 4), where
+        )
+        for sign in (1, -1)
+    ]
+    titles = [_depth(part, 0) for part in parts]
+    assert [title.endswith("none positive") for title in titles] == [False, True]
+    page = draw_overlays(torch.rand(3, 56, 56), {title: torch.rand(14, 14) for title in titles})
+    page.canvas.draw()
+    for axes in page.axes:
+        box = axes.title.get_window_extent()
+        assert 0 <= box.x0 and box.x1 <= page.bbox.x1
 
 
 def test_what_has_no_contributions_is_refused():

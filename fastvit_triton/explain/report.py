@@ -187,8 +187,9 @@ def _by_gradient(
 def _depth(found: Contribution, image: int) -> str:
     """The title of a map of contributions."""
     h, w = found.where.grid
-    none = "" if bool((found.values[image] > 0).any()) else ", none for the class"
-    return f"{found.path},\n{h} × {w} patches{none}"
+    what = "patches" if bool((found.values[image] > 0).any()) else "patches, none positive"
+    path = found.path if len(found.path) <= 26 else f"…{found.path[-25:]}"
+    return f"{path},\n{h} × {w} {what}"
 
 
 def _prediction(
