@@ -289,6 +289,10 @@ def test_predict_with_bad_images(digits_run: Path, tmp_path: Path, capsys: pytes
     captured = capsys.readouterr()
     assert captured.err == f"fastvit-triton: skipped: {bad} cannot be read as an image: empty file\n"
     assert captured.out.startswith(f"{good}: ")
+    sentence = f"fastvit-triton: skipped: no file matches {tmp_path}/*.jpg"
+    assert refused(capsys, "predict", "--checkpoint", digits_run, tmp_path / "*.jpg") == sentence
+    missing = refused(capsys, "predict", "--checkpoint", digits_run, tmp_path / "a.jpg")
+    assert missing.endswith("a.jpg cannot be read as an image: No such file or directory")
     (tmp_path / "void").mkdir()
     assert "there is no image in" in refused(capsys, "predict", "--checkpoint", digits_run, tmp_path / "void")
 
