@@ -14,21 +14,25 @@ def replacing(path: str | os.PathLike, keep: str | os.PathLike | None = None) ->
     """Yields a temporary path in the same folder; on success it is renamed to `path`, on any error it is removed.
 
     An existing file at `path` is replaced, or renamed to `keep`, only after the new file is on disk. If the process
-    dies between these two renames, the old file is at `keep`. The folder must exist.
+    dies between these two renames, the old file is at `keep`; Ctrl-C there completes them. The folder must exist.
     """
     path = Path(path)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
     os.close(handle)
     temporary = Path(name)
+    complete = False
     try:
         yield temporary
         with open(temporary, "r+b") as written:  # Windows flushes only what may be written
             os.fsync(written.fileno())
         temporary.chmod(0o666 & ~_umask())
+        complete = True
         if keep is not None and path.exists():
             os.replace(path, keep)
         os.replace(temporary, path)
     except BaseException:
+        if complete and temporary.exists() and not path.exists():  # between the renames, of which this is the second
+            os.replace(temporary, path)
         temporary.unlink(missing_ok=True)
         raise
     _fsync_folder(path.parent)

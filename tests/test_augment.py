@@ -129,10 +129,41 @@ def test_drop_path_rates_are_set_per_block():
     foreign = timm.create_model("vit_tiny_patch16_224", depth=3, drop_path_rate=0.1)
     assert set_drop_path(foreign, 0.2) == [0.0, 0.1, 0.2]
     assert [getattr(block.drop_path1, "drop_prob", 0.0) for block in foreign.blocks] == [0.0, 0.1, 0.2]
-    with pytest.raises(ValueError, match="block 0 has no DropPath"):
+    with pytest.raises(ValueError, match=r"blocks\.0 has no DropPath; .*, or leave the rate at 0"):
         set_drop_path(foreign, 0.2, constant=True)
     assert set_drop_path(model, 0.2, constant=True) == [0.2] * 4
     with pytest.raises(ValueError, match="no numbered blocks"):
         set_drop_path(torchvision.ops.StochasticDepth(0.1, "row"), 0.2)
     with pytest.raises(ValueError, match=r"last is 1; use a number in \[0, 1\)"):
         set_drop_path(model, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("swin_tiny_patch4_window7_224", dict(depths=(2, 2, 3, 1))),
+        ("pvt_tiny", dict(depths=(1, 2, 2, 2))),
+        ("twins_svt_small", dict(depths=(2, 1, 3, 2))),
+        ("pit_ti_224", dict(depths=(2, 3, 1))),
+        ("botnet50", dict(depths=(1, 2, 2, 1))),
+    ],
+)
+def test_drop_path_counts_the_blocks_of_all_stages(name: str, options: dict):
+    """Oracle: our models built with that rate, timm's for Swin; their rates rise with each block of each stage."""
+    width = {} if name == "botnet50" else dict(img_size=64)
+    model, built = (create_model(name, **options, **width, drop_path_rate=rate) for rate in (0.0, 0.3))
+    rates = set_drop_path(model, 0.3)
+    assert len(rates) == sum(options["depths"]) and rates[0] == 0.0 and rates[-1] == 0.3
+    found = {path: module.p for path, module in model.named_modules() if type(module).__name__ == "DropPath"}
+    wanted = {path: module.p for path, module in built.named_modules() if type(module).__name__ == "DropPath"}
+    assert found == pytest.approx(wanted) and len(set(found.values())) == len(rates)
+    if name.startswith("swin"):
+        foreign = timm.create_model(name, **options, **width, drop_path_rate=0.1)
+        set_drop_path(foreign, 0.3)
+        theirs = timm.create_model(name, **options, **width, drop_path_rate=0.3)
+        pairs = [(a.drop_prob, b.drop_prob) for a, b in zip(*map(_timm_drop_paths, (foreign, theirs)), strict=True)]
+        assert all(a == pytest.approx(b) for a, b in pairs) and len(pairs) == 2 * (sum(options["depths"]) - 1)
+
+
+def _timm_drop_paths(model):
+    return [module for module in model.modules() if type(module).__name__ == "DropPath"]

@@ -289,8 +289,32 @@ def test_predict_with_bad_images(digits_run: Path, tmp_path: Path, capsys: pytes
     captured = capsys.readouterr()
     assert captured.err == f"fastvit-triton: skipped: {bad} cannot be read as an image: empty file\n"
     assert captured.out.startswith(f"{good}: ")
+    sentence = f"fastvit-triton: skipped: no file matches {tmp_path}/*.jpg"
+    assert refused(capsys, "predict", "--checkpoint", digits_run, tmp_path / "*.jpg") == sentence
+    missing = refused(capsys, "predict", "--checkpoint", digits_run, tmp_path / "a.jpg")
+    assert missing.endswith("a.jpg cannot be read as an image: No such file or directory")
     (tmp_path / "void").mkdir()
     assert "there is no image in" in refused(capsys, "predict", "--checkpoint", digits_run, tmp_path / "void")
+
+
+def test_a_run_that_failed_before_training_can_be_repeated(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: the advice of the first error, followed, trains; the folder of the first try holds no run."""
+    photos, out = tmp_path / "photos", tmp_path / "run"
+    for name in ("a", "b"):
+        (photos / name).mkdir(parents=True)
+        for i in range(4):
+            Image.effect_noise((32, 32), 60).save(photos / name / f"{i}.png")
+    for i in range(4):  # the header is whole, so only decoding finds out
+        file = photos / "a" / f"{i}.png"
+        file.write_bytes(file.read_bytes()[:300])
+    shutil.copy(photos / "b" / "0.png", photos / "a" / "4.png")
+    shutil.copy(photos / "b" / "1.png", photos / "a" / "5.png")
+    words = ["train", "--data", photos, "--val-split", "0.4", "--model", "vit_digits_patch2_8", "--img-size", "8"]
+    words += ["--epochs", "1", "--batch-size", "4", "--out", out]
+    assert "or pass --skip-bad-images" in refused(capsys, *words) and (out / "split.json").exists()
+    assert "leave it out to start a run there" in refused(capsys, *words, "--skip-bad-images", "--resume")
+    assert main([str(word) for word in (*words, "--skip-bad-images")]) == 0
+    assert "already holds a run" in refused(capsys, *words, "--skip-bad-images")
 
 
 def test_an_existing_run_is_not_overwritten(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):

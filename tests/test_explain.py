@@ -513,6 +513,19 @@ def test_labels_can_be_read_on_a_phone():
         assert min(sizes(panel.figure), default=10) >= 10, panel.name
 
 
+def test_labels_of_the_confusion_matrix_end_at_their_column():
+    """Oracle: where matplotlib draws them: each ends below its column, whatever the lengths of the names."""
+    classes = ("Appenzeller Sennenhund", "cat", "a bird of prey", "dog")
+    score = Score(0.1, 1.0, torch.arange(4), torch.arange(4))
+    (panel,) = explain.explain_run(None, score, classes)
+    panel.figure.canvas.draw()
+    (axes,) = panel.figure.axes
+    columns = axes.transData.transform([(i, 0.0) for i in range(4)])[:, 0]
+    half = (columns[1] - columns[0]) / 2
+    for label, column in zip(axes.get_xticklabels(), columns, strict=True):
+        assert abs(label.get_window_extent().x1 - column) < half, label.get_text()
+
+
 def test_pictures_of_tokens_align():
     """Oracle: the places that matplotlib computes: one top, one bottom and one width."""
     drawn = figures.draw_tokens(torch.rand(3, 16, 24), torch.rand(4, 6), torch.rand(4, 6, 3), [3.0])
@@ -542,9 +555,6 @@ def test_report_of_an_optimised_model_without_class_token(tmp_path: Path, refere
         panels = list(explain.explain(model, images[:1], images[:1].sigmoid(), ["a"]))
         names = [panel.name for panel in panels]
         assert expected in names and "rollout" in names and ("prediction" in names) == (name != "hf_vit")
-    with pytest.raises(ValueError, match="layers have different tokens"):
-        swin = build("timm_swin", torch.float32).eval()
-        next(explain.explain(swin, images, images, ["a", "b"]))
     model = create_model("vit_tiny_patch16_224", **TINY).eval()
     with pytest.raises(ValueError, match="query is 17; the model has tokens 0 to 16"):
         next(explain.explain(model, torch.randn(1, 3, 16, 16), torch.rand(1, 3, 16, 16), ["a"], query=17))
@@ -574,6 +584,27 @@ def test_what_a_model_lacks_is_named(tmp_path: Path, checkpoint: Path, capsys: p
     assert "left out" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "pvt_tiny", "tnt_s_patch16_224"])
+def test_what_is_shown_instead_of_rollout_is_named(name: str, tmp_path: Path, checkpoint: Path, capsys):
+    """Oracle: the files and the sentence."""
+    about = {
+        "data": "digits",
+        "classes": list("0123456789"),
+        "transform": {"size": (64, 64), "mean": (0.3,) * 3, "std": (0.4,) * 3},
+        "batch_size": 64,
+        "skip_bad_images": False,
+    }
+    shallow = dict(depth=2) if "tnt" in name else dict(depths=(1, 1, 1, 2))
+    model = create_model(name, img_size=64, num_classes=10, **shallow)
+    save_weights(model, tmp_path / "model.safetensors", metadata={"training": json.dumps(about)})
+    words = ["--image", str(checkpoint / "pictures" / "0.png"), "--no-test", "--out", str(tmp_path / "r")]
+    assert main(["explain", *words, "--checkpoint", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("left out, because layers attend to different tokens: attention by head, rollout")
+    names = {file.stem for file in (tmp_path / "r").iterdir()}
+    assert names - {"filters"} == {"prediction", "contributions", "tokens", "layers", "report"}
+
+
 def test_unreadable_images_raise(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: sentences and exit codes; a good image is shown even if another is bad."""
     words = ["explain", "--checkpoint", str(checkpoint), "--out", str(tmp_path / "r"), "--no-test", "--image"]
@@ -591,6 +622,10 @@ def test_unreadable_images_raise(checkpoint: Path, tmp_path: Path, capsys: pytes
     assert main([*words, str(folder), "--most", "0"]) == 2 and "--most is 0" in capsys.readouterr().err
     assert main([*words, str(folder / "a.png"), "--query", "99"]) == 2
     assert "query is 99; the model has tokens 0 to 16" in capsys.readouterr().err
+    assert main([*words, str(folder / "a.png"), "--out", str(folder / "a.png" / "r")]) == 1
+    assert (
+        f"{folder / 'a.png' / 'r'} cannot be created: Not a directory; give another folder" in capsys.readouterr().err
+    )
 
 
 PROBE = """<script>addEventListener("load", () => parent.postMessage({

@@ -13,7 +13,8 @@ from test_explain import hooks, within
 from timm.models import swin_transformer
 
 from fastvit_triton import create_model, explain, optimize
-from fastvit_triton.explain.report import can_explain
+from fastvit_triton.explain.figures import draw_overlays
+from fastvit_triton.explain.report import _depth, can_explain
 
 MODELS = """timm_twins_svt_ragged timm_pvt_v2 timm_pvt_v2_linear timm_tnt timm_cait timm_levit timm_crossvit
 timm_swin_ragged timm_swin_v2_ragged torchvision_swin_ragged torchvision_swin_v2""".split()
@@ -136,9 +137,6 @@ def test_statistics_refuse_what_is_not_square():
                 explain.attention_distance(
                     layer.blocks(), (layer.x.shape[1], 1) if layer.queries == 1 else (99, 99), (4, 4)
                 )
-        if name != "timm_tnt":
-            with pytest.raises(ValueError, match="layers have different tokens"):
-                next(explain.explain(model, images.float(), images.sigmoid().float(), list("abcde")))
     model = swin_transformer.SwinTransformer(**SWIN | dict(img_size=16, depths=(1,), num_heads=(2,)))
     with torch.no_grad(), explain.capture(model.eval()) as seen:
         model(torch.randn(2, 3, 16, 16))
@@ -196,6 +194,119 @@ def test_report_of_levit(optimised, references):
     assert explain.stage_geometry(images, 24) == explain.Geometry((4, 6), 0, (16.0, 16.0))
     with pytest.raises(ValueError, match="query is 3, but stages have 24, 6 tokens; leave it out"):
         next(explain.explain(model, images, images.sigmoid(), ["a", "b"], query=3))
+
+
+GRIDS = {  # of the blocks whose patches reach the logit, by hand from image size, patches and stages
+    "timm_swin_ragged": None,
+    "timm_pvt_v2": None,
+    "timm_cait": None,
+    "timm_tnt": None,
+    "botnet50": [(3, 4), (3, 4)],
+    "swin_tiny_patch4_window7_224": [(12, 16)] * 2 + [(6, 8)] * 2 + [(3, 4)] + [(2, 2)],
+    "pvt_tiny": [(12, 16)] * 2 + [(6, 8)] * 2 + [(3, 4)],
+}
+PYRAMIDS = {
+    "botnet50": dict(depths=(1, 1, 1, 2)),
+    "swin_tiny_patch4_window7_224": dict(embed_dim=24, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 2), window_size=4),
+    "pvt_tiny": dict(depths=(2, 2, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_contributions_are_derivatives_by_the_size_of_a_token(name):
+    """Oracle: central differences in float64 of the logit, of a forward pass whose block scales one patch.
+
+    PVT's last block has a class token, which alone is read, so its patches reach no logit and are left out.
+    """
+    torch.manual_seed(0)
+    H, W = (96, 128) if name == "botnet50" else (48, 64)
+    if name in PYRAMIDS:
+        model = create_model(name, img_size=(H, W), num_classes=5, **PYRAMIDS[name]).eval()
+        images = torch.randn(2, 3, H, W)
+    else:
+        model, images = build(name).eval(), inputs(name)
+    model, images = model.double(), images.double()
+    classes = torch.arange(len(images)) % 3
+    before = hooks(model)
+    found = explain.contributions(model, images, classes)
+    assert hooks(model) == before and not any(p.grad is not None for p in model.parameters())
+    if GRIDS[name] is not None:
+        assert [c.where.grid for c in found] == GRIDS[name]
+    step = 1e-5
+    for part in (found[0], found[len(found) // 2], found[-1]):
+        h, w = part.where.grid
+        for row, column in {(0, 0), (h - 1, w // 2)}:
+            sides = []
+            for factor in (1 + step, 1 - step):
+                scale = _scaled(part, row * w + column, factor, name == "botnet50")
+                handle = model.get_submodule(part.path).register_forward_hook(scale)
+                with torch.no_grad():
+                    sides.append(model(images).gather(1, classes[:, None])[:, 0])
+                handle.remove()
+            torch.testing.assert_close(part.values[:, row, column], (sides[0] - sides[1]) / (2 * step))
+
+
+def _scaled(part, patch, factor, channels_first):
+    """A hook that multiplies one patch of the tokens that a block returns."""
+
+    def scale(module, inputs, output):
+        y = output[1] if isinstance(output, tuple) else output
+        y = y.movedim(1, -1) if channels_first else y
+        flat = y.flatten(1, -2).clone()
+        flat[:, part.where.prefix + patch] *= factor
+        flat = flat.view(y.shape).movedim(-1, 1) if channels_first else flat.view(y.shape)
+        return (output[0], flat) if isinstance(output, tuple) else flat
+
+    return scale
+
+
+@pytest.mark.parametrize("name", ["timm_swin_ragged", "timm_pvt_v2", "timm_cait", "timm_tnt", "timm_crossvit"])
+def test_report_without_rollout(name):
+    """Oracle: the figures by name; the maps drawn are those of the last block of each grid."""
+    model, images = build(name).eval().float(), inputs(name).float()
+    assert can_explain(model, images)
+    panels = list(explain.explain(model, images, images.sigmoid(), list("abcde")[: len(images)]))
+    names = {panel.name.partition("-")[2] or panel.name for panel in panels}
+    assert names - {"filters"} == {"prediction", "contributions", "tokens", "layers"}
+    assert [panel.name for panel in panels].count("01-contributions") == 1
+    found = explain.contributions(model, images)
+    titles = [axes.get_title() for axes in panels[1].figure.axes if axes.get_title()][1:]
+    grids = list(dict.fromkeys(c.where.grid for c in found))
+    assert len(titles) == (len(grids) if len(grids) > 1 else min(3, len(found)))
+    assert all(f"{h} × {w} patches" in "".join(titles) for h, w in grids)
+    with pytest.raises(ValueError, match="query is 3, but the model's layers have different tokens"):
+        next(explain.explain(model, images, images.sigmoid(), list("abcde"), query=3))
+
+
+def test_titles_of_contributions_fit():
+    """Oracle: where they are drawn: inside the figure, also with a long path and with nothing for the class."""
+    where = explain.Geometry((14, 14), 0, (16.0, 16.0))
+    parts = [
+        explain.Contribution(
+            "swinv2.encoder.layers.10.blocks.10", sign * torch.ones(1, 14, 14), torch.ones(1, 196, 4), where
+        )
+        for sign in (1, -1)
+    ]
+    titles = [_depth(part, 0) for part in parts]
+    assert [title.endswith("none positive") for title in titles] == [False, True]
+    page = draw_overlays(torch.rand(3, 56, 56), {title: torch.rand(14, 14) for title in titles})
+    page.canvas.draw()
+    for axes in page.axes:
+        box = axes.title.get_window_extent()
+        assert 0 <= box.x0 and box.x1 <= page.bbox.x1
+
+
+def test_what_has_no_contributions_is_refused():
+    """Oracle: the sentences for features without logits and for blocks that return a single patch."""
+    images = torch.randn(1, 3, 32, 32)
+    options = PYRAMIDS["swin_tiny_patch4_window7_224"]
+    features = create_model("swin_tiny_patch4_window7_224", img_size=32, **options, num_classes=0).eval()
+    features.forward = features.forward_features
+    botnet = create_model("botnet50", img_size=32, depths=(1, 1, 1, 2), num_classes=3).eval()
+    for model, sentence in ((features, "returns no logits"), (botnet, "no block returns patches")):
+        assert not can_explain(model, images)
+        with pytest.raises(ValueError, match=sentence):
+            next(explain.explain(model, images, images.sigmoid(), ["a"]))
 
 
 class StrangeAttention(torch.nn.Linear):

@@ -414,7 +414,9 @@ def test_cache_offline_and_revisions(hub: HubServer, tmp_path: Path, monkeypatch
         return download(*words, **options)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", track)
-    assert re.search("is not in the cache and cannot be downloaded: .*Connection refused", failure("hf-hub:me/other"))
+    sentence = failure("hf-hub:me/other")
+    assert re.search("is not in the cache and cannot be downloaded: .*Connection refused", sentence)
+    assert sentence.endswith("; without network, give the path of a copy")
     assert tried[0] is None and all(tried[1:])  # one file is tried, for as long as the client wants
 
 

@@ -178,6 +178,11 @@ def test_a_run_trains_the_head_alone(given: dict, tmp_path: Path, capsys):
     assert changed == {"head.weight", "head.bias"}
     words = ["--recipe", "mae-pretrain", "--data", given["data"], "--freeze", "backbone", "--out", tmp_path / "mae"]
     assert "freeze trains the head of a classifier" in refused(capsys, "train", *words, "--workers", "0")
+    words = ["--data", given["data"], "--model", "vit_digits_patch2_8", "--img-size", "8", "--epochs", "1"]
+    words += ["--freeze", "backbone", "--workers", "0"]
+    for name, weights in (("a", []), ("b", ["--weights", str(tmp_path / "a")])):
+        assert main(["train", *words, *weights, "--out", str(tmp_path / name)]) == 0
+        assert ("the rest stays random; give pretrained --weights" in capsys.readouterr().out) == (not weights)
 
 
 def test_a_converted_backbone_can_be_frozen():

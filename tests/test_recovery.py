@@ -411,6 +411,24 @@ def test_the_old_file_is_kept_and_temporary_files_are_removed(tmp_path: Path):
     assert sorted(left.name for left in tmp_path.iterdir()) == [".mine.pt", "a.pt", "b.pt"]
 
 
+def test_an_interrupt_between_the_renames_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Oracle: the contents; the new file was complete, so it must be at its path and the old one beside it."""
+    path, before = tmp_path / "state", tmp_path / "previous"
+    path.write_text("old")
+    rename = os.replace
+
+    def interrupted(source, target):
+        rename(source, target)
+        if Path(target) == before:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt), replacing(path, keep=before) as temporary:
+        temporary.write_text("new")
+    assert path.read_text() == "new" and before.read_text() == "old"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["previous", "state"]
+
+
 @pytest.mark.fast
 def test_divergence_names_step_images_and_state(tmp_path: Path):
     """Oracle: images become infinite in the second epoch; the state before that step is complete."""

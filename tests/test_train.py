@@ -402,6 +402,20 @@ def test_learning_rates_have_a_scientific_axis(lr, heights, label):
     assert label in rate.get_ylabel() and bool(label) == bool(rate.get_ylabel())
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_the_legend_covers_no_line(stacked):
+    """Oracle: where the legend and its neighbours are drawn: above the axes, beside the title."""
+    row = dict(lr=0.1, train_accuracy=0.5, test_accuracy=0.4)
+    history = [row | dict(epoch=i, train_loss=1.6 - 0.1 * i, test_loss=1 / i) for i in range(1, 4)]
+    page = plots.curves(history, stacked)
+    page.canvas.draw()
+    loss = page.axes[0]
+    legend = loss.get_legend().get_window_extent()
+    assert legend.y0 >= loss.get_window_extent().y1
+    title = next(text for text in [*loss.texts, loss._left_title] if text.get_text() == "Loss").get_window_extent()
+    assert legend.x0 > title.x1 and legend.y1 <= page.bbox.y1 and legend.x1 <= page.bbox.x1
+
+
 @pytest.mark.fast
 def test_adamw_decays_matrices_only():
     """Oracle: with zero gradients a step multiplies matrices by 1 − lr · decay and leaves the rest unchanged."""

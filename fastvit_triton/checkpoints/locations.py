@@ -146,7 +146,7 @@ class Repository(Location):
             return "HF_HUB_OFFLINE is set"
         if self.options.get("local_files_only"):
             return "local_files_only is True"
-        return reason(error.__cause__ or error)
+        return f"{reason(error.__cause__ or error)}; without network, give the path of a copy"
 
     def why_missing(self, what: str) -> str:
         """A sentence that says why `find` found nothing."""

@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from ..explain import explain, explain_run, write_report
+    from ..explain.report import CONTRIBUTIONS
     from ..train.data.transform import read_image
 
     if importlib.util.find_spec("matplotlib") is None:
@@ -84,7 +85,12 @@ def run(args: argparse.Namespace) -> int:
         yield from explain_run(*_run_results(args, trained, device), classes)
 
     page = write_report(all_panels(), args.out, title)
-    if absent := [figures for name, figures in PARTS.items() if name not in names]:
+    if any(name.endswith(CONTRIBUTIONS) for name in names):
+        print_line(
+            "left out, because layers attend to different tokens: attention by head, rollout, attention distance, "
+            "similarity by depth, positions and cost by image size; explain.capture has the maps in Python"
+        )
+    elif absent := [figures for name, figures in PARTS.items() if name not in names]:
         print_line(f"left out, because the model has no such part: {'; '.join(absent)}")
     return _print_page(page, len(shown), len(files), code)
 

@@ -256,13 +256,20 @@ def _matches(path: Path) -> list[Path]:
     return sorted(map(Path, glob.glob(str(path), recursive=True))) or [path]
 
 
+def _unreadable(file: Path, defect: str) -> str:
+    """A sentence on a file that is no image, or on a pattern that matches nothing."""
+    if glob.has_magic(str(file)) and not file.exists():
+        return f"no file matches {file}"
+    return f"{file} cannot be read as an image: {defect}"
+
+
 def readable_images(files: Iterable[Path], max_pixels: int) -> Iterator[Path]:
     """Yields the files that can be decoded; prints one line on stderr for each of the others."""
     from ..train.data.transform import find_defect
 
     for file in files:
         if defect := find_defect(file, True, max_pixels):
-            print_skipped(f"{file} cannot be read as an image: {defect}")
+            print_skipped(_unreadable(file, defect))
         else:
             yield file
 
@@ -296,7 +303,7 @@ def decoded(
             good = []
             for file, result in zip(chosen, pool.map(attempt, chosen), strict=True):
                 if isinstance(result, str):
-                    print_skipped(f"{file} cannot be read as an image: {result}")
+                    print_skipped(_unreadable(file, result))
                 else:
                     good.append((file, result))
             if good:

@@ -195,9 +195,10 @@ def _check_trackers(option: str, text: str) -> None:
 def _is_resumed(args: argparse.Namespace, out: Path) -> bool:
     """True if the run in the output folder is resumed; raises ValueError if the folder conflicts with the options."""
     from ..train.checkpoint import PREVIOUS, STATE
+    from ..train.data.split import SPLIT
     from ..train.outputs import FILES
 
-    existing = [name for name in FILES if (out / name).exists()]
+    existing = [name for name in FILES if name != SPLIT and (out / name).exists()]  # a run that failed leaves it alone
     if args.resume and args.overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it; pass one of them")
     if args.resume and {STATE, PREVIOUS} & set(existing):
@@ -225,6 +226,8 @@ def _print_task(run: "Run", parallel: str | None) -> None:
     steps = f"{trainer.epochs} {'epoch' if trainer.epochs == 1 else 'epochs'} of {count} step{'s' * (count != 1)}"
     start = f", from {run.settings['weights']}" if run.settings["weights"] else ", from random weights"
     print_line(f"recipe {run.settings['recipe']}{start}")
+    if run.settings["freeze"] and not run.settings["weights"]:
+        print_line("--freeze backbone trains the head alone, and the rest stays random; give pretrained --weights")
     print_line(f"{run.settings['data']}: {len(data.classes)} classes; {steps}")
     if bad := data.train.bad | data.test.bad:
         print_line(skipped(bad))

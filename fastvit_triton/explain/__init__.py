@@ -1,6 +1,7 @@
 """Visualises attention, tokens, positions, patch filters and costs of a ViT, without disabling its fused kernels."""
 
 from .costs import Cost, cost_table, image_cost
+from .gradients import Contribution, contributions
 from .layer import AttentionLayer
 from .maps import attention_distance, class_relevance, entropy, gradient_rollout, rollout
 from .page import Panel, write_report
@@ -23,6 +24,7 @@ from .tokens import (
 
 __all__ = [
     "AttentionLayer",
+    "Contribution",
     "Cost",
     "Geometry",
     "Panel",
@@ -31,6 +33,7 @@ __all__ = [
     "attention_distance",
     "capture",
     "class_relevance",
+    "contributions",
     "cost_table",
     "entropy",
     "explain",

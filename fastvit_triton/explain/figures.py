@@ -1,7 +1,7 @@
 """Plots of the report. Each function returns one matplotlib figure; the other modules here compute the data."""
 
 from textwrap import fill, shorten
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -204,8 +204,10 @@ def draw_confusion(counts: Tensor, classes: tuple[str, ...]) -> "Figure":
         for i, j in counts.nonzero().tolist():
             colour = "white" if shade[i, j] > shade.max() / 2 else INK
             axes.text(j, i, f"{counts[i, j]}", ha="center", va="center", color=colour, fontsize=min(9, 90 / K))
-        rotation = 0 if max(map(len, classes)) < 4 else 60
-        axes.set_xticks(range(K), classes, rotation=rotation, color=INK, parse_math=False)
+        turned: dict[str, Any] = (
+            {} if max(map(len, classes)) < 4 else dict(rotation=60, ha="right", rotation_mode="anchor")
+        )
+        axes.set_xticks(range(K), classes, color=INK, parse_math=False, **turned)
         axes.set_yticks(range(K), classes, color=INK, parse_math=False)
     axes.set_xlabel("predicted class", color=MUTED)
     axes.set_ylabel("true class", color=MUTED)

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..files import replacing
+from ..files import replacing, write_failure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,8 +45,14 @@ def write_report(panels: Iterable[Panel], out: Path, title: str) -> Path:
         panels: figures of the report; a generator keeps one at a time in memory.
         out: a folder; created if it does not exist.
         title: title of the page.
+
+    Raises:
+        OSError: the folder cannot be created.
     """
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"{out} cannot be created: {write_failure(error)}; give another folder") from error
     entries = []
     sections = []
     for panel in panels:

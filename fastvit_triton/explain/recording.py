@@ -69,7 +69,7 @@ def capture(model: nn.Module, gradients: bool = False) -> Iterator[Recording]:
             handles.append(parents[path].register_forward_pre_hook(_here(partial(_leave_out, recording, path))))
         for path, read in readers.items():
             module = parents[path]
-            outer, block = _block(path, parents)
+            outer, block = block_of(path, parents)
             if type(module) is layers.Attention and isinstance(block, layers.Block) and not gradients:
                 norm = None if isinstance(block, layers.PostNormBlock) else block.norm1
                 enter = partial(_enter, recording, path, partial(own, module), norm)
@@ -152,7 +152,7 @@ def _after(recording: Recording, path: str, module: nn.Module, inputs: tuple, na
         recording.blocks[path] = x.detach(), y.detach()
 
 
-def _block(path: str, modules: dict[str, nn.Module]) -> tuple[str, nn.Module | None]:
+def block_of(path: str, modules: dict[str, nn.Module]) -> tuple[str, nn.Module | None]:
     """Path and module of the nearest ancestor of an attention layer that is not a ModuleList."""
     while path:
         path = path.rpartition(".")[0]

@@ -11,17 +11,19 @@ from ..train.loop import Score
 from ..train.plots import curves
 from . import figures, tokens
 from .costs import Cost, cost_table
+from .gradients import Contribution, by_grid, contributions
 from .layer import AttentionLayer
 from .maps import attention_distance, class_relevance, entropy, logits_of, rollout
 from .page import Panel
 from .published import SOURCE
 from .recording import Recording, capture
 
+CONTRIBUTIONS = "contributions"  # panel of a model without rollout
 HALVED = "↓"  # marks layers that halve the grid
 
 
 def can_explain(model: nn.Module, images: Tensor) -> bool:
-    """True if `explain` takes the model: each layer attends to all tokens of an image, which only stages may halve.
+    """True if `explain` takes the model: attention over all tokens of an image, or contributions of its patches.
 
     Args:
         model: in eval mode, on the device of the images.
@@ -30,9 +32,9 @@ def can_explain(model: nn.Module, images: Tensor) -> bool:
     try:
         with torch.no_grad(), capture(model) as seen:
             model(images)
-    except ValueError:  # no attention
+        return _is_whole(seen, len(images)) or bool(contributions(model, images))
+    except ValueError:  # no attention, or no logits
         return False
-    return _is_whole(seen, len(images))
 
 
 def _is_whole(seen: Recording, images: int) -> bool:
@@ -64,15 +66,15 @@ def explain(
         query: index of the token whose attention to show; None means the class token or, without one, all patches.
 
     Raises:
-        ValueError: no attention could be recorded, layers differ in number of tokens other than by halving the grid
-            between stages, or `query` is out of range or given for such stages.
+        ValueError: no attention could be recorded; layers differ in number of tokens other than by halving the grid
+            between stages, and there are no logits or no patches that reach them; or `query` is out of range or given
+            for such layers.
     """
     with torch.no_grad(), capture(model) as seen:
         output = model(images)
     if not _is_whole(seen, len(images)):
-        why = "the model's layers have different tokens (windows, stages or class tokens)"
-        instead = "explain LeViT or a plain ViT, such as vit_tiny_patch16_224, or use explain.capture in Python"
-        raise ValueError(f"{why}; {instead}")
+        yield from _by_gradient(model, seen, output, images, pictures, names, classes, query)
+        return
     counts = list(dict.fromkeys(layer.heads.k.shape[2] for layer in seen.layers) | {seen.layers[-1].queries: None})
     N = counts[0]
     if query is not None and len(counts) > 1:
@@ -103,17 +105,7 @@ def explain(
     for i, name in enumerate(names):
         tag, image = (f"{i + 1:02d}-", name) if len(names) > 1 else ("", "")
         if logits is not None:
-            chances = logits[i].softmax(0)
-            answer = classes[int(chances.argmax())] if classes else f"{int(chances.argmax())}"
-            labels = classes or tuple(map(str, range(len(chances))))
-            yield Panel(
-                f"{tag}prediction",
-                f"{name}: {answer}",
-                "Probabilities of the most likely classes; the longest bar is the prediction.",
-                f"{name}, predicted as {answer} with {100 * chances.max():.1f} %",
-                figures.draw_predictions(pictures[i], chances, labels),
-                image=image,
-            )
+            yield _prediction(tag, image, name, pictures[i], logits[i], classes)
         yield Panel(
             f"{tag}attention",
             f"Attention of {target} by layer",
@@ -132,20 +124,117 @@ def explain(
             figures.draw_overlays(pictures[i], {t: _heat(m[i], query, where) for t, m in heats.items()}),
             image=image,
         )
-        lengths = final[i].float().norm(dim=-1)
-        yield Panel(
-            f"{tag}tokens",
-            "Output tokens",
-            "Patches of one colour have similar features. A token with many times the norm of its neighbours is an "
-            "outlier in which the model stores global information (registers take over this role).",
-            f"{name}, the norm of each of its tokens, and their first three principal components as colours",
-            figures.draw_tokens(
-                pictures[i], lengths[last.prefix :].view(last.grid), colours[i], lengths[: last.prefix].tolist()
-            ),
-            image=image,
-        )
+        yield _tokens(tag, image, name, pictures[i], final[i], colours[i], last)
     yield from _layers(seen, places, len(images))
     yield from _model(model, seen, where, images)
+
+
+def _by_gradient(
+    model: nn.Module,
+    seen: Recording,
+    output: object,
+    images: Tensor,
+    pictures: Tensor,
+    names: list[str],
+    classes: tuple[str, ...] | None,
+    query: int | None,
+) -> Iterator[Panel]:
+    """Yields the panels for a model whose layers attend to different tokens: contributions instead of rollout."""
+    different = "the model's layers have different tokens (windows, stages or class tokens)"
+    if query is not None:
+        raise ValueError(f"query is {query}, but {different}; leave it out, or use explain.capture in Python")
+    try:
+        logits = logits_of(output)
+        found = contributions(model, images)
+    except ValueError as error:
+        raise ValueError(f"{different}, so their contributions to a class are shown: {error}") from error
+    if not found:
+        raise ValueError(
+            f"{different}, and no block returns patches that reach the logits; explain LeViT, Swin, PVT or a plain "
+            "ViT, such as vit_tiny_patch16_224, or use explain.capture in Python"
+        )
+    shown, final = by_grid(found), found[-1]
+    colours = tokens.feature_colours(final.x, final.where)
+    for i, name in enumerate(names):
+        tag, image = (f"{i + 1:02d}-", name) if len(names) > 1 else ("", "")
+        yield _prediction(tag, image, name, pictures[i], logits[i], classes)
+        heats = {_depth(c, i): c.values[i].clamp_min(0) for c in shown}
+        yield Panel(
+            f"{tag}{CONTRIBUTIONS}",
+            "Contribution to the predicted class",
+            "Bright patches, as a block returns them, contribute most to the class: the logit grows with their size "
+            "(gradient times value; what speaks against the class is dark). Each map is scaled separately. Layers "
+            "attend to different tokens here, so there is no rollout.",
+            f"{name} under {len(heats)} heat maps of contributions",
+            figures.draw_overlays(pictures[i], heats),
+            image=image,
+        )
+        yield _tokens(tag, image, name, pictures[i], final.x[i], colours[i], final.where)
+    spread = {number: entropy(layer.blocks()).mean(0) for number, layer in enumerate(seen.layers, 1)}
+    yield Panel(
+        "layers",
+        "Attention entropy",
+        "Each dot is a head. A low entropy means attention to few tokens; uniform attention has the logarithm of the "
+        f"number of keys, which differs by layer (means over {len(images)} image{'s' if len(images) > 1 else ''}).",
+        f"Attention entropy in nats of each head in {len(spread)} layers",
+        figures.draw_layers({"Attention entropy": (spread, "nats")}),
+    )
+    filters = tokens.patch_filters(model, images.shape[1])
+    if filters is not None:
+        yield _filters(filters)
+
+
+def _depth(found: Contribution, image: int) -> str:
+    """The title of a map of contributions."""
+    h, w = found.where.grid
+    what = "patches" if bool((found.values[image] > 0).any()) else "patches, none positive"
+    path = found.path if len(found.path) <= 26 else f"…{found.path[-25:]}"
+    return f"{path},\n{h} × {w} {what}"
+
+
+def _prediction(
+    tag: str, image: str, name: str, picture: Tensor, logits: Tensor, classes: tuple[str, ...] | None
+) -> Panel:
+    chances = logits.softmax(0)
+    answer = classes[int(chances.argmax())] if classes else f"{int(chances.argmax())}"
+    labels = classes or tuple(map(str, range(len(chances))))
+    return Panel(
+        f"{tag}prediction",
+        f"{name}: {answer}",
+        "Probabilities of the most likely classes; the longest bar is the prediction.",
+        f"{name}, predicted as {answer} with {100 * chances.max():.1f} %",
+        figures.draw_predictions(picture, chances, labels),
+        image=image,
+    )
+
+
+def _tokens(
+    tag: str, image: str, name: str, picture: Tensor, x: Tensor, colours: Tensor, where: tokens.Geometry
+) -> Panel:
+    lengths = x.float().norm(dim=-1)
+    return Panel(
+        f"{tag}tokens",
+        "Output tokens",
+        "Patches of one colour have similar features. A token with many times the norm of its neighbours is an "
+        "outlier in which the model stores global information (registers take over this role).",
+        f"{name}, the norm of each of its tokens, and their first three principal components as colours",
+        figures.draw_tokens(
+            picture, lengths[where.prefix :].view(where.grid), colours, lengths[: where.prefix].tolist()
+        ),
+        image=image,
+    )
+
+
+def _filters(filters: Tensor) -> Panel:
+    components = tokens.filter_components(filters.float())
+    return Panel(
+        "filters",
+        "Filters of the patch embedding",
+        "Each tile is a principal component of the patch projection, most important first; smooth tiles are "
+        "colours and edges to which most channels respond.",
+        f"The first {len(components)} principal components of the patch projection",
+        figures.draw_filters(components),
+    )
 
 
 def _layers(seen: Recording, places: dict[int, tokens.Geometry], count: int) -> Iterator[Panel]:
@@ -201,15 +290,7 @@ def _model(model: nn.Module, seen: Recording, where: tokens.Geometry, images: Te
         )
     filters = tokens.patch_filters(model, images.shape[1])
     if filters is not None:
-        components = tokens.filter_components(filters.float())
-        yield Panel(
-            "filters",
-            "Filters of the patch embedding",
-            "Each tile is a principal component of the patch projection, most important first; smooth tiles are "
-            "colours and edges to which most channels respond.",
-            f"The first {len(components)} principal components of the patch projection",
-            figures.draw_filters(components),
-        )
+        yield _filters(filters)
         yield _cost(seen, where, images, filters.shape[-1], len(filters))
 
 

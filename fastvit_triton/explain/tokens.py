@@ -67,11 +67,47 @@ def stage_geometry(images: Tensor, tokens: int) -> Geometry:
         images: [B, C, H, W].
         tokens: N, the number of tokens of the stage.
     """
+    return _nearest(images, [(_grid(images, tokens), 0)])
+
+
+def grid_of(images: Tensor, x: Tensor) -> Geometry:
+    """Token layout of what a block returns: the grid of the map, or that whose shape is nearest to the image's.
+
+    Args:
+        images: [B, C, H, W].
+        x: tokens [B, N, D], of which the first or the first two may be prefix tokens, or a map [B, h, w, D].
+    """
+    N = x[0, ..., 0].numel()
+    whole = (x.shape[1], x.shape[2]) if x.dim() == 4 else _grid(images, N)
+    return _nearest(images, [(whole, 0), *((_grid(images, N - prefix), prefix) for prefix in (1, 2) if N > prefix)])
+
+
+def channels_first(images: Tensor, x: Tensor) -> bool:
+    """True if a block returns a map [B, D, h, w] whose shape is nearer to the image's than that of [B, h, w, D]."""
+    if x.dim() != 4:
+        return False
+    last, first = (_error(images, grid) for grid in ((x.shape[1], x.shape[2]), (x.shape[2], x.shape[3])))
+    return first < last
+
+
+def _error(images: Tensor, grid: tuple[int, int]) -> float:
+    """How far the shape of a grid is from the image's; 0 if they are the same."""
+    return round(abs(math.log(grid[0] * images.shape[3] / grid[1] / images.shape[2])), 6)
+
+
+def _grid(images: Tensor, count: int) -> tuple[int, int]:
+    """(rows, columns) of `count` patches, as near as possible to the image's shape."""
     H, W = images.shape[2:]
-    heights = (n for n in range(1, tokens + 1) if tokens % n == 0)
-    rows = min(heights, key=lambda n: abs(math.log(n * n * W / tokens / H)))
-    grid = rows, tokens // rows
-    return Geometry(grid, 0, (H / grid[0], W / grid[1]))
+    heights = (n for n in range(1, count + 1) if count % n == 0)
+    rows = min(heights, key=lambda n: abs(math.log(n * n * W / count / H)))
+    return rows, count // rows
+
+
+def _nearest(images: Tensor, candidates: list[tuple[tuple[int, int], int]]) -> Geometry:
+    """The candidate (grid, prefix tokens) nearest to the image's shape; the first of equals."""
+    H, W = images.shape[2:]
+    (h, w), prefix = min(candidates, key=lambda candidate: _error(images, candidate[0]))
+    return Geometry((h, w), prefix, (H / h, W / w))
 
 
 def patch_filters(model: nn.Module, channels: int) -> Tensor | None:

@@ -9,7 +9,6 @@ from .ranges import FractionBelow1, checked
 
 # Class names of stochastic-depth modules → names of their rate: ours and timm's, torchvision's.
 _DROP_PATH_RATE = {"DropPath": ("p", "drop_prob"), "StochasticDepth": ("p",)}
-_BLOCK_NUMBER = re.compile(r"(^|\.)(?:blocks|layers?|encoder_layer)[._](\d+)(\.|$)")
 
 
 @checked
@@ -19,8 +18,8 @@ def set_drop_path(model: nn.Module, last: FractionBelow1, constant: bool = False
         rate of block i of L = last · i / (L − 1),   or `last` in all of them (DeiT III)
 
     Args:
-        model: with `DropPath` modules in numbered blocks (blocks.3, layers.3). timm creates them only for rates above
-            0, so create its models with a rate above 0.
+        model: with `DropPath` modules in numbered blocks, which are counted through all stages (blocks.3,
+            layers.2.blocks.3, block2.3). timm creates them only for rates above 0, so create its models with one.
         last: rate of the last block, in [0, 1).
         constant: the same rate in every block.
         skip: do not compute the branch for dropped images, if the model's `DropPath` supports it (ours does).
@@ -31,22 +30,35 @@ def set_drop_path(model: nn.Module, last: FractionBelow1, constant: bool = False
     Raises:
         ValueError: the rate is outside [0, 1), or a block with a rate above 0 has no `DropPath`.
     """
-    blocks: dict[int, list[Any]] = {}
-    for name, module in model.named_modules():
-        if match := _BLOCK_NUMBER.search(name):
-            in_block = blocks.setdefault(int(match[2]), [])
-            if type(module).__name__ in _DROP_PATH_RATE:
-                in_block.append(module)
+    paths = [(path, module, _block(path)) for path, module in model.named_modules()]
+    kinds = {_kind(block) for _, module, block in paths if block and type(module).__name__ in _DROP_PATH_RATE}
+    blocks: dict[str, list[Any]] = {}
+    for path, module, block in paths:
+        if path == block and _kind(path) in kinds:
+            blocks[path] = []
+        elif block in blocks and type(module).__name__ in _DROP_PATH_RATE:
+            blocks[block].append(module)
     depth = len(blocks)
     rates = [last if constant else last * i / max(depth - 1, 1) for i in range(depth)]
-    missing = [i for i in range(depth) if rates[i] and not blocks[i]]
+    missing = [block for rate, (block, found) in zip(rates, blocks.items(), strict=True) if rate and not found]
     if missing or not blocks:
-        where = f"block {missing[0]} has" if blocks else "the model has no numbered blocks with"
-        raise ValueError(f"{where} {'no' if blocks else 'any'} DropPath; build it with drop_path_rate above 0")
-    for i, rate in enumerate(rates):
-        for module in blocks[i]:
+        where = f"{missing[0]} has no" if blocks else "the model has no numbered blocks with"
+        raise ValueError(f"{where} DropPath; build it with drop_path_rate above 0, or leave the rate at 0")
+    for rate, found in zip(rates, blocks.values(), strict=True):
+        for module in found:
             attribute = next(field for field in _DROP_PATH_RATE[type(module).__name__] if hasattr(module, field))
             setattr(module, attribute, rate)
             if hasattr(module, "skip"):
                 module.skip = skip
     return rates
+
+
+def _block(path: str) -> str:
+    """The path up to its last number, which is that of a block; empty if it has none."""
+    numbers = re.match(r"(.*(?:\.|\.encoder_layer_)\d+)(?:\.\D[^.]*)*$", "." + path)
+    return numbers[1][1:] if numbers else ""
+
+
+def _kind(block: str) -> str:
+    """The path of a block without its numbers, which all blocks of a kind share."""
+    return re.sub(r"\d+", "#", block)

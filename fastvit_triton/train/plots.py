@@ -72,7 +72,8 @@ def curves(history: list[dict], stacked: bool = False) -> "Figure":
     scale = rf"$\times\,10^{{{power}}}$" if power else ""
     for axes, title, unit in ((loss, "Loss", "nats"), (accuracy, name, "%"), (rate, "Learning rate", scale)):
         dress(axes, title, unit)
-    loss.legend(frameon=False, labelcolor=INK)
+    above = dict(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, ncols=2)  # beside the title
+    loss.legend(frameon=False, labelcolor=INK, fontsize=9, handlelength=1.2, columnspacing=1, **above)
     return page
 
 
