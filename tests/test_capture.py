@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastvit_triton import optimize, revert, warmup
 from fastvit_triton.convert import capture as capture_file
-from fastvit_triton.convert import captured
+from fastvit_triton.convert import captured, modules
 from fastvit_triton.engine.freeze import PROGRAMS
 from fastvit_triton.engine.replay.calls import Recorded
 from fastvit_triton.kernels import onednn
@@ -120,6 +120,43 @@ def test_blocks_are_captured_whole(name):
     for block in model.blocks:
         (capture,) = captured.captures_of(block)
         assert dict(capture.calls) == MODELS[name].calls and capture.left == ()
+
+
+class UnmaskedAttention(research.WrittenAttention):
+    """As timm's blocks call it."""
+
+    def forward(self, x, attn_mask=None, is_causal=False):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_module_of_the_users_in_a_known_block_is_captured(kernels, no_graphs):
+    """An attention without a reader, put into timm's block, runs as a graph inside the fused block."""
+    block = pytest.importorskip("timm").models.vision_transformer.Block
+    torch.manual_seed(1)
+    dtype = torch.float32 if kernels else torch.float64
+    model = nn.Sequential(block(D, 2), block(D, 2)).to(dtype)
+    for part in model:
+        part.attn = UnmaskedAttention().to(dtype)
+    model.requires_grad_(not kernels)
+    original, x = copy.deepcopy(model), torch.randn(2, 7, D, dtype=dtype)
+    assert {row.why for row in optimize(model).rows if row.path == "0.attn"} == {modules.NEEDS_EXAMPLE}
+    report = {row.path: row for row in optimize(model.eval(), example=x).rows}
+    assert report["0"].became == "fused pre-norm block" and report["0.attn"].within == "0"
+    assert report["0.attn"].became.startswith("fused captured module (")
+    if kernels:
+        want = original.eval().double()(x.double())
+        with interpreting():
+            for _ in range(4):  # recorded in the second call
+                assert (model(x) - want).norm() <= 2**-20 * want.norm()
+    else:
+        for train in (False, True):
+            assert_close(gradients(model.train(train), (x,)), gradients(original.train(train), (x,)))
+    seen = []
+    model[0].attn.register_forward_hook(lambda *_: seen.append(1))
+    model[1].attn = original[1].attn = UnmaskedAttention().to(dtype)
+    assert_close(model.eval()(x), original.to(dtype).eval()(x))
+    assert seen == [1]
 
 
 @by_default("rotary", "clip")
