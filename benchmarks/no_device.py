@@ -53,15 +53,16 @@ def no_device(launcher: Callable[..., None] = ignore, device: int = -1) -> Itera
             metadata, two hooks, and the kernel's arguments. The function is an integer that identifies the binary.
         device: index of the current device.
     """
-    numbers, kernels = itertools.count(1), []
+    numbers, kernels, binaries = itertools.count(1), [], []
 
     def compile_nothing(kernel, key, signature, device, *rest):
         binary = CompiledKernel.__new__(CompiledKernel)
         binary.__dict__.update(name=kernel.__name__, function=next(numbers), packed_metadata=(4, 1, 0), module=1)
-        binary.__dict__.update(src=None, _run=launcher, _module_pid=0)  # of another process: never unloaded
+        binary.__dict__.update(src=None, _run=launcher)
         assert kernel.cache_key  # computing it records the globals that the kernel reads
         kernel.device_caches[device][0][key] = binary
         kernels.append(kernel)
+        binaries.append(binary)
         return binary
 
     before = driver._active, JITFunction._do_compile
@@ -74,3 +75,5 @@ def no_device(launcher: Callable[..., None] = ignore, device: int = -1) -> Itera
         driver._active, JITFunction._do_compile = before
         for kernel in kernels:
             kernel.device_caches.pop(device, None)
+        for binary in binaries:
+            binary.module = None  # nothing to unload

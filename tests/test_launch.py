@@ -54,6 +54,7 @@ def compared():
     log, kernels = Log(), []
 
     def both(kernel, grid, arguments, fixed):
+        assert fixed["enable_fp_fusion"] is True, kernel.__name__  # whose default differs between releases
         by_triton(kernel, grid, arguments, fixed)
         grid_of, function, metadata, passed = log.last(by_triton=True)
         with pytest.MonkeyPatch.context() as patch:
@@ -161,7 +162,7 @@ def stats(M=3, x=None, grid=(2,), **options):
     """Launches a small kernel on the rows x."""
     x = torch.empty(M if M < 100 else 3, 8) if x is None else x
     mean, rstd = torch.empty(2, 3)
-    fixed = dict(K=8, RMS=False, BLOCK_M=128, BLOCK_K=8, num_warps=1) | options
+    fixed = dict(K=8, RMS=False, BLOCK_M=128, BLOCK_K=8, num_warps=1, enable_fp_fusion=True) | options
     launch.launch(layer_norm._stats_kernel, grid, x, mean, rstd, M, 1e-6, **fixed)
 
 
@@ -264,7 +265,7 @@ def test_a_kernel_that_reads_globals_is_launched_by_triton():
     log = Log()
     with no_device(log):
         for _ in range(2):
-            launch.launch(_reads_a_global, (1,), torch.empty(1), N=1)
+            launch.launch(_reads_a_global, (1,), torch.empty(1), N=1, enable_fp_fusion=True)
             log.last(by_triton=True)
     kernels = {v for op in OPS for v in vars(sys.modules[op.run.__module__]).values() if isinstance(v, JITFunction)}
     assert [k.cache_key and k.used_global_vals for k in kernels] == [{}] * len(kernels)

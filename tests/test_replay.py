@@ -506,7 +506,7 @@ def test_source_of_a_launch():
     def forward(x, weight):
         hidden, y = torch.empty_like(x).copy_(x), torch.empty_like(x)
         _, mean = torch.ops.aten.var_mean.correction(x, [1], correction=0, keepdim=True)
-        launch.launch(_scale_kernel, (2,), hidden, (weight, y), mean, D=4)
+        launch.launch(_scale_kernel, (2,), hidden, (weight, y), mean, D=4, enable_fp_fusion=True)
         return y, None
 
     with no_device(lambda *given: seen.append(given)), torch.no_grad():

@@ -181,7 +181,8 @@ def _run(x, residual, mean, variance, weight, bias, eps, activation, dy, y, dx):
         launch(
             _kernel, (cdiv(rows, height) * cdiv(columns, block),),
             x, residual, mean, variance, weight, bias, dy, y, dx, rows, columns, C, float(eps),
-            ROWS=planes, ACTIVATION=activation, BLOCK_R=height, BLOCK_S=block, num_warps=4, num_stages=1,
+            ROWS=planes, ACTIVATION=activation, BLOCK_R=height, BLOCK_S=block,
+            num_warps=4, num_stages=1, enable_fp_fusion=True,
         )  # fmt: skip
 
 

@@ -52,12 +52,12 @@ def launch(kernel: Kernel, grid: tuple[int, ...], *arguments: Any, **fixed: obje
             return launch(kernel, grid, *arguments, **fixed)
     key = _key(kernel, device, arguments, fixed)
     try:
-        compiled_run, function, metadata, constants = _direct.found[key]
+        compiled_run, function, metadata, constants, _ = _direct.found[key]
     except KeyError:
         compiled = _run(kernel, grid, arguments, fixed)
         if _is_repeatable(kernel, compiled, len(arguments), fixed):
             constants = tuple(fixed[p.name] for p in kernel.params[len(arguments) :])
-            _direct.found[key] = Binary(compiled.run, compiled.function, compiled.packed_metadata, constants)
+            _direct.found[key] = Binary(compiled.run, compiled.function, compiled.packed_metadata, constants, compiled)
         return
     x, y, z = (*grid, 1, 1)[:3]
     compiled_run(x, y, z, _direct.stream(device), function, metadata, None, None, None, *arguments, *constants)
@@ -70,7 +70,10 @@ def _key(kernel: Kernel, device: int, arguments: tuple, fixed: dict[str, object]
 
 def binaries() -> tuple:
     """Settings of Triton by which it selects a binary; see `settings` for all others."""
-    return TRITON.knobs.runtime.debug, TRITON.knobs.compilation.instrumentation_mode
+    compilation = TRITON.knobs.compilation
+    mode = compilation.instrumentation_mode
+    casts = mode and getattr(compilation, "fpsan_homomorphic_casts", None)  # triton 3.9's; a mode's, and slow to read
+    return TRITON.knobs.runtime.debug, mode, casts
 
 
 class Recorder(TorchDispatchMode):
@@ -96,12 +99,14 @@ class Binary(NamedTuple):
         function: handle of the compiled kernel.
         metadata: launch metadata.
         constants: compile-time arguments, which follow the others.
+        compiled: the compiled kernel, which from triton 3.8 on is unloaded when nothing refers to it.
     """
 
     run: Callable
     function: object
     metadata: object
     constants: tuple
+    compiled: object
 
 
 def binary_of(kernel: Kernel, arguments: tuple, fixed: dict[str, object]) -> Binary | None:

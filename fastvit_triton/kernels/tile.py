@@ -32,7 +32,7 @@ Kernel = Any  # what `jit` makes of a function: a JITFunction, the interpreter's
 
 def _runtime() -> SimpleNamespace | None:
     """The parts of Triton needed to launch without JITFunction.run; None if the release's launcher is not known."""
-    if MISSING is not None or not __version__.startswith(("3.6.", "3.7.")):
+    if MISSING is not None or not __version__.startswith(("3.6.", "3.7.", "3.8.", "3.9.")):
         return None
     from triton import knobs
     from triton._C.libtriton import native_specialize_impl
