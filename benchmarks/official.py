@@ -224,6 +224,94 @@ def swin() -> tuple[nn.Module, Any]:
     ), images(64)  # fmt: skip
 
 
+def detr() -> tuple[nn.Module, Any]:
+    """DETR's encoder and decoder, with padded keys."""
+    from models.transformer import Transformer
+
+    model = Transformer(
+        d_model=48, nhead=3, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=96, dropout=0.0,
+        return_intermediate_dec=True,
+    )  # fmt: skip
+    padded = torch.zeros(2, 5, 6, dtype=torch.bool)
+    padded[1, :, 4:] = True
+    return model, (torch.randn(2, 48, 5, 6), padded, torch.randn(7, 48), torch.randn(2, 48, 5, 6))
+
+
+def deit(block: str) -> tuple[nn.Module, Any]:
+    """DeiT III's ViT with blocks of this class."""
+    import models_v2
+
+    return models_v2.vit_models(
+        img_size=32, patch_size=8, num_classes=5, embed_dim=48, depth=2, num_heads=3, qkv_bias=True,
+        block_layers=getattr(models_v2, block),
+    ), images(32)  # fmt: skip
+
+
+def dit() -> tuple[nn.Module, Any]:
+    """DiT."""
+    from models import DiT
+
+    model = DiT(input_size=16, patch_size=4, hidden_size=48, depth=2, num_heads=3, num_classes=5)
+    return model, (torch.randn(2, 4, 16, 16), torch.rand(2) * 10, torch.tensor([1, 2]))
+
+
+def u_vit() -> tuple[nn.Module, Any]:
+    """U-ViT."""
+    from libs.uvit import UViT
+
+    model = UViT(img_size=32, patch_size=8, num_classes=5, embed_dim=48, depth=3, num_heads=3)
+    return model, (images(32), torch.rand(2) * 10, torch.tensor([1, 2]))
+
+
+def videomae() -> tuple[nn.Module, Any]:
+    """VideoMAE's encoder."""
+    from modeling_finetune import VisionTransformer
+
+    return VisionTransformer(
+        img_size=32, patch_size=8, num_classes=5, embed_dim=48, depth=2, num_heads=3, qkv_bias=True, all_frames=4,
+        tubelet_size=2,
+    ), torch.randn(2, 3, 4, 32, 32)  # fmt: skip
+
+
+def beit() -> tuple[nn.Module, Any]:
+    """BEiT 2, with positions relative by pair."""
+    from modeling_finetune import VisionTransformer
+
+    return VisionTransformer(
+        img_size=32, patch_size=8, num_classes=5, embed_dim=48, depth=2, num_heads=3, qkv_bias=True, init_values=0.1,
+        use_rel_pos_bias=True, use_abs_pos_emb=False, norm_layer=nn.LayerNorm,
+    ), images(32)  # fmt: skip
+
+
+def ibot() -> tuple[nn.Module, Any]:
+    """iBOT's ViT."""
+    from models.vision_transformer import VisionTransformer
+
+    return VisionTransformer(
+        img_size=[32], patch_size=8, embed_dim=48, depth=2, num_heads=3, qkv_bias=True, init_values=0.1
+    ), images(40)
+
+
+def pvt() -> tuple[nn.Module, Any]:
+    """PVT v2."""
+    from pvt_v2 import PyramidVisionTransformerV2
+
+    return PyramidVisionTransformerV2(
+        img_size=64, patch_size=4, num_classes=5, embed_dims=[16, 32, 48, 64], num_heads=[1, 2, 3, 4],
+        mlp_ratios=[2] * 4, qkv_bias=True, depths=[1] * 4, sr_ratios=[8, 4, 2, 1],
+    ), images(64)  # fmt: skip
+
+
+def tiny_vit() -> tuple[nn.Module, Any]:
+    """TinyViT."""
+    from models.tiny_vit import TinyViT
+
+    return TinyViT(
+        img_size=64, num_classes=5, embed_dims=[16, 32, 48, 64], depths=[1, 1, 2, 1], num_heads=[1, 2, 3, 4],
+        window_sizes=[4, 4, 4, 2], drop_path_rate=0.0,
+    ), images(64)  # fmt: skip
+
+
 MODELS = (
     Official("facebookresearch/dinov2", "ViT", lambda: dinov2(block_chunks=0)),
     Official("facebookresearch/dinov2", "ViT, chunked", lambda: dinov2(block_chunks=2)),
@@ -245,6 +333,16 @@ MODELS = (
     Official("LiheYoung/Depth-Anything", "DINOv2", depth_anything, "torchhub/facebookresearch_dinov2_main"),
     Official("facebookresearch/hiera", "Hiera", hiera),
     Official("microsoft/Swin-Transformer", "Swin", swin),
+    Official("facebookresearch/detr", "transformer", detr),
+    Official("facebookresearch/deit", "DeiT III", lambda: deit("Layer_scale_init_Block")),
+    Official("facebookresearch/deit", "DeiT III, parallel", lambda: deit("Layer_scale_init_Block_paralx2")),
+    Official("facebookresearch/DiT", "DiT", dit, single=True),
+    Official("baofff/U-ViT", "U-ViT", u_vit, single=True),
+    Official("MCG-NJU/VideoMAE", "encoder", videomae),
+    Official("microsoft/unilm", "BEiT 2", beit, "beit2"),
+    Official("bytedance/ibot", "ViT", ibot),
+    Official("whai362/PVT", "PVT v2", pvt, "classification"),
+    Official("microsoft/Cream", "TinyViT", tiny_vit, "TinyViT"),
 )
 
 
