@@ -538,8 +538,8 @@ def test_what_cannot_be_captured_runs_as_written(what):
 def test_bad_arguments():
     """Each error is one sentence that names the argument, and leaves the model as it was."""
     model = MODELS["dino"].build()
-    with pytest.raises(TypeError, match="example is True; give an example input of the model, or None"):
-        optimize(model, example=True)
+    with pytest.raises(TypeError, match=r"example is 'cat\.jpg'; give an example input of the model, such as a tensor"):
+        optimize(model, example="cat.jpg")
     with pytest.raises(ValueError, match="axis D of weight must be 17"):  # by a norm that has a fused forward
         optimize(model, example=torch.randn(2, 5, D + 1, dtype=torch.float64))
     assert not any("forward" in vars(m) for m in model.modules())

@@ -1,5 +1,6 @@
 """`optimize` and `revert`: bind fused forwards to instances of third-party modules, and remove them."""
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -95,7 +96,8 @@ def optimize(
             model's FLOPs if `verify` or `tune` is given or the model states its input size, otherwise of its weights.
 
     Raises:
-        TypeError: model is not an nn.Module, filter_fn cannot be called, freeze is not a bool, or verify is one.
+        TypeError: model is not an nn.Module, filter_fn cannot be called, freeze is not a bool, or verify or example is
+            a bool or a path.
         ValueError: the model does not run on the input to verify.
         Exception: whatever the model raises on the example.
     """
@@ -105,8 +107,8 @@ def optimize(
     if not isinstance(freeze, bool):
         raise TypeError(f"freeze is {freeze!r}; give True or False")
     for name, value in (("verify", verify), ("example", example)):
-        if isinstance(value, bool):
-            raise TypeError(f"{name} is {value}; give an example input of the model, or None")
+        if isinstance(value, (bool, str, os.PathLike)):
+            raise TypeError(f"{name} is {value!r}; give an example input of the model, such as a tensor, or None")
     attention_interface.register()
     forget()
     with _all_or_nothing(model):
