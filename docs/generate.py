@@ -399,6 +399,7 @@ PARTS = {
     "explain": {
         "Capture": "recording layer",
         "Attention maps": "maps",
+        "Contributions of patches": "gradients",
         "Queries of detectors": "queries",
         "Tokens, positions, filters": "tokens",
         "Costs": "costs",
