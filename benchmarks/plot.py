@@ -161,13 +161,11 @@ def cpu_table(results: Results, shown: str = "") -> str:
         results: with the files of `benchmarks.cpu`; the newest row of a cell on a processor counts.
         shown: word that the names of the shown cells contain.
     """
-    newest = {(file["processor"], row["cell"]): (row, file) for file in results.cpu for row in file["rows"]}
-    newest = {key: entry for key, entry in newest.items() if shown in key[1]}
+    newest = _newest_cells(results, shown)
     if not newest:
         return f"{NOT_YET}; `python -m benchmarks.cpu --out FILE` measures it."
     tables = []
-    for processor in dict.fromkeys(processor for processor, _ in newest):
-        rows = [entry for (here, _), entry in newest.items() if here == processor]
+    for processor, rows in newest.items():
         names = [n for n in CPU_COLUMNS if any("ratio" in row["columns"].get(n, {}) for row, _ in rows)]
         lines = [f"| times as fast as eager, {processor} | {' | '.join(CPU_COLUMNS[n] for n in names)} |"]
         lines.append("|---" + "|--:" * len(names) + "|")
@@ -180,6 +178,15 @@ def cpu_table(results: Results, shown: str = "") -> str:
             lines += ["", f"{where}: `{file['command']}`."]
         tables.append("\n".join(lines))
     return "\n\n".join(tables)
+
+
+def _newest_cells(results: Results, shown: str = "") -> dict[str, list[tuple[dict, dict]]]:
+    """The newest row of each cell whose name contains `shown`, with its file, by processor."""
+    newest: dict[str, dict[str, tuple[dict, dict]]] = {}
+    for file in results.cpu:  # sorted by date
+        rows = {row["cell"]: (row, file) for row in file["rows"] if shown in row["cell"]}
+        newest[file["processor"]] = newest.get(file["processor"], {}) | rows
+    return {processor: list(rows.values()) for processor, rows in newest.items() if rows}
 
 
 def cpu_short_table(results: Results) -> str:
@@ -498,18 +505,17 @@ def backtest_points(results: Results, path: Path) -> bool:
 
 
 def cpu_bars(results: Results, path: Path) -> bool:
-    """Plots speedups over eager on CPUs by cell and column, of each processor's newest file; False if there is none."""
-    newest = {file["processor"]: file for file in results.cpu}  # files are sorted by date
+    """Plots speedups over eager on CPUs by cell and column, for each processor; False if there is no file."""
+    newest = _newest_cells(results)
     if not newest:
         return False
-    panels = []
-    for file in newest.values():
-        rows = [row for row in file["rows"] if row["dtype"] == "float32" and row["threads"] == 1]
-        panels.append([row for row in rows if row["phase"] == "inference"])
+    single = [[row for row, _ in rows if (row["dtype"], row["threads"]) == ("float32", 1)] for rows in newest.values()]
+    panels = [[row for row in rows if row["phase"] == "inference"] for rows in single]
     figure, axes = _figure(8 * len(panels), 0.8 + 0.85 * max(map(len, panels)), len(panels))
-    for axis, file, rows in zip(np.ravel(axes), newest.values(), panels, strict=True):
-        _cpu_panel(axis, rows)
-        axis.set_title(f"{file['processor']}, torch {file['packages']['torch']}", fontsize=9)
+    for axis, (processor, rows), shown in zip(np.ravel(axes), newest.items(), panels, strict=True):
+        _cpu_panel(axis, shown)
+        versions = ", ".join(dict.fromkeys(file["packages"]["torch"] for _, file in rows))
+        axis.set_title(f"{processor}, torch {versions}", fontsize=9)
     return _saved(figure, path)
 
 

@@ -543,6 +543,9 @@ def test_the_cpu_table_is_generated_from_files(tmp_path):
     assert "| m, float32, batch 1, inference, 1 thread | 1.50 (1.25 to 1.75) |" in text and "1.00 (" not in text
     assert "2 threads | 2.50 (1.25 to 1.75), error 2e-02 |" in text
     assert plot.cpu_bars(plot.load(tmp_path), tmp_path / "cpu.png") and (tmp_path / "cpu.png").exists()
+    assert {p: [row["cell"] for row, _ in rows] for p, rows in plot._newest_cells(plot.load(tmp_path)).items()} == {
+        "P": ["a", "b"], "Q": ["a"],
+    }  # fmt: skip
 
 
 @pytest.mark.fast
