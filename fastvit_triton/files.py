@@ -5,7 +5,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -32,7 +32,8 @@ def replacing(path: str | os.PathLike, keep: str | os.PathLike | None = None) ->
         os.replace(temporary, path)
     except BaseException:
         if complete and temporary.exists() and not path.exists():  # between the renames, of which this is the second
-            os.replace(temporary, path)
+            with suppress(OSError):  # the error may be that of this rename
+                os.replace(temporary, path)
         temporary.unlink(missing_ok=True)
         raise
     _fsync_folder(path.parent)

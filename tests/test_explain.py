@@ -560,17 +560,19 @@ def test_report_of_an_optimised_model_without_class_token(tmp_path: Path, refere
         next(explain.explain(model, torch.randn(1, 3, 16, 16), torch.rand(1, 3, 16, 16), ["a"], query=17))
 
 
+OF_64 = {  # what `train` writes into weights, for images of 64 x 64
+    "data": "digits",
+    "classes": list("0123456789"),
+    "transform": {"size": (64, 64), "mean": (0.3,) * 3, "std": (0.4,) * 3},
+    "batch_size": 64,
+    "skip_bad_images": False,
+}
+
+
 def test_what_a_model_lacks_is_named(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture):
     """Oracle: the files and the sentence, for LeViT; a ViT lacks nothing, and nothing is said."""
-    about = {
-        "data": "digits",
-        "classes": list("0123456789"),
-        "transform": {"size": (64, 64), "mean": (0.3,) * 3, "std": (0.4,) * 3},
-        "batch_size": 64,
-        "skip_bad_images": False,
-    }
     model = create_model("levit_128s", img_size=64, num_classes=10)
-    save_weights(model, tmp_path / "model.safetensors", metadata={"training": json.dumps(about)})
+    save_weights(model, tmp_path / "model.safetensors", metadata={"training": json.dumps(OF_64)})
     words = ["--image", str(checkpoint / "pictures" / "0.png"), "--no-test"]
     assert main(["explain", *words, "--checkpoint", str(tmp_path), "--out", str(tmp_path / "r")]) == 0
     said = capsys.readouterr().out
@@ -587,16 +589,9 @@ def test_what_a_model_lacks_is_named(tmp_path: Path, checkpoint: Path, capsys: p
 @pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "pvt_tiny", "tnt_s_patch16_224"])
 def test_what_is_shown_instead_of_rollout_is_named(name: str, tmp_path: Path, checkpoint: Path, capsys):
     """Oracle: the files and the sentence."""
-    about = {
-        "data": "digits",
-        "classes": list("0123456789"),
-        "transform": {"size": (64, 64), "mean": (0.3,) * 3, "std": (0.4,) * 3},
-        "batch_size": 64,
-        "skip_bad_images": False,
-    }
     shallow = dict(depth=2) if "tnt" in name else dict(depths=(1, 1, 1, 2))
     model = create_model(name, img_size=64, num_classes=10, **shallow)
-    save_weights(model, tmp_path / "model.safetensors", metadata={"training": json.dumps(about)})
+    save_weights(model, tmp_path / "model.safetensors", metadata={"training": json.dumps(OF_64)})
     words = ["--image", str(checkpoint / "pictures" / "0.png"), "--no-test", "--out", str(tmp_path / "r")]
     assert main(["explain", *words, "--checkpoint", str(tmp_path)]) == 0
     said = capsys.readouterr().out

@@ -198,8 +198,7 @@ def multi_head(x, memory=None, values=None, ends=(None, None, False, 0.0), **opt
 THREE = dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), W24)
 ADDED = W24[0].view(1, 1, 24)
 LATER = torch.ones(5, 5, dtype=torch.bool).triu(1)
-PADDED = torch.tensor([[False] * 5, [False, True, False, False, True]])
-EARLIER = LATER & ~torch.eye(5, dtype=torch.bool)  # each query keeps a key that is not padded
+PADDED = torch.tensor([[False] * 5, [False, True, False, False, True]])  # with LATER each query keeps a key
 ADDEND = torch.linspace(-1, 1, 25).view(5, 5)
 KEYS = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(0))  # [B·H, N, d]
 
@@ -229,12 +228,12 @@ INNER = {
     "attention with an added key": (lambda x: multi_head(x, ends=(ADDED, ADDED, False, 0.0)), X, 0),
     "attention with padded keys": (lambda x: multi_head(x, key_padding_mask=PADDED), X, 2),
     "attention with a mask and padded keys": (
-        lambda x: multi_head(x, attn_mask=EARLIER, key_padding_mask=PADDED),
+        lambda x: multi_head(x, attn_mask=LATER, key_padding_mask=PADDED),
         X,
         2,
     ),
     "causal attention with padded keys": (
-        lambda x: multi_head(x, attn_mask=EARLIER, is_causal=True, key_padding_mask=PADDED),
+        lambda x: multi_head(x, attn_mask=LATER, is_causal=True, key_padding_mask=PADDED),
         X,
         2,
     ),

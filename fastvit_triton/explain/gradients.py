@@ -5,7 +5,7 @@ Math      cₙ = Σ_d x[n, d] · ∂logit/∂x[n, d]    for the tokens x that a 
 cₙ is the derivative of the logit with respect to the size of token n. If what follows the block is linear, as the
 mean over tokens and the head of Swin are but for a norm, the sum over tokens is the logit without its bias.
 
-Source    Draelos & Carin, Use HiResCAM instead of Grad-CAM, arXiv:2011.08891, equation 4. Grad-CAM (arXiv:1610.02391)
+Source    Draelos & Carin, Use HiResCAM instead of Grad-CAM, arXiv:2011.08891. Grad-CAM (arXiv:1610.02391)
           takes the mean of the gradient over tokens first.
 """
 
