@@ -429,6 +429,23 @@ def test_an_interrupt_between_the_renames_loses_nothing(tmp_path: Path, monkeypa
     assert sorted(file.name for file in tmp_path.iterdir()) == ["previous", "state"]
 
 
+def test_a_rename_that_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Oracle: the error of the rename, the old contents beside the path, and no temporary file."""
+    path, before = tmp_path / "state", tmp_path / "previous"
+    path.write_text("old")
+    rename, errors = os.replace, ["first", "second"]
+
+    def failing(source, target):
+        if Path(target) == path:
+            raise OSError(errors.pop(0))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", failing)
+    with pytest.raises(OSError, match="first"), replacing(path, keep=before) as temporary:
+        temporary.write_text("new")
+    assert [file.name for file in tmp_path.iterdir()] == ["previous"] and before.read_text() == "old"
+
+
 @pytest.mark.fast
 def test_divergence_names_step_images_and_state(tmp_path: Path):
     """Oracle: images become infinite in the second epoch; the state before that step is complete."""
