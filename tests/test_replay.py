@@ -1,5 +1,6 @@
 """Tests of replays of blocks. Oracle: the same call without replays, bit by bit: outputs, gradients, random numbers."""
 
+import contextlib
 import copy
 import gc
 import linecache
@@ -23,7 +24,7 @@ from fastvit_triton import create_model, freeze, optimize, unfreeze
 from fastvit_triton.engine import ways
 from fastvit_triton.engine.replay import build, calls, emit, record
 from fastvit_triton.engine.replay.recorder import Recorder
-from fastvit_triton.kernels import backend, launch
+from fastvit_triton.kernels import backend, launch, onednn
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.kernels.tile import jit, tl
 
@@ -238,6 +239,75 @@ def test_later_changes_take_effect(interpreted, make, change, training):
         wanted = again(other, x, training, enabled=False)
         for _ in range(3):
             assert same(again(block, x, training), wanted)
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("make", MODELS)
+def test_plain_blocks_are_replayed_on_a_cpu(make, forced):
+    """Oracle: the calls without replays, bit by bit, also of a model that draws random numbers; by hand, the blocks."""
+    model, x = MODELS[make]().requires_grad_(False), torch.randn(2, 3, 8, 8)
+    with torch.no_grad(), forcing("plain") if forced else contextlib.nullcontext():
+        for mode in (False, True, False):
+            model.train(mode)
+            wanted = drawn(model, x, enabled=False)
+            for _ in range(4):
+                assert same(drawn(model, x), wanted)
+            # the original of BEiT's block reads a table that is not an attribute
+            assert len(recorded(model)) == (0 if make.endswith("BEiT") else 2)
+    assert same(run(model, x, training=True), run(model, x, training=True, enabled=False))  # no replay
+
+
+def drawn(model, x, enabled=True):
+    """Output in the model's mode, and the random numbers drawn next."""
+    torch.manual_seed(1)
+    return [*again(model, x, False, enabled), torch.rand(3)]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_later_changes_of_plain_blocks_take_effect(change):
+    """Oracle: a copy of the model that never replays, changed in the same way."""
+    block = converted(qk_norm=True).blocks[0].eval().requires_grad_(False)
+    other, x = copy.deepcopy(block), torch.randn(2, 3, 16)
+    optimize(other)
+    with torch.no_grad():
+        for _ in range(3):
+            again(block, x, False)
+        assert len(recorded(block)) == 1
+        for each in (block, other):
+            torch.manual_seed(2)
+            CHANGES[change](each)
+        wanted = again(other, x, False, enabled=False)
+        for _ in range(3):
+            assert same(again(block, x, False), wanted)
+
+
+def test_plain_modules_that_are_not_replayed():
+    """Oracle: by hand: a layer of two modules costs less than its check; a module of an unknown package cannot be."""
+    model, x = converted(), torch.randn(2, 5, 16)
+    model.blocks[0].mlp.fc2 = Wrapped(model.blocks[0].mlp.fc2)
+    layer = nn.Sequential(nn.Linear(16, 16), nn.GELU())
+    with torch.no_grad():
+        for _ in range(8):
+            model.blocks[0](x)
+            calls.call_plain(None, layer, x)
+    assert not recorded(model) and not recorded(layer)
+
+
+def test_plain_blocks_in_training_select_once(monkeypatch):
+    """Oracle: the number of selections: of the first call of each block, and after its sizes or mode changed."""
+    selected = []
+    real = ways.known_way
+    monkeypatch.setattr(ways, "known_way", lambda *given: selected.append(1) or real(*given))
+    block, x = converted().blocks[0], torch.randn(2, 5, 16)
+    with onednn.using_row({"float32": dict.fromkeys(onednn.PHASES, 1e9)}):
+        for expected in (3, 1, 0, 0):  # the first call reads the block and its two branches
+            selected.clear()
+            block(x)
+            assert len(selected) <= expected
+        block.eval()
+        selected.clear()
+        block(x)
+        assert selected
 
 
 def again(model, x, training, enabled=True):

@@ -183,8 +183,10 @@ def a_block():
     return model.eval().requires_grad_(False).blocks[0], torch.randn(2, 5, 16)
 
 
+ON_CPU = ("gradients", "autocast", "forced way", "switch", "row of the CPU", "measurements")
 LISTS = {
     "choices": (lambda: settings.choices("cpu"), CHOICES),
+    "choices on a CPU": (settings.choices_on_cpu, {name: CHOICES[name] for name in ON_CPU}),
     "operators": (settings.operators, OPERATORS),
     "binaries": (launch.binaries, BINARIES),
 }
@@ -214,8 +216,16 @@ def test_each_condition_is_observed():
             assert settings.is_observed(), name
 
 
-def test_replays_follow_each_setting(monkeypatch):
+FOLLOWED = {  # where calls are replayed → the settings that these depend on
+    "launches": (no_device, "mixed", CHOICES | OPERATORS | BINARIES | OBSERVERS),
+    "plain": (contextlib.nullcontext, None, {name: CHOICES[name] for name in ON_CPU} | OPERATORS | OBSERVERS),
+}
+
+
+@pytest.mark.parametrize("where", FOLLOWED)
+def test_replays_follow_each_setting(monkeypatch, where):
     """Oracle: a call that is replayed before is not replayed in a context that changes a setting or observes it."""
+    device, way, contexts = FOLLOWED[where]
     replayed = []
 
     def count(run, *given):
@@ -224,10 +234,11 @@ def test_replays_follow_each_setting(monkeypatch):
 
     real = record.emit
     monkeypatch.setattr(record, "emit", lambda plan: (made := real(plan))._replace(run=partial(count, made.run)))
-    with no_device(), plan.forcing("mixed"), torch.no_grad():
+    forced = contextlib.nullcontext() if way is None else plan.forcing(way)
+    with device(), forced, torch.no_grad():
         block, x = a_block()
         block(x)
-        for name, context in (CHOICES | OPERATORS | BINARIES | OBSERVERS).items():
+        for name, context in contexts.items():
             vars(block).pop(calls.PROGRAMS, None)
             for _ in range(3):
                 block(x)
@@ -327,7 +338,13 @@ def reads(tree):
 def test_no_other_setting_is_read():
     """Oracle: the source of the lists. A choice that reads another global setting must add it to a list."""
     listed = set()
-    for function in (settings.choices, settings.operators, settings.is_observed, launch.binaries):
+    for function in (
+        settings.choices,
+        settings.choices_on_cpu,
+        settings.operators,
+        settings.is_observed,
+        launch.binaries,
+    ):
         listed |= reads(ast.parse(textwrap.dedent(inspect.getsource(function))))
     found, assigned = {}, {}
     for path in (file for folder in ("kernels", "engine", "layers") for file in (PACKAGE / folder).rglob("*.py")):

@@ -20,11 +20,12 @@ from ..engine.body import Body
 from ..engine.hooks import PACKAGE, has_hooks, has_watched_child
 from ..engine.mlp import MlpBody
 from ..engine.source import defines
-from ..kernels import plan
+from ..kernels import backend, launch, plan
 from ..kernels.backend import constant, transparent
 from .recognition import recognised
 from .third_party import FUSED, can_run, inherited, is_fusable, runs_original
 
+NO_KERNELS = ("auto", "onednn")  # switches with which no Triton kernel, and no reference instead of it, runs on a CPU
 Parts = Body | MlpBody
 Reader = Callable[..., Parts | str]
 R = TypeVar("R", bound=Reader)
@@ -219,20 +220,24 @@ def _chosen(forward: Callable, products: bool = True) -> Callable:
         if ways.state.inside_plain:
             return type(module).forward(module, *inputs, **named)
         x = inputs[0] if inputs else None
-        way, settings = ways.known_way(module, x) if type(x) is Tensor else (None, ())
+        if not products and type(x) is Tensor and x.is_cpu and launch.target is None and backend._switch in NO_KERNELS:
+            return type(module).forward(module, *inputs, **named)
+        if type(x) is Tensor and len(inputs) == 1 and not named and (y := replay.repeated(module, x)) is not None:
+            return y
+        way, key = ways.known_way(module, x) if type(x) is Tensor else (None, None)
         if way == "plain" or (way is None and type(x) is Tensor and _never_fuses(module, x, products)):
-            return ways.plainly(type(module).forward, module, *inputs, **named)
+            return replay.call_plain(key, module, *inputs, **named)
         if way is None:
             run_now = original if has_watched_child(module) else _own(forward, type(module))
             return run_now(module, *inputs, **named)
-        return replay.call(settings, fused, module, *inputs, **named)
+        return replay.call_module(key, fused, module, *inputs, **named)
 
     return run
 
 
 def _never_fuses(module: nn.Module, x: Tensor, products: bool = True) -> bool:
     """True on a CPU if nothing of ours runs for x: the original runs, and no module inside it has to find out."""
-    if torch.compiler.is_compiling() or ways.SIZES in module.__dict__ or x.device.type != "cpu":
+    if torch.compiler.is_compiling() or ways.SIZES in module.__dict__ or not x.is_cpu:
         return False  # with sizes it ran before, and this call asks where it reads the module
     return not can_run(x, module, products)
 
@@ -282,11 +287,13 @@ class FusedBody:
             inputs = (named["hidden_states"],)
             named = {name: value for name, value in named.items() if name != "hidden_states"}
         if inputs and isinstance(inputs[0], Tensor):
-            way, settings = ways.known_way(module, inputs[0])
+            if len(inputs) == 1 and not named and (y := replay.repeated(module, inputs[0])) is not None:
+                return y
+            way, key = ways.known_way(module, inputs[0])
             if way == "plain" or (way is None and _never_fuses(module, inputs[0])):
-                return ways.plainly(type(module).forward, module, *inputs, **named)
+                return replay.call_plain(key, module, *inputs, **named)
             if way is not None:
-                return replay.call(settings, self._fused, module, *inputs, **named)
+                return replay.call_module(key, self._fused, module, *inputs, **named)
         return _own(FusedBody._fused, type(module))(self, module, *inputs, **named)
 
     def _fused(self, module: nn.Module, *inputs: Any, **named: Any) -> Any:

@@ -25,7 +25,7 @@ REPLAYS = os.environ.get("FASTVIT_TRITON_REPLAY", "1") not in ("", "0")
 MAX_WAYS = 4096  # cached answers
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Sizes:
     """What the selection depends on besides the input. `sizes_of` creates it: equal ones are one object.
 
@@ -78,7 +78,8 @@ def known_way(module: nn.Module, x: Tensor) -> tuple[str | None, Any]:
     facts = module.__dict__
     if facts[SIZES].training is not facts["training"]:
         return None, None
-    key = facts[SIZES], x.shape, x.dtype, x.device, settings.choices(x.device.type)
+    kind = "cpu" if x.is_cpu else x.device.type  # `device.type` makes a string
+    key = facts[SIZES], x.shape, x.dtype, x.device, settings.choices(kind)
     try:
         way = _ways[key]
     except KeyError:

@@ -41,6 +41,18 @@ def choices(kind: str) -> tuple:
     )
 
 
+def choices_on_cpu() -> tuple:
+    """As `choices`, for tensors on a CPU of which no kernel runs: without what only choices among kernels depend on."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        forced,
+        backend._switch,
+        measured.in_use,
+        cpu_row,
+    )
+
+
 def operators() -> tuple:
     """Settings by which PyTorch selects operators and dtypes, before it calls an operator of one device."""
     return (

@@ -11,6 +11,6 @@ package, or if it reads a value on the host or writes to a tensor that existed b
 FASTVIT_TRITON_REPLAY=0 disables replays.
 """
 
-from .calls import call, call_block, call_branches, sources
+from .calls import call, call_block, call_branches, call_module, call_plain, repeated, sources
 
-__all__ = ["call", "call_block", "call_branches", "sources"]
+__all__ = ["call", "call_block", "call_branches", "call_module", "call_plain", "repeated", "sources"]

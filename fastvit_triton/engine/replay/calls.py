@@ -10,10 +10,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ...kernels import launch, settings
+from ...kernels import backend, launch, settings
 from .. import packing, ways
-from ..freeze import PROGRAMS
-from ..hooks import has_hooks
+from ..freeze import PROGRAMS, SIZES
+from ..hooks import has_hooks, is_repeatable
+from ..ways import Sizes
 from .emit import Names, wrapped
 from .guard import Uncompared
 from .record import Record, record
@@ -21,6 +22,7 @@ from .record import Record, record
 MAX_PROGRAMS = 32  # per module: one for each combination of input layouts and settings
 MAX_ATTEMPTS = 4  # calls that ran without a recording, after which none is tried
 MAX_CHANGES = 16  # of a module, after which it is not recorded again
+FEWEST_MODULES = 6  # of a plain module that is replayed: to check them takes less time than to call them
 ADDRESSES = """\
 def addresses(module):
     if not (
@@ -36,16 +38,27 @@ class Programs(Uncompared):
 
     Attributes:
         owner: weak reference to the module; shallow copies (DataParallel replicas) share this object but do not own it.
+        pays: True if replays of the module's own forward are worth it: it has many modules, and can be recorded.
         found: input layouts and settings → a `Recorded`, or the number of calls that were not replayed.
-        changes: number of times that a `Recorded` was found stale.
+        latest: of calls of the module itself with one tensor, by a key that holds nothing of the module: a `Recorded`,
+            or the sizes of a module that runs plain.
+        changes: number of times that a `Recorded` was found stale, or that there were too many.
     """
 
-    __slots__ = ("changes", "found", "owner")
+    __slots__ = ("changes", "found", "latest", "owner", "pays")
 
     def __init__(self, owner: nn.Module | None = None) -> None:
         self.owner = None if owner is None else weakref.ref(owner)
+        self.pays = owner is not None and sum(1 for _ in owner.modules()) >= FEWEST_MODULES and is_repeatable(owner)
         self.found: dict[tuple, Recorded | int] = {}
+        self.latest: dict[tuple, Recorded | Sizes] = {}
         self.changes = 0
+
+    def forget(self) -> None:
+        """Drops all recordings."""
+        self.found.clear()
+        self.latest.clear()
+        self.changes += 1
 
     def __reduce__(self) -> tuple:
         return Programs, ()
@@ -60,8 +73,8 @@ class Recorded:
         guard: checks the modules.
         held: tensors passed to it after the inputs.
         folds: cached folds that it reads: the dict of `freeze` that holds them, key and `Kept`.
-        addresses: the generated function that returns the addresses of the held tensors; None if the module that it
-            takes, its tensors, or settings have changed.
+        addresses: the generated function that returns the addresses of the held tensors, or [] if nothing is launched;
+            None if the module that it takes, its tensors, or settings have changed.
     """
 
     def __init__(self, recording: Record, device: torch.device) -> None:
@@ -91,10 +104,15 @@ class Recorded:
         variables = []
         for title, t in recording.held:
             name = names.bind(title, t)
-            variables.append(names.unique(f"{name}_at"))
-            checks.append(f"({variables[-1]} := {name}.data_ptr()) % 16 == {t.data_ptr() % 16}")
             checks.append(f"{name}.shape == {tuple(t.shape)} and {name}.stride() == {t.stride()}")
-            checks.append(f"{_kind(names, name, t)} and {name}.requires_grad is {t.requires_grad}")
+            if recording.replay.launches:
+                variables.append(names.unique(f"{name}_at"))
+                checks.append(f"({variables[-1]} := {name}.data_ptr()) % 16 == {t.data_ptr() % 16}")
+                checks.append(_kind(names, name, t))
+            else:  # operators check the device themselves
+                checks.append(f"{name}.dtype is {names.value(t.dtype)}")
+            if torch.is_grad_enabled():
+                checks.append(f"{name}.requires_grad is {t.requires_grad}")
         end = indent("\n".join(wrapped("return [", variables, "]")), "    ")
         return names.compiled(ADDRESSES.format("\n        and ".join(checks), end), "addresses")
 
@@ -117,43 +135,136 @@ def _layouts(tensors: list[Tensor]) -> list[tuple]:
     return [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
 
 
-def call(way_key: tuple, forward: Callable, module: nn.Module, *inputs: object, **named: object) -> Any:
-    """Runs or replays forward(module, *inputs, **named), fused or mixed; for `way_key` see `ways.known_way`."""
+def repeated(module: nn.Module, x: Tensor) -> Any:
+    """Result of a call of the module with x alone that was recorded or ran plain before; None if there was none.
+
+    It makes one lookup, where `call_module` makes several: small models spend their time on such Python code.
+    """
+    facts = module.__dict__
+    programs = facts.get(PROGRAMS)
+    if torch.compiler.is_compiling() or programs is None or not programs.latest or programs.owner() is not module:
+        return None
+    try:
+        found = programs.latest.get(_key_of(x))
+    except RuntimeError:  # nested and sparse tensors have no strides
+        return None
+    if found is None:
+        return None
+    if isinstance(found, Sizes):
+        holds = found.training is facts["training"] and found is facts.get(SIZES) and settings.observer is None
+        return ways.plainly(type(module).forward, module, x) if holds else None
+    if not ways.REPLAYS or packing.state.lengths or settings.is_observed():
+        return None
+    if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
+        return None
+    held_addresses = found.addresses(module)
+    if held_addresses is None:
+        return None
+    return found.run([x, *found.held], [x.data_ptr(), *held_addresses])
+
+
+def _key_of(x: Tensor) -> tuple:
+    """What a call with x alone depends on, besides the module; of few values, as reading one takes up to 3 µs."""
+    if x.is_cpu and launch.target is None and backend._switch != "triton":  # no kernel runs, no gradient is recorded
+        return type(x), x.shape, x.stride(), x.dtype, *settings.choices_on_cpu()
+    layout = x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.data_ptr() % 16
+    return type(x), *layout, launch.run, *settings.choices(x.device.type)
+
+
+def call(way_key: object, forward: Callable, module: nn.Module, *inputs: object, **named: object) -> Any:
+    """Runs or replays forward(module, *inputs, **named).
+
+    Args:
+        way_key: what `forward` depends on besides the module and the inputs, see `ways.known_way`.
+        forward: the function to replay, see `record`.
+        module: a module that keeps the recordings.
+        *inputs: tensors, numbers, modules and tuples of these; with others it is not replayed.
+        **named: keyword arguments of the same types.
+    """
+    return _call(False, way_key, forward, module, inputs, named)
+
+
+def call_module(way_key: object, forward: Callable, module: nn.Module, *inputs: object, **named: object) -> Any:
+    """As `call`, for the function that a call of the module itself runs; `repeated` finds the recordings."""
+    return _call(True, way_key, forward, module, inputs, named)
+
+
+def _call(own: bool, way_key: object, forward: Callable, module: nn.Module, inputs: tuple, named: dict) -> Any:
     if not ways.REPLAYS or ways.state.inside_plain or settings.is_observed():
         return forward(module, *inputs, **named)
     tensors: list[Tensor] = []
     try:
         described = [_described(value, tensors) for value in (*inputs, *named.values())]
-    except TypeError:
+        layouts = _layouts(tensors)
+    except (TypeError, RuntimeError):  # another type; nested and sparse tensors have no strides
         return forward(module, *inputs, **named)
     device = tensors[0].device
     if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            return call(way_key, forward, module, *inputs, **named)
+            return _call(own, way_key, forward, module, inputs, named)
     addresses = [t.data_ptr() for t in tensors]
     lengths = packing.known_lengths(tensors) if packing.state.lengths else ()
-    key = way_key, launch.run, lengths, *described, *named, *_layouts(tensors), *[a % 16 for a in addresses]
-    programs = module.__dict__.get(PROGRAMS)
-    if programs is None or programs.owner is None or programs.owner() is not module:
-        programs = module.__dict__[PROGRAMS] = Programs(module)
+    key = way_key, launch.run, lengths, *described, *named, *layouts, *[a % 16 for a in addresses]
+    programs = _programs_of(module)
     entry = programs.found.get(key, 0)
+    alone = own and described == [Tensor] and not named and not lengths
     if type(entry) is Recorded:
         if (held_addresses := entry.addresses(module)) is not None:
+            if alone:
+                programs.latest[_key_of(tensors[0])] = entry
             return entry.run(tensors + entry.held, addresses + held_addresses)
-        programs.found.clear()  # the others depend on the same state
-        programs.changes += 1
-        entry = 0 if programs.changes <= MAX_CHANGES else MAX_ATTEMPTS
+        programs.forget()  # the others depend on the same state
+        entry = 0
     if len(programs.found) >= MAX_PROGRAMS:
-        programs.found.clear()
+        programs.forget()
+    if programs.changes > MAX_CHANGES:
+        entry = MAX_ATTEMPTS
     if 0 < entry < MAX_ATTEMPTS and (recording := record(forward, module, inputs, named, tensors)) is not None:
         recorded = programs.found[key] = Recorded(recording, device)
+        if alone:
+            programs.latest[_key_of(tensors[0])] = recorded
         if recording.result is not None:
             return recording.result
         if (held_addresses := recorded.addresses(module)) is not None:
             return recorded.run(tensors + recorded.held, addresses + held_addresses)
         return forward(module, *inputs, **named)
     programs.found[key] = entry + 1  # the first call compiles kernels and fills caches
+    programs.pays = programs.pays and entry < MAX_ATTEMPTS
     return forward(module, *inputs, **named)
+
+
+def call_plain(key: object, module: nn.Module, x: Tensor, *inputs: object, **named: object) -> Any:
+    """Runs the module's own forward, with all modules inside it plain; replays it on a CPU in inference if that pays.
+
+    A replay makes the same calls of PyTorch's operators, without the Python code of the modules.
+
+    Args:
+        key: of `ways.known_way`, which may be None.
+        module: the module.
+        x: its input.
+        *inputs: as in `call`.
+        **named: as in `call`.
+    """
+    infers = x.is_cpu and not torch.is_grad_enabled()
+    if infers and _programs_of(module).pays:
+        return call_module(key or settings.choices("cpu"), _plain, module, x, *inputs, **named)
+    if key is not None and type(x) is Tensor and not inputs and not named:
+        latest = _programs_of(module).latest
+        if len(latest) >= MAX_PROGRAMS:
+            latest.clear()
+        latest[_key_of(x)] = module.__dict__[SIZES]
+    return ways.plainly(type(module).forward, module, x, *inputs, **named)
+
+
+def _plain(module: nn.Module, *inputs: object, **named: object) -> Any:
+    return ways.plainly(type(module).forward, module, *inputs, **named)
+
+
+def _programs_of(module: nn.Module) -> Programs:
+    programs = module.__dict__.get(PROGRAMS)
+    if programs is None or programs.owner is None or programs.owner() is not module:
+        programs = module.__dict__[PROGRAMS] = Programs(module)
+    return programs
 
 
 def call_block(forward: Callable, module: nn.Module, x: Tensor, *inputs: object) -> Any:

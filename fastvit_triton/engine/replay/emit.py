@@ -84,7 +84,7 @@ class Names:
         if isinstance(value, (float, torch.dtype, torch.device, torch.layout, torch.memory_format)):
             return self.bind(str(value).removeprefix("torch."), value, (kind, str(value)))
         if next(tensors_in(value), None) is not None:
-            raise Refusal("a tensor is a keyword argument, or in an argument that is not a tuple or list")
+            raise Refusal("a tensor is in an argument that is not a tuple or list")
         return self.bind(kind.__name__.lower(), value)
 
     def compiled(self, text: str, name: str) -> Callable:
@@ -106,18 +106,21 @@ class Emitted(NamedTuple):
         run: from the given tensors and their addresses to what the call returned.
         kernels: those whose binaries it launches.
         operators: True if it calls operators of PyTorch.
+        launches: True if it launches kernels, with or without binaries.
     """
 
     run: Callable[[list[Tensor], list[int]], Any]
     kernels: tuple[Callable, ...]
     operators: bool
+    launches: bool
 
 
 def emit(plan: Plan) -> Emitted:
     """Compiles a plan; raises Refusal if an argument is not one that can be replayed."""
     source = _Source(plan)
     run = source.compiled("\n".join(source.functions()) + "\n", "replay")
-    return Emitted(run, tuple(source.kernels), any(step.grid is None for part in plan.steps for step in part))
+    launched = {step.grid is not None for part in plan.steps for step in part}
+    return Emitted(run, tuple(source.kernels), operators=False in launched, launches=True in launched)
 
 
 class _Source(Names):
@@ -322,7 +325,7 @@ class _Function:
 
     def _named(self, named: dict[str, object]) -> list[str]:
         """Keyword arguments."""
-        values = {name: self.source.value(value) for name, value in named.items()}
+        values = {name: self.source.value(value, self.tensor) for name, value in named.items()}
         return [f"**{{{n!r}: {v}}}" if keyword.iskeyword(n) else f"{n}={v}" for n, v in values.items()]
 
 

@@ -8,6 +8,7 @@ parameters are gathered, not what a forward computes. Constants of classes and m
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -16,7 +17,13 @@ from torch import Tensor, nn
 from ..source import facts_of
 from .emit import Names
 
-_FUNCTIONS = FunctionType, MethodType, BuiltinFunctionType
+_FUNCTIONS = FunctionType, MethodType, BuiltinFunctionType, partial  # a partial's call reads no attribute of it
+_UNREAD = {  # attributes of a module that a call without hooks does not read
+    "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+}  # fmt: skip
+_EMPTY: dict = {}  # a snapshot of each empty dictionary, so that comparing reads less memory
 _PLAIN = (int, float, str, bytes, type(None), type, Tensor, nn.Module, ModuleType, *_FUNCTIONS)
 HOLDS = """\
 def holds(module):
@@ -51,7 +58,7 @@ class Guard:
         self.root = weakref.ref(root)
         self.inside = inside
         modules = [root, *inside]
-        facts = [(type(module), _copied(module.__dict__)) for module in modules]
+        facts = [(type(module), _snapshot(module)) for module in modules]
         objects: dict[int, object] = {}
         for module in modules:
             _collect(module.__dict__, objects)
@@ -102,10 +109,15 @@ def is_distributed(value: object) -> bool:
     return type(value).__module__.startswith("torch.distributed.")
 
 
+def _snapshot(module: nn.Module) -> dict[str, Any]:
+    """A copy of the module's attributes for comparison; what calls do not read is shared, so equal by identity."""
+    return {name: v if name in _UNREAD else _copied(v) for name, v in module.__dict__.items()}
+
+
 def _copied(value: Any) -> Any:
     """A copy for comparison: copies dicts, lists, tuples and sets at any depth, and shares all other objects."""
     if isinstance(value, dict):
-        return {name: _copied(v) for name, v in value.items()}
+        return {name: _copied(v) for name, v in value.items()} or _EMPTY
     if type(value) in (list, tuple):
         return type(value)(map(_copied, value))
     if isinstance(value, Uncompared):
