@@ -82,14 +82,12 @@ def run_chained(
     block: nn.Module, x: Tensor, stats: Given | None, next_norm: nn.Module | None
 ) -> tuple[Tensor, Given | None]:
     """(block(x), the statistics of its output for the next block's norm, or None)."""
-    if stats is None and (y := replay.repeated(block, x)) is not None:
-        return y, None
-    way, key = known_way(block, x)
+    way, settings = known_way(block, x)
     if way == "plain":
-        return replay.call_plain(key, block, x), None
+        return plainly(type(block).forward, block, x), None
     if way is None:
         return _run(block, x, stats, next_norm)
-    return replay.call(key, _run, block, x, stats, next_norm)
+    return replay.call(settings, _run, block, x, stats, next_norm)
 
 
 def _run(block: nn.Module, x: Tensor, stats: Given | None, next_norm: nn.Module | None) -> Output:

@@ -38,7 +38,8 @@ class Programs(Uncompared):
 
     Attributes:
         owner: weak reference to the module; shallow copies (DataParallel replicas) share this object but do not own it.
-        pays: True if replays of the module's own forward are worth it: it has many modules, and can be recorded.
+        pays: True if replays of the module's own forward are worth it, as it has many modules and can be recorded; None
+            before it was asked.
         found: input layouts and settings → a `Recorded`, or the number of calls that were not replayed.
         latest: of calls of the module itself with one tensor, by a key that holds nothing of the module: a `Recorded`,
             or the sizes of a module that runs plain.
@@ -49,7 +50,7 @@ class Programs(Uncompared):
 
     def __init__(self, owner: nn.Module | None = None) -> None:
         self.owner = None if owner is None else weakref.ref(owner)
-        self.pays = owner is not None and sum(1 for _ in owner.modules()) >= FEWEST_MODULES and is_repeatable(owner)
+        self.pays: bool | None = None
         self.found: dict[tuple, Recorded | int] = {}
         self.latest: dict[tuple, Recorded | Sizes] = {}
         self.changes = 0
@@ -140,9 +141,11 @@ def repeated(module: nn.Module, x: Tensor) -> Any:
 
     It makes one lookup, where `call_module` makes several: small models spend their time on such Python code.
     """
+    if torch.compiler.is_compiling():
+        return None
     facts = module.__dict__
     programs = facts.get(PROGRAMS)
-    if torch.compiler.is_compiling() or programs is None or not programs.latest or programs.owner() is not module:
+    if programs is None or not programs.latest or programs.owner() is not module:
         return None
     try:
         found = programs.latest.get(_key_of(x))
@@ -229,7 +232,8 @@ def _call(own: bool, way_key: object, forward: Callable, module: nn.Module, inpu
             return recorded.run(tensors + recorded.held, addresses + held_addresses)
         return forward(module, *inputs, **named)
     programs.found[key] = entry + 1  # the first call compiles kernels and fills caches
-    programs.pays = programs.pays and entry < MAX_ATTEMPTS
+    if entry >= MAX_ATTEMPTS:
+        programs.pays = False
     return forward(module, *inputs, **named)
 
 
@@ -245,8 +249,7 @@ def call_plain(key: object, module: nn.Module, x: Tensor, *inputs: object, **nam
         *inputs: as in `call`.
         **named: as in `call`.
     """
-    infers = x.is_cpu and not torch.is_grad_enabled()
-    if infers and _programs_of(module).pays:
+    if x.is_cpu and not torch.is_grad_enabled() and _pays(module):
         return call_module(key or settings.choices("cpu"), _plain, module, x, *inputs, **named)
     if key is not None and type(x) is Tensor and not inputs and not named:
         latest = _programs_of(module).latest
@@ -254,6 +257,13 @@ def call_plain(key: object, module: nn.Module, x: Tensor, *inputs: object, **nam
             latest.clear()
         latest[_key_of(x)] = module.__dict__[SIZES]
     return ways.plainly(type(module).forward, module, x, *inputs, **named)
+
+
+def _pays(module: nn.Module) -> bool:
+    programs = _programs_of(module)
+    if programs.pays is None:
+        programs.pays = sum(1 for _ in module.modules()) >= FEWEST_MODULES and is_repeatable(module)
+    return programs.pays
 
 
 def _plain(module: nn.Module, *inputs: object, **named: object) -> Any:
