@@ -4,9 +4,9 @@
                              [--columns eager,medium,ours,frozen]
 
 All columns of a cell run in one process and alternate; a ratio above 1 is faster than eager in the same round. In each
-round a column is called twice and the second call is timed, as in a loop of calls: the first finds caches that the other
-columns filled. Median and quartiles over the rounds are kept, and no absolute times, as processors are shared. The
-columns are
+round a column is called twice and the second call is timed, as in a loop of calls, because the first finds caches that
+other columns filled. Median and quartiles over the rounds are kept, and no absolute times, as processors are shared.
+The columns are
 
     eager      the model of timm, float32 products by MKL
     medium     the same after torch.set_float32_matmul_precision("medium"), which sends them to oneDNN
