@@ -4,9 +4,9 @@
                              [--columns eager,medium,ours,frozen]
 
 All columns of a cell run in one process and alternate; a ratio above 1 is faster than eager in the same round. In each
-round a column is called twice and the second call is timed, as in a loop of calls, because the first finds caches that
-other columns filled. Median and quartiles over the rounds are kept, and no absolute times, as processors are shared.
-The columns are
+round a column is called for at least 10 ms before the call that is timed, as in a loop, because its first calls find
+caches that other columns filled. Median and quartiles over the rounds are kept, and no absolute times, as processors
+are shared. The columns are
 
     eager      the model of timm, float32 products by MKL
     medium     the same after torch.set_float32_matmul_precision("medium"), which sends them to oneDNN
@@ -72,6 +72,7 @@ PHASES = {
 PRODUCTS = ("addmm", "aten::mm", "bmm", "linear", "convolution")  # in names of operators
 OURS = ("ours", "frozen", "bf16", "int8")
 MIN_ROUNDS = 3
+WARM = 0.01  # seconds of calls before each one that is timed
 
 
 @dataclass(frozen=True)
@@ -277,13 +278,15 @@ def measured(cell: Cell, names: list[str], seconds: float, most: int, **sizes: i
 def timed(
     step: Callable, calls: dict[str, Callable], images: Tensor, seconds: float, most: int
 ) -> dict[str, list[float]]:
-    """Seconds of each column's second call in each round; the order alternates, and the first round is not timed."""
+    """Seconds of a call of each column in each round; the order alternates, and the first round is not timed."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     end = time.perf_counter() + seconds
     for turn in range(most + 1):
         for name in order(list(calls), turn):
             with medium() if name == "medium" else contextlib.nullcontext():
-                step(calls[name], images)
+                first = time.perf_counter()
+                while time.perf_counter() < first + WARM:
+                    step(calls[name], images)
                 start = clock()
                 step(calls[name], images)
                 if turn:
