@@ -11,16 +11,18 @@ from fastvit_triton.kernels import onednn
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.plan import forcing
 
-# Python calls in inference, where calls of blocks are replayed, also of plain blocks on a CPU and of those of which
-# nothing of ours runs ("original"); and in training, where a plain block looks up its way once
-LIMITS = {
-    ("inference", "plain"): lambda timm: 80,
-    ("inference", "original"): lambda timm: 80,
-    ("inference", "fused"): lambda timm: 100,
-    ("inference", "onednn"): lambda timm: 85,
-    ("training", "plain"): lambda timm: timm + 25,
-    ("training", "original"): lambda timm: timm + 45,
-}
+CASES = [  # with the most Python calls of a block, some of which depend on the number of calls of timm's block
+    # a block that may launch kernels looks up its way once
+    (host.ours, "inference", "plain", 0, lambda timm: timm + 14),
+    # blocks are replayed, on a CPU also plain ones, and those of which nothing of ours runs ("original")
+    (host.converted, "inference", "plain", 0, lambda timm: 80),
+    (host.converted, "inference", "original", 0, lambda timm: 80),
+    (host.frozen, "inference", "fused", 1, lambda timm: 100),
+    (host.converted, "inference", "onednn", 1, lambda timm: 85),
+    (host.frozen, "inference", "onednn", 1, lambda timm: 85),
+    (host.converted, "training", "plain", 0, lambda timm: timm + 25),
+    (host.converted, "training", "original", 0, lambda timm: timm + 45),
+]
 
 
 def calls(make, phase, way, batch):
@@ -52,24 +54,12 @@ def test_calls_are_the_same_at_every_run(phase):
         assert first == calls(make, phase, "fused", batch) > 50
 
 
-@pytest.mark.parametrize(
-    "make, phase, way, batch",
-    [
-        (host.ours, "inference", "plain", 0),
-        (host.converted, "inference", "plain", 0),
-        (host.converted, "inference", "original", 0),
-        (host.frozen, "inference", "fused", 1),
-        (host.converted, "inference", "onednn", 1),
-        (host.frozen, "inference", "onednn", 1),
-        (host.converted, "training", "plain", 0),
-        (host.converted, "training", "original", 0),
-    ],
-)
-def test_a_block_makes_few_calls(make, phase, way, batch):
-    """Oracle: the limits above, some of which depend on the number of calls of timm's block."""
+@pytest.mark.parametrize("make, phase, way, batch, most", CASES)
+def test_a_block_makes_few_calls(make, phase, way, batch, most):
+    """Oracle: the limits above."""
     if way == "onednn" and onednn.why_not(torch.device("cpu"), torch.float32) is not None:
         pytest.skip("PyTorch has no oneDNN here")
-    assert calls(make, phase, way, batch) <= LIMITS[phase, way](calls(host.by_timm, phase, "plain", 0))
+    assert calls(make, phase, way, batch) <= most(calls(host.by_timm, phase, "plain", 0))
 
 
 @pytest.mark.full

@@ -69,11 +69,11 @@ def other_order():
 
 
 @contextlib.contextmanager
-def patched_call():
-    """Context in which nn.Module.__call__ is patched."""
+def patched(name):
+    """Context in which a method of nn.Module is patched."""
     with pytest.MonkeyPatch.context() as patch:
-        own = nn.Module.__call__
-        patch.setattr(nn.Module, "__call__", lambda *given, **named: own(*given, **named))
+        own = getattr(nn.Module, name)
+        patch.setattr(nn.Module, name, lambda *given, **named: own(*given, **named))
         yield
 
 
@@ -147,6 +147,8 @@ CHOICES = {  # for each setting a context in which it has another value
     "row of the CPU": lambda: onednn.using_row({}),
     "measurements": lambda: measured.using(measured.Measured()),
 }
+mha = torch.backends.mha
+autocast_of_cuda = partial(torch.is_autocast_enabled, "cuda"), partial(torch.set_autocast_enabled, "cuda")
 OPERATORS = {
     "flash attention": switched("flash_sdp"),
     "memory-efficient attention": switched("mem_efficient_sdp"),
@@ -156,6 +158,8 @@ OPERATORS = {
     "reduction in 16 bits": reduction,
     "cuDNN": lambda: torch.backends.cudnn.flags(enabled=not torch.backends.cudnn.enabled),
     "oneDNN": lambda: changed(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
+    "fast path of attention": lambda: changed(mha.get_fastpath_enabled, mha.set_fastpath_enabled, False),
+    "autocast of CUDA": lambda: changed(*autocast_of_cuda, True),
     "default dtype": lambda: changed(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
 }
 BINARIES = {
@@ -173,7 +177,8 @@ OBSERVERS = {
     "observer": lambda: plan.observing(lambda choice: None),
     "other rows": lambda: launch.overriding({}),
     "global hook": global_hook,
-    "patched nn.Module.__call__": patched_call,
+    "patched nn.Module.__call__": lambda: patched("__call__"),
+    "patched nn.Module._call_impl": lambda: patched("_call_impl"),
 }
 
 

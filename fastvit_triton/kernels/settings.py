@@ -23,6 +23,7 @@ reduced: bool = False  # True while a model is frozen with a reduced precision, 
 locator: Callable | None = None  # tells where an observed choice is made, see `plan.locating`
 
 _call_of_modules = nn.Module.__call__
+_call_impl_of_modules = nn.Module._call_impl
 
 
 def choices(kind: str) -> tuple:
@@ -64,6 +65,8 @@ def operators() -> tuple:
         *torch._C._get_sdp_priority_order(),
         torch._C._get_cudnn_enabled(),  # BatchNorm
         torch._C._get_mkldnn_enabled(),
+        torch.backends.mha.get_fastpath_enabled(),
+        torch.is_autocast_enabled("cuda"),  # nn.MultiheadAttention reads it for any device
         torch.get_default_dtype(),
     )
 
@@ -82,4 +85,5 @@ def is_observed() -> bool:
         or launch._overrides is not None
         or _has_any_global_hook()
         or nn.Module.__call__ is not _call_of_modules
+        or nn.Module._call_impl is not _call_impl_of_modules
     )

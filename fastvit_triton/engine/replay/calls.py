@@ -22,7 +22,10 @@ from .record import Record, record
 MAX_PROGRAMS = 32  # per module: one for each combination of input layouts and settings
 MAX_ATTEMPTS = 4  # calls that ran without a recording, after which none is tried
 MAX_CHANGES = 16  # of a module, after which it is not recorded again
-FEWEST_MODULES = 6  # of a plain module that is replayed: to check them takes less time than to call them
+MODULES = range(6, 65)  # in a plain module that is replayed: to check fewer takes as long as to call them
+MAX_PLAIN = 8  # recordings of a plain module; each takes as long as 30 calls
+MAX_VALUES = 2**20  # of the input of a plain module that is replayed: with more, Python is below 1 % of the time
+NUMBERS = (bool, int, float, str)
 ADDRESSES = """\
 def addresses(module):
     if not (
@@ -105,6 +108,7 @@ class Recorded:
         variables = []
         for title, t in recording.held:
             name = names.bind(title, t)
+            checks.append(f"{name}.__class__ is {names.bind(type(t).__name__, type(t))}")
             checks.append(f"{name}.shape == {tuple(t.shape)} and {name}.stride() == {t.stride()}")
             if recording.replay.launches:
                 variables.append(names.unique(f"{name}_at"))
@@ -199,13 +203,13 @@ def _call(own: bool, way_key: object, forward: Callable, module: nn.Module, inpu
     try:
         described = [_described(value, tensors) for value in (*inputs, *named.values())]
         layouts = _layouts(tensors)
-    except (TypeError, RuntimeError):  # another type; nested and sparse tensors have no strides
+        addresses = [t.data_ptr() for t in tensors]
+    except (TypeError, RuntimeError):  # another type; nested, sparse and oneDNN's tensors have no strides or address
         return forward(module, *inputs, **named)
     device = tensors[0].device
     if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             return _call(own, way_key, forward, module, inputs, named)
-    addresses = [t.data_ptr() for t in tensors]
     lengths = packing.known_lengths(tensors) if packing.state.lengths else ()
     key = way_key, launch.run, lengths, *described, *named, *layouts, *[a % 16 for a in addresses]
     programs = _programs_of(module)
@@ -218,6 +222,11 @@ def _call(own: bool, way_key: object, forward: Callable, module: nn.Module, inpu
             return entry.run(tensors + entry.held, addresses + held_addresses)
         programs.forget()  # the others depend on the same state
         entry = 0
+    if forward is _plain and key not in programs.found and len(programs.found) >= MAX_PLAIN:
+        for other in [k for k, v in programs.found.items() if type(v) is not Recorded]:
+            del programs.found[other]
+        if len(programs.found) >= MAX_PLAIN:
+            return forward(module, *inputs, **named)
     if len(programs.found) >= MAX_PROGRAMS:
         programs.forget()
     if programs.changes > MAX_CHANGES:
@@ -232,15 +241,16 @@ def _call(own: bool, way_key: object, forward: Callable, module: nn.Module, inpu
             return recorded.run(tensors + recorded.held, addresses + held_addresses)
         return forward(module, *inputs, **named)
     programs.found[key] = entry + 1  # the first call compiles kernels and fills caches
-    if entry >= MAX_ATTEMPTS:
-        programs.pays = False
+    if entry:
+        programs.pays = False  # it could not be recorded
     return forward(module, *inputs, **named)
 
 
 def call_plain(key: object, module: nn.Module, x: Tensor, *inputs: object, **named: object) -> Any:
     """Runs the module's own forward, with all modules inside it plain; replays it on a CPU in inference if that pays.
 
-    A replay makes the same calls of PyTorch's operators, without the Python code of the modules.
+    A replay makes the same calls of PyTorch's operators, without the Python code of the modules. A call with other
+    tensors, such as lengths, is not replayed: the code of the module may read their values by `tolist`, unseen.
 
     Args:
         key: of `ways.known_way`, which may be None.
@@ -249,7 +259,10 @@ def call_plain(key: object, module: nn.Module, x: Tensor, *inputs: object, **nam
         *inputs: as in `call`.
         **named: as in `call`.
     """
-    if x.is_cpu and not torch.is_grad_enabled() and _pays(module):
+    others = (*inputs, *named.values())
+    alone = type(x) is Tensor and all(value is None or type(value) in NUMBERS for value in others)
+    infers = x.is_cpu and not torch.is_grad_enabled() and torch._C._get_tracing_state() is None
+    if alone and infers and x.numel() <= MAX_VALUES and _pays(module):
         return call_module(key or settings.choices("cpu"), _plain, module, x, *inputs, **named)
     if key is not None and type(x) is Tensor and not inputs and not named:
         latest = _programs_of(module).latest
@@ -262,7 +275,7 @@ def call_plain(key: object, module: nn.Module, x: Tensor, *inputs: object, **nam
 def _pays(module: nn.Module) -> bool:
     programs = _programs_of(module)
     if programs.pays is None:
-        programs.pays = sum(1 for _ in module.modules()) >= FEWEST_MODULES and is_repeatable(module)
+        programs.pays = sum(1 for _ in module.modules()) in MODULES and is_repeatable(module)
     return programs.pays
 
 
@@ -306,7 +319,9 @@ def _described(value: Any, tensors: list[Tensor]) -> object:
     if kind is Tensor:
         tensors.append(value)
         return Tensor
-    if value is None or kind in (bool, int, float, str) or isinstance(value, nn.Module):
+    if kind in NUMBERS:
+        return kind, value  # True equals 1
+    if value is None or isinstance(value, nn.Module):
         return value
     if isinstance(value, tuple):
         return kind, *[_described(part, tensors) for part in value]

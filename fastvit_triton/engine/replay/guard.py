@@ -18,11 +18,12 @@ from ..source import facts_of
 from .emit import Names
 
 _FUNCTIONS = FunctionType, MethodType, BuiltinFunctionType, partial  # a partial's call reads no attribute of it
-_UNREAD = {  # attributes of a module that a call without hooks does not read
+_UNREAD = {  # attributes of a module or a configuration that a call without hooks does not read
     "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs", "id2label", "label2id",
 }  # fmt: skip
+_ORDERED = nn.Sequential, nn.ModuleList, nn.ModuleDict  # call their children in order
 _EMPTY: dict = {}  # a snapshot of each empty dictionary, so that comparing reads less memory
 _PLAIN = (int, float, str, bytes, type(None), type, Tensor, nn.Module, ModuleType, *_FUNCTIONS)
 HOLDS = """\
@@ -58,7 +59,7 @@ class Guard:
         self.root = weakref.ref(root)
         self.inside = inside
         modules = [root, *inside]
-        facts = [(type(module), _snapshot(module)) for module in modules]
+        facts = [(type(module), _snapshot(module.__dict__)) for module in modules]
         objects: dict[int, object] = {}
         for module in modules:
             _collect(module.__dict__, objects)
@@ -83,6 +84,8 @@ class Guard:
             conditions.append(
                 f"{variable}.__class__ is {names.bind(cls.__name__, cls)} and {variable}.__dict__ == {state}"
             )
+            if isinstance(module, _ORDERED):  # equal dictionaries may differ in order
+                conditions.append(f"[*{variable}.__dict__['_modules']] == {[*module._modules]}")
             for kind, name, t in (entry[1:] for entry in self.single if entry[0] == i):
                 conditions.append(f"{variable}.__dict__[{kind!r}][{name!r}] is {names.bind(name, t)}")
         for get, place, values in facts_of({cls for cls, _ in facts}):
@@ -91,7 +94,7 @@ class Guard:
             conditions.append(f"{names.bind(f'code_of_{place_name}', get)}({names.bind(place_name, place)}) == {code}")
         for value in objects:
             variable = names.bind(type(value).__name__.lower(), value)
-            conditions.append(f"{variable}.__dict__ == {names.bind(f'{variable}_state', _copied(value.__dict__))}")
+            conditions.append(f"{variable}.__dict__ == {names.bind(f'{variable}_state', _snapshot(value.__dict__))}")
         return names.compiled(HOLDS.format("\n            and ".join(conditions)), "holds")
 
 
@@ -109,9 +112,9 @@ def is_distributed(value: object) -> bool:
     return type(value).__module__.startswith("torch.distributed.")
 
 
-def _snapshot(module: nn.Module) -> dict[str, Any]:
-    """A copy of the module's attributes for comparison; what calls do not read is shared, so equal by identity."""
-    return {name: v if name in _UNREAD else _copied(v) for name, v in module.__dict__.items()}
+def _snapshot(facts: dict[str, Any]) -> dict[str, Any]:
+    """A copy of attributes for comparison; what calls do not read is shared, so equal by identity."""
+    return {name: v if name in _UNREAD else _copied(v) for name, v in facts.items()}
 
 
 def _copied(value: Any) -> Any:

@@ -65,7 +65,10 @@ def record(
         conditions = None
     if conditions is None:
         return None
-    leaves = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors}
+    try:
+        leaves = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors}
+    except RuntimeError:  # an inference tensor that requires a gradient
+        return None
     if len(leaves) < len(tensors):
         return None
     inputs, named = tree_map_only(Tensor, lambda t: leaves[id(t)], (inputs, named))
