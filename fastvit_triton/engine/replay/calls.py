@@ -25,7 +25,7 @@ MAX_CHANGES = 16  # of a module, after which it is not recorded again
 MODULES = range(6, 65)  # in a plain module that is replayed: to check fewer takes as long as to call them
 MAX_PLAIN = 8  # recordings of a plain module; each takes as long as 30 calls
 MAX_VALUES = 2**20  # of the input of a plain module that is replayed: with more, Python is below 1 % of the time
-NUMBERS = (bool, int, float, str)
+SCALARS = (bool, int, float, str)
 ADDRESSES = """\
 def addresses(module):
     if not (
@@ -259,11 +259,11 @@ def call_plain(key: object, module: nn.Module, x: Tensor, *inputs: object, **nam
         *inputs: as in `call`.
         **named: as in `call`.
     """
-    others = (*inputs, *named.values())
-    alone = type(x) is Tensor and all(value is None or type(value) in NUMBERS for value in others)
-    infers = x.is_cpu and not torch.is_grad_enabled() and torch._C._get_tracing_state() is None
-    if alone and infers and x.numel() <= MAX_VALUES and _pays(module):
-        return call_module(key or settings.choices("cpu"), _plain, module, x, *inputs, **named)
+    if x.is_cpu and not torch.is_grad_enabled() and torch._C._get_tracing_state() is None:
+        others = (*inputs, *named.values())
+        alone = type(x) is Tensor and all(value is None or type(value) in SCALARS for value in others)
+        if alone and x.numel() <= MAX_VALUES and _pays(module):
+            return call_module(key or settings.choices("cpu"), _plain, module, x, *inputs, **named)
     if key is not None and type(x) is Tensor and not inputs and not named:
         latest = _programs_of(module).latest
         if len(latest) >= MAX_PROGRAMS:
@@ -319,7 +319,7 @@ def _described(value: Any, tensors: list[Tensor]) -> object:
     if kind is Tensor:
         tensors.append(value)
         return Tensor
-    if kind in NUMBERS:
+    if kind in SCALARS:
         return kind, value  # True equals 1
     if value is None or isinstance(value, nn.Module):
         return value
