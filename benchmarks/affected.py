@@ -2,7 +2,8 @@
 
     python -m benchmarks.affected FILE ...
 
-A row has paths in backticks in its first column, files, folders or patterns, and commands of pytest in its second.
+A row has files and folders in backticks in its first column, and commands of pytest in its second. A file has the rows
+that name it, else those of the innermost folder that has rows.
 """
 
 import functools
@@ -10,7 +11,6 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,16 +22,12 @@ class Row(NamedTuple):
     """A row of the table.
 
     Attributes:
-        paths: files, folders and patterns, relative to the root.
+        paths: files and folders, relative to the root.
         tests: test file → its `-k` expression, None for the whole file.
     """
 
     paths: tuple[str, ...]
     tests: dict[str, str | None]
-
-    def has(self, path: str) -> bool:
-        """True if a file is named by the row, lies in a folder of it, or matches a pattern of it."""
-        return any(path.startswith(f"{p.rstrip('/')}/") or fnmatchcase(path, p) for p in self.paths)
 
 
 def quoted(cell: str) -> list[str]:
@@ -69,7 +65,10 @@ def read(text: str) -> list[Row]:
     if found is None:
         raise ValueError('text must have a table whose head is "| you change | run |"')
     cells = [line.strip().strip("|").split(" | ") for line in found[1].splitlines()]
-    return [Row(tuple(quoted(change)), joined(parsed(word) for word in quoted(run))) for change, run in cells]
+    return [
+        Row(tuple(path.rstrip("/") for path in quoted(change)), joined(parsed(word) for word in quoted(run)))
+        for change, run in cells
+    ]
 
 
 @functools.cache
@@ -79,7 +78,7 @@ def rows() -> list[Row]:
 
 
 def test_files(paths: Iterable[str], table: list[Row] | None = None) -> dict[str, str | None]:
-    """Test file → `-k` expression or None (whole file), of all rows that have one of the files that changed.
+    """Test file → `-k` expression or None (whole file), of the rows of the files that changed.
 
     Args:
         paths: files relative to the root, with slashes; a test file that changed is run whole.
@@ -87,7 +86,8 @@ def test_files(paths: Iterable[str], table: list[Row] | None = None) -> dict[str
     """
     table, parts = rows() if table is None else table, []
     for path in paths:
-        parts += [row.tests for row in table if row.has(path)]
+        by_name = ([row.tests for row in table if name in row.paths] for name in (path, *map(str, Path(path).parents)))
+        parts += next(filter(None, by_name), [])
         parts.append({path: None} if re.fullmatch(r"tests/test_\w+\.py", path) else {})
     return joined(parts)
 

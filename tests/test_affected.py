@@ -9,7 +9,7 @@ from benchmarks import affected
 ROOT = Path(__file__).parents[1]
 TABLE = """| you change | run |
 |---|---|
-| kernels: `a/kernels/`, `a/op*.py` | `pytest tests/test_a.py tests/test_b.py`, `pytest tests/test_c.py -k FAMILY` |
+| kernels: `a/kernels/`, `a/op.py` | `pytest tests/test_a.py tests/test_b.py`, `pytest tests/test_c.py -k FAMILY` |
 | which way runs: `a/kernels/plan.py` | `pytest tests/test_b.py -k "x or y"`, for towers also `tests/test_d.py` |
 | a page: `docs/` | `pytest -m 'full or not full' tests/test_b.py -k pages` |
 
@@ -25,9 +25,9 @@ def test_rows_that_have_a_file_are_joined():
         ["tests/test_a.py", "tests/test_b.py", "tests/test_c.py"]
     )
     assert affected.test_files(["docs/a/b.md"], table) == {"tests/test_b.py": "pages"}
-    plan = affected.test_files(["a/kernels/plan.py"], table)
-    assert plan == dict.fromkeys(f"tests/test_{name}.py" for name in "abcd")
-    plan_alone = affected.test_files(["a/kernels/plan.py", "docs/b.md"], table[1:])
+    both = affected.test_files(["a/kernels/plan.py", "a/kernels/sum.py"], table)
+    assert both == dict.fromkeys(f"tests/test_{name}.py" for name in "abcd")
+    plan_alone = affected.test_files(["a/kernels/plan.py", "docs/b.md"], table)
     assert plan_alone == {"tests/test_b.py": "(x or y) or (pages)", "tests/test_d.py": None}
     assert affected.test_files(["tests/test_e.py", "tests/e.py"], table) == {"tests/test_e.py": None}
     with pytest.raises(ValueError, match="you change"):
@@ -41,4 +41,4 @@ def test_every_file_has_tests():
     assert [name for name in names if not affected.test_files([name])] == []
     for row in affected.rows():
         assert all((ROOT / file).is_file() for file in row.tests), row
-        assert all(any(ROOT.glob(path.rstrip("/"))) for path in row.paths), row
+        assert all((ROOT / path).exists() for path in row.paths), row
