@@ -1,4 +1,4 @@
-"""Shared setup of all tests: file order, one thread per process, fixed seeds, and a check of restored global state.
+"""Shared setup of all tests: order, turns, one thread per process, fixed seeds, and a check of restored global state.
 
 With workers (`-n auto --dist loadfile`) a file runs in one process, and files are handed out in order, so those that
 take longest come first. Workers share Triton's cache safely: its files are named by content and moved into place.
@@ -15,8 +15,10 @@ if "ATEN_CPU_CAPABILITY" in os.environ:  # Inductor caches code for vectors of o
     folder = os.path.join(tempfile.gettempdir(), f"inductor-{os.environ['ATEN_CPU_CAPABILITY']}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
 
+import cpu_seconds
 import pytest
 import torch
+import turns
 from triton.runtime.jit import JITFunction
 
 import benchmarks  # noqa: F401  (must precede timm)
@@ -25,22 +27,45 @@ from fastvit_triton.kernels import backend, fold, launch, onednn, op, settings
 
 _cache = tempfile.TemporaryDirectory(prefix="fastvit_triton_tests_")
 os.environ["FASTVIT_TRITON_CACHE"] = _cache.name  # what was measured on this machine must not change choices
+TURN_SECONDS = pytest.StashKey[list[float]]()
 
-# sorted by CPU time of the whole file, longest first
-LONGEST = """cli backend convert parallel tune replay kernel_graphs pyramids recovery models static candidates export
-export_files interpreter freeze selftest odd_graphs rewriting features pressure benchmarks converted masked hub_cli
-claims explain plan launches convert_hooks fake_device recipes train shards readme""".split()
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the options of turns and of the table of CPU seconds."""
+    parser.addoption("--in-turn", action="store_true", help="of the full tests, those that are in turn (tests/turn)")
+    parser.addoption("--record-cpu", action="store_true", help="bring tests/cpu_seconds.json up to date")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes xdist hand out files in the order below instead of by their number of tests."""
+    """Measures CPU seconds; makes xdist hand out files in the order below instead of by their number of tests."""
     config.option.loadscopereorder = False
+    config.pluginmanager.register(cpu_seconds.Recorder(config))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Moves the longest files to the front; tests within a file keep their order."""
-    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+@pytest.hookimpl(trylast=True)  # after tests were deselected
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves the tests that are in turn, and moves the longest files to the front; within a file the order stays."""
+    if config.option.collectonly:
+        turn_seconds = [sum(cpu_seconds.expected(i for i in items if turns.runs(i, n)).values()) for n in range(24)]
+        config.stash[TURN_SECONDS] = [sum(cpu_seconds.expected(items).values()), min(turn_seconds), max(turn_seconds)]
+    if config.getoption("--in-turn"):
+        whole = turns.whole_files()
+        chosen = {True: [], False: []}
+        for item in items:
+            chosen[item.path.name in whole or turns.runs(item)].append(item)
+        items[:] = chosen[True]
+        config.hook.pytest_deselected(items=chosen[False])
+    seconds = cpu_seconds.expected(items)
+    items.sort(key=lambda item: -seconds[item.path.stem])
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    """Prints the turn when tests fail, and when they are only collected the CPU seconds that they will take."""
+    if config.getoption("--in-turn") and terminalreporter.stats.get("failed"):
+        terminalreporter.write_line(f"FASTVIT_TURN={turns.TURN} repeats this turn")
+    if config.option.collectonly:
+        every, least, most = config.stash[TURN_SECONDS]
+        terminalreporter.write_line(f"expected: {every:.0f} CPU seconds, {least:.0f} to {most:.0f} with --in-turn")
 
 
 @pytest.fixture(autouse=True)

@@ -26,17 +26,18 @@ def _parts(case: Any) -> tuple[tuple, tuple, str | None]:
     return values if isinstance(values, tuple) else (values,), tuple(marks), name
 
 
-def sampled(cases: Iterable[Any], step: int) -> list[Any]:
+def sampled(cases: Iterable[Any], step: int, one_in: int = 2) -> list[Any]:
     """Parameters for `pytest.mark.parametrize`, of which all but each step-th are marked full.
 
     Args:
         cases: values, tuples of values, or `pytest.param`s, whose marks stay.
         step: 1 keeps all.
+        one_in: number of turns in one of which a full case runs.
     """
     found, place = [], 0
     for values, marks, name in map(_parts, cases):
         if all(mark.name != "full" for mark in marks):
-            marks = marks if place % step == 0 else (*marks, pytest.mark.full)
+            marks = marks if place % step == 0 else (*marks, pytest.mark.full(one_in=one_in))
             place += 1
         found.append(pytest.param(*values, marks=marks, id=name))
     return found

@@ -711,7 +711,7 @@ BOTH = "timm_deit3 timm_eva02 timm_swin hf_vit hf_dinov3 torchvision_vit vit_pyt
 COMPILED = [(name, backend) for name in BOTH for backend in ("auto", "kernels")]
 COMPILED += [pytest.param(n, "kernels", marks=pytest.mark.full) for n in PYRAMIDS if n != "timm_swin"]
 # without kernels, test_backend.py compiles the other hierarchical models
-COMPILED += [pytest.param(n, "auto", marks=pytest.mark.full) for n in PYRAMIDS if "hf_" in n]
+COMPILED += [pytest.param(n, "auto", marks=pytest.mark.full(one_in=4)) for n in PYRAMIDS if "hf_" in n]
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning

@@ -33,11 +33,26 @@ def selected(names: list[str], sample: list[str]) -> list:
     """(name, dtype) parameters: those of the sample run in bfloat16 or autocast, in turn; the others with `-m full`.
 
     Only the sample runs in float16, whose launches are those of bfloat16; the others take turns with one dtype each.
+    A model that differs from one before it in sizes alone runs in fewer turns.
     """
     turns = cycle(dtype for dtype in DTYPES if dtype != "fp16")
     pairs = [(n, d) for n in names if n not in WAITING for d in (DTYPES if n in sample else [next(turns)])]
-    often = set(zip(sample, cycle(("bf16", "autocast"))))
-    return [pytest.param(*pair, marks=[] if pair in often else pytest.mark.full) for pair in pairs]
+    often, kinds = set(zip(sample, cycle(("bf16", "autocast")))), {kind(n): n for n in reversed(names)}
+    rare = pytest.mark.full(one_in=8)
+    marks = {pair: pytest.mark.full if pair[0] in sample or kinds[kind(pair[0])] == pair[0] else rare for pair in pairs}
+    return [pytest.param(*pair, marks=[] if pair in often else marks[pair]) for pair in pairs]
+
+
+SIZES = "depth depths embed_dim num_heads img_size num_classes drop_path_rate".split()
+
+
+def kind(name: str) -> object:
+    """What is equal for two models of ours that differ in sizes alone; another library's name."""
+    if name in COMMON:
+        return name
+    options = vars(model_config(name))
+    aligned = all(width % 64 == 0 for width in torch.tensor(options.get("embed_dim", 0)).flatten().tolist())
+    return type(model_config(name)), aligned, str({key: v for key, v in options.items() if key not in SIZES})
 
 
 def catalogued(name: str) -> tuple[nn.Module, Tensor]:

@@ -377,7 +377,7 @@ def test_compiles_as_one_graph(family, options, dynamic):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("family", sampled(CASES, 6))
+@pytest.mark.parametrize("family", sampled(CASES, 6, one_in=4))
 def test_is_traced_as_one_graph(family):
     """Oracle: the eager model; fullgraph=True raises on any graph break. Gradients are compared by the test above."""
     model, images = smallest(family)

@@ -114,11 +114,12 @@ def same(found, wanted):
 
 SHORT = [("timm, layer scale, drop path", "fused", "training"), ("eva02", "fused", "inference")]
 SHORT += [("transformers' ViT", "fused", "training")]
-CASES = [
+CASES = [  # each two of model, way and call occur together; which of the two ways a model and a call have alternates
     pytest.param(make, way, call, marks=[] if make == "ours" or (make, way, call) in SHORT else pytest.mark.full)
-    for make in MODELS
-    for way in ("fused", "mixed")
-    for call in CALLS
+    for i, make in enumerate(MODELS)
+    for j, way in enumerate(("fused", "mixed"))
+    for k, call in enumerate(CALLS)
+    if (i + j + k) % 2 == 0 or make == "ours" or (make, way, call) in SHORT
 ]
 
 

@@ -1,0 +1,81 @@
+"""Tests of the test system: turns, what a change selects, and CPU seconds."""
+
+from collections import Counter
+
+import cpu_seconds
+import pytest
+import turns
+from sampling import sampled
+
+pytestmark = pytest.mark.fast
+
+
+def test_every_case_has_one_turn_in_as_many_as_it_says():
+    """Oracle: the definition, for 1, 2, 3 and 39 turns in a row from any one on."""
+    for one_in in (1, 2, 3, 39):
+        found = [sum(turns.in_turn(f"a[{i}]", one_in, turn) for turn in range(7, 7 + one_in)) for i in range(50)]
+        assert found == [1] * 50
+
+
+def test_a_turn_is_used_once():
+    """Oracle: the number in the newest commit that is older than four hours."""
+    before = turns.before()
+    old = before and turns.git("show", f"{before}:tests/turn")
+    if old is None:
+        pytest.skip("git has no older commit with a turn")
+    assert int(turns.FILE.read_text()) != int(old), "raise the number in tests/turn by one"
+
+
+@pytest.mark.full(one_in=3)
+@pytest.mark.parametrize("case", range(3))
+def test_full_cases_say_how_often_they_run(case, request):
+    """Oracle: the mark; the function of turns decides by the name."""
+    chosen = [turns.runs(request.node, turn) for turn in range(3)]
+    assert chosen == [turns.in_turn(request.node.nodeid, 3, turn) for turn in range(3)] and sum(chosen) == 1
+
+
+def test_sampled_cases_rotate():
+    """Oracle: by hand, the marks."""
+    marks = [[(mark.name, mark.kwargs) for mark in case.marks] for case in sampled("abc", 2, one_in=5)]
+    assert marks == [[], [("full", {"one_in": 5})], []]
+
+
+def test_files_about_a_change_run_whole(monkeypatch):
+    """Oracle: CONTRIBUTING's table, a changed test file, and all files where git knows nothing."""
+    monkeypatch.setattr(turns, "recent", lambda: ["tests/test_loss.py", "fastvit_triton/engine/body.py"])
+    found = turns.whole_files()
+    assert {"test_loss.py", "test_block.py", "test_replay.py"} <= found and "test_hub.py" not in found
+    monkeypatch.undo()
+    monkeypatch.setattr(turns, "git", lambda *arguments: None)
+    assert turns.before() is None and turns.recent() is None
+    assert {"test_loss.py", "test_hub.py", "test_turns.py"} <= turns.whole_files()
+
+
+def test_few_default_cases_are_long():
+    """Oracle: the committed table: sixty cases and shared fixtures above one CPU second, and the budget of the sum."""
+    rows = [
+        (seconds, file, name)
+        for file, named in cpu_seconds.read()["default"].items()
+        for name, seconds in named.items()
+    ]
+    long = sorted((row for row in rows if row[0] > cpu_seconds.LONG), reverse=True)
+    assert len(long) <= 60, long
+
+
+def test_rows_of_the_table(tmp_path, monkeypatch):
+    """Oracle: by hand. Long cases have rows of their own, others the mean; rows of what did not run stay."""
+    monkeypatch.setattr(cpu_seconds, "TABLE", tmp_path / "table.json")
+    cpu_seconds.TABLE.write_text('{"default": {"test_a": {"test_x[3]": 2.0, "test_y": 0.5}}, "full": {}}')
+    measured = {("default", "test_a", "test_x[1]"): 0.4, ("default", "test_a", "test_x[2]"): 0.8}
+    measured |= {("default", "test_a", "test_x[3]"): 1.0, ("full", "test_a", "fixture f"): 8.0}
+    cpu_seconds.write(Counter(measured) | Counter({("full", "test_b", "test_z[1]"): 6.0}), slower=2.0)
+    assert cpu_seconds.read() == {
+        "default": {"test_a": {"test_x": 0.37, "test_y": 0.5}},
+        "full": {"test_a": {"fixture f": 4.0}, "test_b": {"test_z[1]": 3.0}},
+    }
+
+
+def test_expected_seconds(request, monkeypatch):
+    """Oracle: by hand, of this test."""
+    monkeypatch.setattr(cpu_seconds, "read", lambda: {"default": {"test_turns": {request.node.name: 1.5}}, "full": {}})
+    assert cpu_seconds.expected([request.node, request.node]) == {"test_turns": 3.0}

@@ -1,0 +1,60 @@
+"""Turns: which cases of the longest tests run now, so that all run within a few hand-overs and none of them waits.
+
+`tests/turn` holds a number that each hand-over raises by one; the variable FASTVIT_TURN takes its place, to repeat one.
+"""
+
+import os
+import subprocess
+import zlib
+from pathlib import Path
+
+import pytest
+
+from benchmarks.affected import test_files
+
+ROOT = Path(__file__).parents[1]
+FILE = Path(__file__).with_name("turn")
+TURN = int(os.environ.get("FASTVIT_TURN") or FILE.read_text())
+RECENT = 4 * 3600  # seconds before the newest commit in which a change counts as new
+
+
+def in_turn(name: str, one_in: int, turn: int = TURN) -> bool:
+    """True in one of `one_in` consecutive turns, which depends on the name."""
+    return zlib.crc32(name.encode()) % one_in == turn % one_in
+
+
+def git(*arguments: str) -> str | None:
+    """What git prints in the checkout; None without git, outside a repository, or if the command fails."""
+    try:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def before() -> str | None:
+    """The newest commit that is older than recent changes; None without a history that reaches back so far."""
+    newest = git("log", "-1", "--format=%ct")
+    if newest is None or git("rev-parse", "--is-shallow-repository") != "false\n":
+        return None
+    return (git("rev-list", "-1", f"--before={int(newest) - RECENT}", "HEAD") or "").strip() or None
+
+
+def recent() -> list[str] | None:
+    """Paths that recent commits or the working tree changed; None without history, where anything may have changed."""
+    start = before()
+    changed = start and git("diff", "--name-only", start)
+    return None if changed is None else changed.splitlines()
+
+
+def runs(item: pytest.Item, turn: int = TURN) -> bool:
+    """True for a test that is not marked full or is in turn: each second one, or each third of `full(one_in=3)`."""
+    mark = item.get_closest_marker("full")
+    return mark is None or in_turn(item.nodeid, mark.kwargs.get("one_in", 2), turn)
+
+
+def whole_files() -> set[str]:
+    """Names of the test files that run whole in any turn: changed recently, or about what was; without history all."""
+    changed = recent()
+    if changed is None:
+        return {path.name for path in FILE.parent.glob("test_*.py")}
+    return {Path(path).name for path in (*changed, *test_files(changed))}
