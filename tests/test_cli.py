@@ -40,7 +40,7 @@ from fastvit_triton.train.data.split import SPLIT
 from fastvit_triton.train.outputs import CURVES, EXAMPLE, FILES, LOCK, LOG, PREDICTIONS, STATE, WEIGHTS
 from fastvit_triton.train.settings import RECIPES
 
-EPOCHS = "16"
+EPOCHS = "4"
 OF_DIGITS = [name for name in FILES if name != SPLIT]  # files of a run without --val-split
 
 
@@ -55,11 +55,9 @@ def start(*argv: str, variables: dict[str, str] | None = None, **options) -> sub
 
 @pytest.fixture(scope="module")
 def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a default run with fewer epochs."""
+    """The folder of a default run with few epochs."""
     out = tmp_path_factory.mktemp("runs") / "digits"
-    child = start("train", "--epochs", EPOCHS, "--out", str(out))
-    _, errors = child.communicate(timeout=300)
-    assert child.returncode == 0 and not errors, errors
+    assert main(["train", "--epochs", EPOCHS, "--out", str(out)]) == 0
     return out
 
 
@@ -231,10 +229,19 @@ def test_missing_libraries_are_named_with_their_extra(digits_run: Path, tmp_path
     assert "scikit-learn; pip install 'fastvit_triton[demo]', or give a folder" in refused(capsys, *train)
 
 
-def test_default_run_learns_the_digits(digits_run: Path):
-    """Oracle: the documented files; 94.8 % of the test digits (mean of four seeds) minus three standard deviations."""
-    assert accuracy(digits_run) >= 0.92
+def test_default_run_writes_its_files(digits_run: Path):
+    """Oracle: the documented files; better than a guess, one in ten, by three standard deviations of 360 images."""
+    assert accuracy(digits_run) > 0.1 + 3 * (0.1 * 0.9 / 360) ** 0.5
     assert sorted(path.name for path in digits_run.iterdir()) == sorted([*OF_DIGITS, LOCK])
+
+
+@pytest.mark.full
+def test_default_run_learns_the_digits(tmp_path: Path):
+    """Oracle: 94.8 % of the test digits (mean of four seeds) minus three standard deviations; nothing on stderr."""
+    child = start("train", "--epochs", "16", "--out", str(tmp_path / "run"))
+    _, errors = child.communicate()
+    assert child.returncode == 0 and not errors, errors
+    assert accuracy(tmp_path / "run") >= 0.92
 
 
 def test_summary_lists_the_files_and_next_commands(digits_run: Path, capsys: pytest.CaptureFixture):
@@ -261,7 +268,7 @@ def test_evaluate_reproduces_the_logged_accuracy(digits_run: Path, capsys: pytes
 
 
 def test_predict_reads_real_images(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Oracle: the correct digits; 16 of 20 is 95 % minus three deviations; inverted images give the same class."""
+    """Oracle: the share of the log for 20 digits, minus three deviations; inverted images give the same class."""
     images, targets = digits("test")
     pages = tmp_path / "pages"
     pages.mkdir()
@@ -272,7 +279,9 @@ def test_predict_reads_real_images(digits_run: Path, tmp_path: Path, capsys: pyt
     lines = capsys.readouterr().out.splitlines()
     said = [re.fullmatch(rf"{re.escape(str(pages))}/(\d+)\.jpg: (\d) \([\d.]+ %\)", line).groups() for line in lines]
     assert [int(name) for name, _ in said] == list(range(20))
-    assert sum(int(answer) == target for (_, answer), target in zip(said, targets.tolist(), strict=False)) >= 16
+    correct = sum(int(answer) == target for (_, answer), target in zip(said, targets.tolist(), strict=False))
+    share = accuracy(digits_run)
+    assert correct >= 20 * share - 3 * (20 * share * (1 - share)) ** 0.5 > 2  # by guessing
 
     dark = Image.open(pages / "00.jpg").convert("L").point(lambda level: 255 - level)
     dark.save(tmp_path / "dark.png")
@@ -359,7 +368,7 @@ def test_overwrite_and_weights(digits_run: Path, tmp_path: Path):
     assert main(["train", "--out", str(out), "--epochs", "1", "--overwrite", "--seed", "3", *weights]) == 0
     state = load_state(out / STATE)
     assert len(state["history"]) == 1 and state["settings"]["seed"] == 3
-    assert accuracy(out) > 0.9 > fresh
+    assert accuracy(out) > fresh
 
 
 def test_image_folder(tmp_path: Path, capsys: pytest.CaptureFixture):
