@@ -118,13 +118,14 @@ def files(root: Path = ROOT) -> Iterator[Path]:
 
 @functools.cache
 def functions(path: Path) -> dict[str, str]:
-    """Function → source with its decorators, of a test file."""
+    """Function → source with its decorators, of a test file; marks that say when a test runs are left out."""
     text = path.read_text(encoding="utf-8")
     lines, sources = text.splitlines(), {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef):
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            sources[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+            text = "\n".join(lines[first - 1 : node.end_lineno])
+            sources[node.name] = re.sub(r"^@pytest\.mark\.(fast|full|few)\b.*\n", "", text, flags=re.MULTILINE)
     return sources
 
 

@@ -19,6 +19,7 @@ import cpu_seconds
 import pytest
 import torch
 import turns
+from sampling import Few
 from triton.runtime.jit import JITFunction
 
 import benchmarks  # noqa: F401  (must precede timm)
@@ -40,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Measures CPU seconds; makes xdist hand out files in the order below instead of by their number of tests."""
     config.option.loadscopereorder = False
     config.pluginmanager.register(cpu_seconds.Recorder(config))
+    config.pluginmanager.register(Few())
 
 
 @pytest.hookimpl(trylast=True)  # after tests were deselected

@@ -1,5 +1,6 @@
 """Which of many similar cases run by default, and which with -m fast; the others run with -m full."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -41,3 +42,21 @@ def sampled(cases: Iterable[Any], step: int, one_in: int = 2) -> list[Any]:
             place += 1
         found.append(pytest.param(*values, marks=marks, id=name))
     return found
+
+
+class Few:
+    """pytest plugin: of the cases of a test marked `few(n)`, n at equal distances run by default, the rest is full."""
+
+    @pytest.hookimpl(tryfirst=True)  # before -m selects
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Marks the others."""
+        cases = defaultdict(list)
+        for item in items:
+            if item.get_closest_marker("few") and not item.get_closest_marker("full"):
+                cases[item.nodeid.partition("[")[0]].append(item)
+        for found in cases.values():
+            (count,) = found[0].get_closest_marker("few").args
+            shown = {i * len(found) // count for i in range(count)}
+            for i, item in enumerate(found):
+                if i not in shown:
+                    item.add_marker(pytest.mark.full)

@@ -119,6 +119,7 @@ EACH = [pytest.param(n, marks=pytest.mark.full if n in HEAVY else ()) for n in C
 EACH = marked(EACH, pytest.mark.fast, lambda name: name == "timm_vit")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", sampled(EACH, 6))
 def test_models_equal_the_original(name, gpu):
     """Oracle: the unmodified model, every gradient; truth in float64. All of its attention must be rewritten."""
@@ -153,6 +154,7 @@ def test_optimised_pyramids_of_any_batch_equal_the_original(name, gpu, reference
 INFERRED = "timm_deit3 timm_beit hf_dinov3 vit_pytorch_vit torch_encoder_layer torch_encoder_layer_first".split()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", sampled(INFERRED, 3))
 def test_inference_equals_the_original(name, gpu):
     """Oracle: the unmodified model in eval mode without gradients."""
@@ -178,6 +180,7 @@ def test_timm_without_fused_attention(fused, gpu):
     assert [r.type for r in eager.rows if r.became is None] == ["linear"]  # the head
 
 
+@pytest.mark.full
 def test_our_models_are_rewritten(gpu):
     """Oracle: the model itself; its references are PyTorch calls and are rewritten like any other model's."""
     model = create_model("vit_digits_patch2_8", depth=2, embed_dim=24, init_values=0.1).double()
@@ -203,6 +206,7 @@ def test_drop_path_draws_are_unchanged(gpu):
     assert len(scaled) == 4  # both branches of the two blocks with drop path
 
 
+@pytest.mark.full
 def test_checkpointed_blocks_are_rewritten(gpu):
     """Oracle: the model itself; each block is a separate graph."""
     model = build("timm_vit").train()
@@ -211,6 +215,7 @@ def test_checkpointed_blocks_are_rewritten(gpu):
     assert [row.became for row in eager.rows].count("mlp") == 2 * 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name, dtype", sampled([("timm_deit3", torch.bfloat16), ("hf_vit_eager", torch.float16)], 2))
 def test_autocast(name, dtype, gpu):
     """Oracle: the model under the same autocast, dtypes and values; truth in float64."""
@@ -276,6 +281,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", sampled(FOREIGN, 3))
 def test_other_architectures_equal_the_original(name, gpu):
     """Oracle: the model itself. Convolutional models stay unchanged, node for node; others are rewritten in part."""
@@ -296,6 +302,7 @@ def test_other_architectures_equal_the_original(name, gpu):
     assert_within_budget(*({"output": t.double()} for t in (got, want, truth)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["timm_deit3", pytest.param("hf_vit_eager", marks=pytest.mark.full)])
 def test_kernels_run_forward_and_backward(name):
     """Oracle: the unmodified model, every gradient; the kernels run in the interpreter."""
@@ -306,6 +313,7 @@ def test_kernels_run_forward_and_backward(name):
         assert f"fastvit_triton.{op}.default" in eager.nodes
 
 
+@pytest.mark.full
 def test_a_dynamic_batch_compiles_once(gpu):
     """Oracle: number of graphs after two batch sizes; mark_dynamic raises if a size is specialised."""
     model, eager, graphs = build("timm_vit", torch.float32).eval(), Eager(), 0
@@ -585,6 +593,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("case", CASES)
 def test_only_equivalent_calls_are_rewritten(case, gpu):
     """Oracle: the function itself (value, dtype and gradient), and the set of ops that it may be rewritten to."""

@@ -29,6 +29,7 @@ def test_lists_of_candidates_are_short(arch):
         assert len({json.dumps(config, sort_keys=True) for config in found}) == len(found), row
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("row, arch", [("linear.fwd.half", "sm_90"), ("mlp.fwd", "sm_86"), ("attention.fwd", "gfx942")])
 def test_first_candidates_have_no_violations(row, arch):
     """Oracle: that of `test_static.test_launches_in_use_have_no_violations`, for the first candidates of a row."""
@@ -42,6 +43,7 @@ def test_all_candidates_have_no_violations(arch):
     assert not [fault for target in TARGETS for fault in faults(target, arch)]
 
 
+@pytest.mark.full
 def test_candidates_that_spill_in_training_are_reported(monkeypatch):
     """Oracle: a tile of fc1 that needs 242 registers, and too many where the pre-activation is written as well."""
     config = dict(BLOCK_M=256, BLOCK_F=128, BLOCK_K=64, GROUP=8, PARTS=2, WGMMA_WARPS=0, num_warps=8, num_stages=3)

@@ -244,6 +244,7 @@ def test_default_run_learns_the_digits(tmp_path: Path):
     assert accuracy(tmp_path / "run") >= 0.92
 
 
+@pytest.mark.full
 def test_summary_lists_the_files_and_next_commands(digits_run: Path, capsys: pytest.CaptureFixture):
     """Oracle: resuming a finished run trains nothing and prints the same summary; the suggested commands work."""
     assert main(["train", "--out", str(digits_run), "--resume"]) == 0
@@ -398,6 +399,7 @@ def test_image_folder(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert "has green, not among the 2 classes" in refused(capsys, "evaluate", "--checkpoint", out, "--workers", "0")
 
 
+@pytest.mark.full
 def test_resuming_a_finished_run_keeps_skipping_bad_images(tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: the evaluation before; the bad image has a good header, so a resumed run finds it after its weights."""
     folder, out = write_folder(tmp_path / "images", per_class=2), str(tmp_path / "run")
@@ -413,6 +415,7 @@ def test_resuming_a_finished_run_keeps_skipping_bad_images(tmp_path: Path, capsy
     assert printed[0] == printed[1] and "skipped 1 image that" in printed[0]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.name == "nt", reason="Windows sends no SIGINT to a child alone")
 def test_ctrl_c_keeps_the_last_epoch(tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: exit code 130, one sentence, and a state and weights that load and evaluate."""
@@ -437,6 +440,7 @@ def test_ctrl_c_keeps_the_last_epoch(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not [path.name for path in out.iterdir() if path.name not in (*FILES, LOCK)]
 
 
+@pytest.mark.full
 def test_full_disk(tmp_path: Path):
     """Oracle: exit code 1 and one sentence if no file may grow beyond 100 kB."""
     resource = pytest.importorskip("resource")
@@ -607,6 +611,7 @@ def test_benchmark_rejects_invalid_options(capsys: pytest.CaptureFixture):
     assert "GiB for vit_tiny_patch16_224" in sentence and "can fit" in sentence
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("default")
 def test_benchmark_ends_in_time(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     """Oracle: the clock, with seconds for minutes; a measurement that takes too long ends with a sentence."""
@@ -655,6 +660,7 @@ def test_doctor_says_which_products_run_by_onednn(capsys: pytest.CaptureFixture,
     assert "not used, FASTVIT_TRITON_BACKEND is torch" in said(switch="torch")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name, side, size, blocks, launches",
     [
@@ -728,6 +734,7 @@ def values(text: str, label: str) -> tuple[float, ...]:
     return () if row is None else tuple(map(float, re.sub(r"\(.*?\)|-", "", row[1]).split()))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "gpu, architecture, batch, training",
     [("rtx4090", "sm_89", 256, False), ("h200", "sm_90", 1, False), ("h200", "sm_90", 256, True)],
@@ -807,6 +814,7 @@ def test_doctor_uses_the_local_gpu(monkeypatch, capsys: pytest.CaptureFixture):
     launch._architecture.cache_clear()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("installed", [True, False])
 @pytest.mark.parametrize(
     "words", ["--gpu 4090 --batch 8", "--train --batch 8", "--amp float16 --batch 8", "--batch 8 --amp"]
@@ -820,6 +828,7 @@ def test_doctor_assumes_vit_b(words, installed, monkeypatch, capsys: pytest.Capt
     assert re.search(r"^12 of 12 blocks run (fused|mixed|plain), (over )?99 % of the FLOPs", text, re.MULTILINE)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", ["timm:vit_tiny_patch16_224", "vit_tiny_patch16_224"])
 def test_doctor_predicts_autocast(model: str, capsys: pytest.CaptureFixture):
     """Oracle: launches of the casts that autocast adds in eager PyTorch: at least one for each product of a block."""
@@ -832,7 +841,7 @@ def test_doctor_predicts_autocast(model: str, capsys: pytest.CaptureFixture):
     assert counts["bfloat16"] == counts["float16"] and counts["float16"][0] >= counts[""][0] + 12 * 4
 
 
-@pytest.mark.fast
+@pytest.mark.full
 def test_doctor_names_the_way_of_each_module(capsys: pytest.CaptureFixture):
     """Oracle: the way that is forced, for blocks and what is inside them."""
     for way in cost.WAYS:

@@ -105,6 +105,7 @@ EACH = [pytest.param(n, marks=pytest.mark.full if n in HEAVY else ()) for n in C
 EACH = marked(EACH, pytest.mark.fast, lambda name: name == "timm_vit")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", sampled(EACH, 4))
 def test_kernels_equal_the_original(name):
     """Oracle: as above, through the Triton kernels in the interpreter."""
@@ -872,6 +873,7 @@ def test_data_parallel_wrappers(wrap, references):
         assert same(grad, p.grad), name
 
 
+@pytest.mark.full
 def test_models_that_fsdp2_sharded_are_converted_alike():
     """Oracle: report and operators of the model that is not sharded; classes and parameters are put back."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -1000,6 +1002,7 @@ def test_a_module_of_another_release_is_not_fused(name, path, change, why):
         assert same(outputs(model, given), want)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 @pytest.mark.parametrize("change", [rename, pytest.param(extend, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", ["hf_vit", *(pytest.param(name, marks=pytest.mark.full) for name in TOWERS[1:])])

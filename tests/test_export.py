@@ -69,6 +69,7 @@ def gradients(run, model, images):
     return y, torch.cat([g.flatten() for g in grads if g is not None])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["timm_deit3", *(pytest.param(n, marks=pytest.mark.full) for n in (OURS, "torchvision_vit"))]
 )
@@ -104,6 +105,7 @@ def test_inductor(name, compiler):
         assert_close(got, model(images), truth(images.double()))
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # torch 2.11, reading a file
 @pytest.mark.parametrize(
     "name", sampled([OURS, "timm_deit3", "timm_eva02", "hf_vit", "torchvision_vit", "vit_pytorch_simple"], 3)
@@ -133,6 +135,7 @@ def test_aotinductor(tmp_path):
         assert_close(got, model(images), truth(images.double()))
 
 
+@pytest.mark.full
 def test_onnx_after_revert(tmp_path):
     """Oracle: the untouched model of transformers, whose output is a dict, in onnxruntime, for another batch."""
     pytest.importorskip("onnxscript")

@@ -115,6 +115,7 @@ def test_onnx(trained, tmp_path, capsys):
     assert b"fastvit_triton/" not in path.read_bytes()  # no path of a source file
 
 
+@pytest.mark.full
 def test_torch_export_runs_alone(trained, tmp_path):
     """Oracle: the model in float64; the file is loaded by a process that cannot import this package or Triton."""
     model, checkpoint = trained
@@ -178,7 +179,7 @@ def test_naflex_takes_images(tmp_path):
     assert agrees(got.detach(), model, patches)
 
 
-@pytest.mark.fast
+@pytest.mark.full
 def test_commands_take_naflex(tmp_path, capsys):
     """Oracle: the NaFlex model on the patches; its weights name another image size than the table of positions has."""
     model, path = drawn("naflexvit_base_patch16_gap"), tmp_path / "model.pt2"
@@ -190,6 +191,7 @@ def test_commands_take_naflex(tmp_path, capsys):
     assert agrees(got.detach(), model, to_patches(images[0], 24 * 24, (16, 16))[None])
 
 
+@pytest.mark.full
 def test_wrong_programs_are_refused(tmp_path, monkeypatch):
     """Oracle: GELU by tanh instead of erf, NaN, and a class too few are found; what is not compared is written."""
     path = tmp_path / "model.pt2"
@@ -242,6 +244,7 @@ def test_invalid_arguments(make, path, to, options, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_what_is_missing(tmp_path, monkeypatch):
     """Oracle: one sentence for a package, a compiler, a folder, and weights that exceed an ONNX file."""
     model = drawn(depth=1)
@@ -265,6 +268,7 @@ def test_what_is_missing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_the_command_refuses(trained, tmp_path, monkeypatch, capsys):
     """Oracle: one sentence each and exit code 2; an existing file is replaced only with --overwrite."""
     _, checkpoint = trained

@@ -174,6 +174,7 @@ def typical(name, change):
 CHANGED = marked(CHANGED, pytest.mark.fast, typical)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name, change", sampled(CHANGED, 3))
 def test_changed_weights_change_the_next_call(name, change, way):
     """Oracle: a fresh copy of the changed model, which has cached nothing, bit by bit."""
@@ -181,6 +182,7 @@ def test_changed_weights_change_the_next_call(name, change, way):
     assert torch.equal(after, fresh) and not torch.equal(after, before)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name, change", sampled(CHANGED, 2))
 def test_frozen_models_detect_counted_writes(name, change, monkeypatch):
     """Oracle: a fresh copy, which folds in its call; after writes that PyTorch does not count, `freeze` is repeated."""
@@ -206,6 +208,7 @@ def test_frozen_models_fold_once():
         assert made == [2, 2]  # with so few rows the LayerNorms run
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["timm_deit3", "timm_beit", "hf_vit", "torchvision_vit", "vit_pytorch_vit"])
 def test_converted_models_freeze(name, monkeypatch):
     """Oracle: the same model without freezing, bit by bit; separate query, key and value layers are one fold."""
@@ -221,6 +224,7 @@ def test_converted_models_freeze(name, monkeypatch):
         assert torch.equal(outputs(net, given), want) and len(made) == 2 * per_call
 
 
+@pytest.mark.full
 def test_captured_blocks_freeze():
     """Oracle: the same model without freezing, bit by bit; by hand, what two blocks no longer launch.
 
@@ -247,6 +251,7 @@ def kept_tensors(net):
     return [t for entries in kept for entry in entries.values() for t in entry.folded[:3]]
 
 
+@pytest.mark.full
 def test_a_captured_graph_keeps_the_folds():
     """Oracle: the addresses that a captured graph reads: folds stay there, alive, and hold the latest weights."""
     net = model()
@@ -310,6 +315,7 @@ def test_copies_and_pickles_are_not_frozen():
     assert all(set(m.__dict__) - {ways.SIZES} == set(n.__dict__) for m, n in pairs)
 
 
+@pytest.mark.full
 def test_training_and_gradients_fold_within_the_call(monkeypatch):
     """Oracle: the same model without freezing, bit by bit; a frozen backbone passes gradients to its input."""
     monkeypatch.setitem(fold_file.SPACE, "border", dict(ROWS_PER_OUTPUT=0))
@@ -327,6 +333,7 @@ def test_training_and_gradients_fold_within_the_call(monkeypatch):
             assert bool(kept_tensors(net)) == (not learns)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["ours", "timm"])
 def test_gradients_reach_folded_parameters(name, way):
     """Oracle: float64 on the PyTorch path; error ≤ 2 · (its float32 error + one rounding of the largest gradient)."""
@@ -364,6 +371,7 @@ def test_a_fold_is_recomputed_for_another_dtype(dtype, monkeypatch):
         assert torch.equal(net(image), half(image)) and x.dtype == torch.float32
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 def test_a_compiled_model_folds_in_each_call():
     """Oracle: the model itself, whose weights change unnoticed between two calls of the compiled program."""

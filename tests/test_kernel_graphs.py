@@ -78,6 +78,7 @@ LONG = {"fastvit_triton::attention_bwd", "fastvit_triton::window_attention_bwd"}
 DEFINED = [pytest.param(n, marks=pytest.mark.full if n in LONG else ()) for n in sorted(op.LIBRARY._op_defs)]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", sampled(DEFINED, 2))
 def test_opcheck(name):
     """Oracle: torch.library.opcheck: schema, fake tensors, autograd registration, AOT dispatch with dynamic shapes."""
@@ -162,6 +163,7 @@ def test_qk_norms_without_weights_are_applied(whose):
     assert worst([got], [want]) <= TOLERANCE
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 @pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.fast), True])
 def test_kernels_are_nodes_of_one_graph(dynamic):
@@ -185,6 +187,7 @@ def test_kernels_are_nodes_of_one_graph(dynamic):
     assert worst([got.detach()], [want.detach()]) <= TOLERANCE and worst(got_grads, want_grads) <= TOLERANCE
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 def test_a_norm_passes_through_dynamo():
     """Oracle: the same kernels called with plain tuples; fullgraph=True raises on a graph break."""
@@ -209,6 +212,7 @@ def test_a_norm_passes_through_dynamo():
     assert worst([got.detach()], [want.detach()]) <= TOLERANCE and worst(*grads) <= TOLERANCE
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 def test_depthwise_under_dynamo():
     """Oracle: the same kernels in eager mode, for two batches and grids; fullgraph=True raises on a graph break."""
@@ -401,6 +405,7 @@ def test_only_the_residual_learns():
     assert torch.equal(grad, torch.ones(2, 6))
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 def test_a_dynamic_batch_compiles_once():
     """Oracle: the number of graphs; mark_dynamic raises if a size is specialised."""

@@ -137,6 +137,7 @@ def in_turn(names: Iterable[str], step: int) -> list:
     return fast + sampled((name for name in names if not plain(name)), step)
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("name", in_turn(TIMM_NAMES, 3))
 def test_state_dict_equals_timms(name, no_truncated_normals):
     """Oracle: keys and shapes of timm's model of the same name, built on the meta device."""
@@ -156,6 +157,7 @@ def test_catalogue_holds_timms_plain_sizes():
     assert set(n for n in wanted if n.startswith(sizes)) - set(list_models()) == set()
 
 
+@pytest.mark.few(60)
 @pytest.mark.fast
 @pytest.mark.parametrize("name, count", [(n, c) for f in FAMILIES for n, c in f.PARAMS.items()])
 def test_parameter_count(name, count):
@@ -167,6 +169,7 @@ def test_parameter_count(name, count):
     assert sum(p.numel() for p in model.parameters()) == count
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", in_turn(AGAINST_TIMM, 2))
 def test_logits_and_gradients_equal_timms(name, no_truncated_normals):
     """Oracle: timm's model with the same random weights."""
@@ -355,6 +358,7 @@ COMPILED = [("vit", {}, False), ("vit", {}, True), ("vit", RICH, False), ("vit",
 COMPILED += [pytest.param(family, {}, True, marks=pytest.mark.full) for family in CASES]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family, options, dynamic", COMPILED, ids=str)
 def test_compiles_as_one_graph(family, options, dynamic):
     """Oracle: the eager model, outputs and gradients; fullgraph=True raises on any graph break.
@@ -377,6 +381,7 @@ def test_compiles_as_one_graph(family, options, dynamic):
     torch._dynamo.reset()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", sampled(CASES, 6, one_in=4))
 def test_is_traced_as_one_graph(family):
     """Oracle: the eager model; fullgraph=True raises on any graph break. Gradients are compared by the test above."""
@@ -387,6 +392,7 @@ def test_is_traced_as_one_graph(family):
     torch._dynamo.reset()
 
 
+@pytest.mark.full
 def test_models_compile_one_after_the_other_in_a_new_thread():
     """Oracle: shapes; the thread has run no model eagerly before."""
 
@@ -568,6 +574,7 @@ def test_checkpoints_of_every_family_can_be_read():
     ]
 
 
+@pytest.mark.full
 def test_every_variant_is_valid_and_one_is_built():
     """Oracle: a config of each name has the values of its variant; a process that creates a model checks one config."""
     for name, family in CATALOGUE.items():

@@ -240,6 +240,7 @@ def test_torchrun_is_required(monkeypatch):
         pass
 
 
+@pytest.mark.full
 def test_a_lost_process_raises(monkeypatch):
     """Oracle: one sentence for the error of a collective after another process died; other errors pass unchanged."""
     names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 0}

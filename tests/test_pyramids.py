@@ -235,6 +235,7 @@ def test_optimize_leaves_our_models_alone(name):
 EXPORTED = "swin", "levit"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in EXPORTED else pytest.mark.full) for n in CASES])
 def test_exported_programs_equal_the_model(name):
     """Oracle: the model, for another batch size than that of the export."""
@@ -245,6 +246,7 @@ def test_exported_programs_equal_the_model(name):
     assert distance(program(torch.cat((images, images))), torch.cat([model(images)] * 2)) <= ROUNDINGS * EPS64
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["swin", pytest.param("pvt", marks=pytest.mark.full)])
 def test_frozen_models_follow_their_weights(name, always_folded):
     """Oracle: the model that is not frozen, before and after its weights change."""
@@ -322,6 +324,7 @@ def test_folded_norms_equal_the_layers():
         assert normed(module) is module
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["levit", pytest.param("deepvit", marks=pytest.mark.full)])
 @torch.no_grad()
 def test_frozen_folds_follow_training(name):
@@ -445,6 +448,7 @@ INTERPRETED = [(name, torch.float32, "fused") for name in NAMES]
 INTERPRETED += [pytest.param(n, d, w, marks=pytest.mark.full) for n in CASES for d, w in HALF]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name, dtype, way", INTERPRETED, ids=str)
 def test_kernels_give_the_same(name, dtype, way, always_folded):
     """Oracle: float64; the kernels' error in logits and every gradient is at most twice PyTorch's own."""
@@ -458,6 +462,7 @@ SHOWN = "tnt", "cait", "cct", "refiner", "cvt"
 REPLAYED = [n if n in SHOWN else pytest.param(n, marks=pytest.mark.full) for n in CASES if n not in NO_BLOCKS]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", sampled(REPLAYED, 3))
 def test_blocks_are_replayed(name, always_folded, monkeypatch):
     """Oracle: the same calls without replays, bit by bit, of other images and weights each time."""
@@ -490,6 +495,7 @@ def check_recorded(model: nn.Module) -> None:
     assert around and all(path.startswith(around) for path in called)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name, path", sampled([("cct", "self_attn"), ("tnt", "mlp"), ("tnt", "attn_in"), ("cct", "linear1")], 4)
 )
@@ -510,6 +516,7 @@ def test_hooks_of_branches_run_in_every_call(name, path):
     assert len(seen) == 6
 
 
+@pytest.mark.full
 def test_blocks_that_update_statistics_are_not_replayed(monkeypatch):
     """Oracle: the statistics without replays; in evaluation the same blocks are replayed, and expected to be."""
     options, size = CASES["cvt"].traced

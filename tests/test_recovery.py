@@ -160,6 +160,7 @@ def test_resumes_within_an_epoch(tmp_path: Path):
     assert [row.split(",")[:6] for row in rows[0]] == [row.split(",")[:6] for row in rows[1]]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
 def test_a_damaged_state_is_replaced_by_the_previous_one(tmp_path: Path, damage: str):
     """Oracle: the sentence, and the weights of an uninterrupted run; if both states are damaged, loading raises."""
@@ -188,6 +189,7 @@ def test_a_damaged_state_is_replaced_by_the_previous_one(tmp_path: Path, damage:
         checkpoint.newest_state(out)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name, damage",
     sampled(itertools.product((outputs.WEIGHTS, outputs.BEST, outputs.LOG), ("missing", "empty", "cut")), 4),
@@ -303,6 +305,7 @@ def test_changed_data_are_noticed(tmp_path: Path):
         check(accept=True)
 
 
+@pytest.mark.full
 def test_a_folder_has_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Oracle: the sentence while another process holds the lock, and success once it was killed; empty folders go."""
     monkeypatch.setattr(outputs, "LOCK_SECONDS", 0.1)

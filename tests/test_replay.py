@@ -123,6 +123,7 @@ CASES = [  # each two of model, way and call occur together; which of the two wa
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make, way, call", sampled(CASES, 3))
 def test_replays_equal_the_call(interpreted, make, way, call):
     """Oracle: three calls in a row, of which the first two record; each with other images and other weights."""
@@ -138,6 +139,7 @@ def test_replays_equal_the_call(interpreted, make, way, call):
         assert recorded(model)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["Beit", "Data2VecVision"])
 def test_tables_of_biases_are_read_in_each_replay(interpreted, name):
     """Oracle: the call without replays, after each way of writing to the tables; the first records remain in use."""
@@ -222,6 +224,7 @@ CHANGES = {  # changes made after a call was recorded: functions of the first bl
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("make, training", [("ours", False), pytest.param("timm", True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("change", marked(CHANGES, pytest.mark.fast, lambda c: c in ("scale", "transposed")))
 def test_later_changes_take_effect(interpreted, make, change, training):
@@ -415,6 +418,7 @@ CONTEXTS = {  # contexts in which operators are observed or changed
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_contexts_end_replays(interpreted, monkeypatch, context):
     """Oracle: nothing is replayed inside a context, and calls are replayed again after it."""
@@ -437,6 +441,7 @@ def test_contexts_end_replays(interpreted, monkeypatch, context):
         assert same(run(model, x, training=True), wanted) and len(replayed) == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("where", ["block", "layer", "all modules"])
 def test_hooks_added_after_recording_are_called(interpreted, where):
     """Oracle: the hook is called as often as the model."""
@@ -459,6 +464,7 @@ def test_hooks_added_after_recording_are_called(interpreted, where):
     assert len(seen) == 4
 
 
+@pytest.mark.full
 def test_only_repeatable_calls_are_recorded(interpreted, monkeypatch):
     """Oracle: by hand: calls that wait for a value or write to a buffer, and unknown modules, are not recorded."""
 
@@ -483,6 +489,7 @@ def test_only_repeatable_calls_are_recorded(interpreted, monkeypatch):
         assert len(recorded(model.blocks[0])) == 0 and len(recorded(model.blocks[1])) > 0
 
 
+@pytest.mark.full
 def test_copies_and_pickles_have_no_records(interpreted):
     """Oracle: a copy records its own calls; a recorded model is freed with its last reference."""
     model, x = ours(), torch.randn(2, 3, 8, 8)
@@ -706,6 +713,7 @@ def test_buffers_keep_live_tensors_apart():
                     assert at + n <= other or other + m <= at
 
 
+@pytest.mark.full
 def test_frozen_models_follow_their_weights(interpreted):
     """Oracle: the model without replays. Writes counted by PyTorch take effect; `unfreeze` frees the folds."""
     model, x = ours().eval().requires_grad_(False), torch.randn(2, 3, 8, 8)
@@ -726,6 +734,7 @@ def test_frozen_models_follow_their_weights(interpreted):
         assert same(again(model, x, False), again(model, x, False, enabled=False))
 
 
+@pytest.mark.full
 def test_misaligned_and_strided_inputs(interpreted):
     """Oracle: the call without replays; each memory layout has its own record."""
     model = ours().eval().requires_grad_(False)
@@ -743,6 +752,7 @@ def test_misaligned_and_strided_inputs(interpreted):
     assert len(recorded(model.blocks[0])) == len(inputs)
 
 
+@pytest.mark.full
 def test_shallow_copies_do_not_replay_the_original(interpreted):
     """Oracle: the copy without replays. DataParallel's replicas are shallow copies with parameters of their own."""
     block, x = ours().eval().requires_grad_(False).blocks[0], torch.randn(2, 5, 16)
@@ -823,6 +833,7 @@ def plain(module, x):
         ways.REPLAYS = True
 
 
+@pytest.mark.full
 def test_deterministic_algorithms_are_followed(interpreted):
     """Oracle: the call without replays; it runs another attention, whose gradients are deterministic."""
     block, x = ours().train().blocks[0], torch.randn(2, 5, 16)
@@ -853,6 +864,7 @@ SHARED = {  # how two norms' weights share memory, and whether the call may be r
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("shared", SHARED)
 def test_tensors_that_share_memory_may_be_separated(interpreted, shared, training):
@@ -898,6 +910,7 @@ class Derived(Middle):
     __module__ = "timm.layers"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["forward", "__call__"])
 @pytest.mark.parametrize("owner", [Derived, Middle, nn.Linear])
 def test_later_patches_of_a_class_take_effect(interpreted, monkeypatch, owner, name):

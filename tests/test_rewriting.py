@@ -92,6 +92,7 @@ def test_writes_are_seen(op):
     assert regions.written(view, fake) == regions.written(add, fake) == set()
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in (1, 2))])
 @names
 def test_writes_between_the_calls_of_a_match(pattern, part):
@@ -128,6 +129,7 @@ def cast(tensor, dtype):
     return tensor > 0 if dtype == torch.bool else (2 * tensor).to(dtype) if dtype == torch.int64 else tensor.to(dtype)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("pattern, autocast", sampled(itertools.product(PATTERNS, (False, True)), 3))
 def test_every_dtype_of_every_argument(pattern, autocast):
     """Oracle: the function itself; where it raises, so may the graph. Also with all arguments in one dtype."""

@@ -124,6 +124,7 @@ def test_a_wrong_op_is_reported(here, capsys, tmp_path, monkeypatch, change, sai
     assert held["failed"] == FIRST[:1] and [row["case"] for row in held["rows"]] == FIRST
 
 
+@pytest.mark.full
 def test_checks_run_in_a_process_of_their_own(only, capsys, tmp_path, monkeypatch):
     """Oracle: kernels ran on the CPU although TRITON_INTERPRET is not set here; PyTorch's error would differ."""
     monkeypatch.chdir(tmp_path)
@@ -299,6 +300,7 @@ def test_a_launch_on_another_stream_is_found(streams, monkeypatch):
     assert "output 0" in selftest.on_stream(early, arguments, want)
 
 
+@pytest.mark.full
 def test_memory_of_a_step_is_compared(monkeypatch):
     """Oracle: peaks of a stand-in; both variants train the same block."""
     peaks = {"plain": 100, "fused": 90}

@@ -111,6 +111,7 @@ def test_the_fastest_is_saved_and_used(invented, monkeypatch, train):
     assert found.model.keys() == {"eager", "before", "after", "torch.compile"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["plain", pytest.param("mixed, SDPA", marks=pytest.mark.full)])
 def test_any_way_can_be_chosen(invented, monkeypatch, way):
     """Oracle: the invented times."""
@@ -120,6 +121,7 @@ def test_any_way_can_be_chosen(invented, monkeypatch, way):
     assert set(found.parts[0]["entries"]) > set(found.parts[0]["shapes"]) or way == "plain"
 
 
+@pytest.mark.full
 def test_an_incorrect_candidate_has_no_time(invented, monkeypatch):
     """Oracle: a product whose result is wrong with one candidate, which would be the fastest."""
     monkeypatch.setattr(Invented, "us", staticmethod(quick_is_fast))
@@ -140,6 +142,7 @@ def test_an_incorrect_candidate_has_no_time(invented, monkeypatch):
         assert row["best"] == row["tried"][0]["config"] != QUICK
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_launch_parameters_that_make_a_block_incorrect_are_not_kept(invented, monkeypatch, fails):
     """Oracle: blocks that are wrong or fail with the new rows, although each candidate is correct by itself."""
@@ -162,6 +165,7 @@ def test_launch_parameters_that_make_a_block_incorrect_are_not_kept(invented, mo
     assert found.rows() == {}
 
 
+@pytest.mark.full
 def test_candidates_that_do_not_compile_or_spill_are_left_out(invented, monkeypatch):
     """Oracle: a compiler that fails, and kernels that report spills."""
     monkeypatch.setattr(Invented, "us", staticmethod(quick_is_fast))
@@ -238,6 +242,7 @@ class Autocast(nn.Module):
             return self.layer(src=x)
 
 
+@pytest.mark.full
 def test_a_model_with_autocast_inside(invented):
     """Oracle: the shape that its block looks up, of 16-bit values; buffers are restored."""
     model, x = Autocast().eval(), torch.randn(2, 5, 32)
@@ -251,6 +256,7 @@ def test_a_model_with_autocast_inside(invented):
     assert [part["shapes"] for part in found.parts] == [asked] and "fp32" not in asked[0]
 
 
+@pytest.mark.full
 def test_models_that_optimize_knows(invented):
     """Oracle: one of our models, for a model of another package, converted or not; the given model is not changed."""
     torch.manual_seed(0)
@@ -266,6 +272,7 @@ def test_models_that_optimize_knows(invented):
     assert len(json.loads(found.path.read_text())["runs"]) == 2
 
 
+@pytest.mark.full
 def test_optimize_may_tune(invented):
     """Oracle: the saved run, an inference."""
     layer = nn.TransformerEncoderLayer(32, 2, 64, activation="gelu", batch_first=True, norm_first=True, dropout=0.0)
@@ -296,6 +303,7 @@ def test_bad_arguments():
     optimize(model.double(), tune=images.double())  # neither our kernels nor oneDNN can run
 
 
+@pytest.mark.full
 def test_rank_0_measures_and_the_others_wait(invented, monkeypatch):
     """Oracle: what rank 0 broadcasts, returned or raised."""
     distributed, sent = torch.distributed, []
@@ -460,7 +468,7 @@ def test_the_command_on_a_cpu(on_a_cpu, words, capsys):
 FACTS = dict(gpu="card", units=1, driver=1, torch="2", cuda="1", cudnn=1, triton="3", sources="s")
 
 
-@pytest.mark.fast
+@pytest.mark.full
 def test_several_processes_add_to_one_file(monkeypatch, tmp_path):
     """Oracle: the union of all entries; readers always find a complete file."""
     code = f"""
