@@ -1,0 +1,97 @@
+"""Which tests a change needs, read from the table "you change, run" of CONTRIBUTING.md.
+
+    python -m benchmarks.affected FILE ...
+
+A row has paths in backticks in its first column, files, folders or patterns, and commands of pytest in its second.
+"""
+
+import functools
+import re
+import shlex
+import sys
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "CONTRIBUTING.md"
+
+
+class Row(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        paths: files, folders and patterns, relative to the root.
+        tests: test file → its `-k` expression, None for the whole file.
+    """
+
+    paths: tuple[str, ...]
+    tests: dict[str, str | None]
+
+    def has(self, path: str) -> bool:
+        """True if a file is named by the row, lies in a folder of it, or matches a pattern of it."""
+        return any(path.startswith(f"{p.rstrip('/')}/") or fnmatchcase(path, p) for p in self.paths)
+
+
+def quoted(cell: str) -> list[str]:
+    """The parts of a cell that stand between backticks."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def parsed(command: str) -> dict[str, str | None]:
+    """Test file → `-k` expression, of a command; a placeholder in capitals, as in "-k FAMILY", selects all tests."""
+    words = shlex.split(command)
+    chosen = words[words.index("-k") + 1] if "-k" in words else None
+    if chosen is not None and chosen.isupper():
+        chosen = None
+    return {word: chosen for word in words if re.fullmatch(r"tests/test_\w+\.py", word)}
+
+
+def joined(parts: Iterable[dict[str, str | None]]) -> dict[str, str | None]:
+    """All test files of the parts; a file that two parts name runs what either of them selects."""
+    tests: dict[str, str | None] = {}
+    for part in parts:
+        for file, chosen in part.items():
+            other = tests.get(file, chosen)
+            both = other if other == chosen else f"({other}) or ({chosen})"
+            tests[file] = None if None in (other, chosen) else both
+    return tests
+
+
+def read(text: str) -> list[Row]:
+    """The rows of the table "you change, run" in a text.
+
+    Raises:
+        ValueError: the text has no such table.
+    """
+    found = re.search(r"^\| you change \| run \|\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
+    if found is None:
+        raise ValueError('text must have a table whose head is "| you change | run |"')
+    cells = [line.strip().strip("|").split(" | ") for line in found[1].splitlines()]
+    return [Row(tuple(quoted(change)), joined(parsed(word) for word in quoted(run))) for change, run in cells]
+
+
+@functools.cache
+def rows() -> list[Row]:
+    """The rows of CONTRIBUTING.md."""
+    return read(PAGE.read_text(encoding="utf-8"))
+
+
+def test_files(paths: Iterable[str], table: list[Row] | None = None) -> dict[str, str | None]:
+    """Test file → `-k` expression or None (whole file), of all rows that have one of the files that changed.
+
+    Args:
+        paths: files relative to the root, with slashes; a test file that changed is run whole.
+        table: rows instead of those of CONTRIBUTING.md.
+    """
+    table, parts = rows() if table is None else table, []
+    for path in paths:
+        parts += [row.tests for row in table if row.has(path)]
+        parts.append({path: None} if re.fullmatch(r"tests/test_\w+\.py", path) else {})
+    return joined(parts)
+
+
+if __name__ == "__main__":
+    for name, expression in test_files(sys.argv[1:]).items():
+        print(name if expression is None else f"{name} -k {shlex.quote(expression)}")
