@@ -2,7 +2,8 @@
 
     python -m benchmarks.affected FILE ...
 
-A row has paths in backticks in its first column, files, folders or patterns, and commands of pytest in its second.
+A row has files and folders in backticks in its first column, and commands of pytest in its second. Of those that hold
+a file the longest counts, in each row that has it.
 """
 
 import functools
@@ -10,8 +11,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
@@ -22,16 +22,12 @@ class Row(NamedTuple):
     """A row of the table.
 
     Attributes:
-        paths: files, folders and patterns, relative to the root.
+        paths: files and folders, relative to the root.
         tests: test file → its `-k` expression, None for the whole file.
     """
 
-    paths: tuple[str, ...]
+    paths: set[str]
     tests: dict[str, str | None]
-
-    def has(self, path: str) -> bool:
-        """True if a file is named by the row, lies in a folder of it, or matches a pattern of it."""
-        return any(path.startswith(f"{p.rstrip('/')}/") or fnmatchcase(path, p) for p in self.paths)
 
 
 def quoted(cell: str) -> list[str]:
@@ -69,7 +65,10 @@ def read(text: str) -> list[Row]:
     if found is None:
         raise ValueError('text must have a table whose head is "| you change | run |"')
     cells = [line.strip().strip("|").split(" | ") for line in found[1].splitlines()]
-    return [Row(tuple(quoted(change)), joined(parsed(word) for word in quoted(run))) for change, run in cells]
+    return [
+        Row({path.rstrip("/") for path in quoted(change)}, joined(parsed(word) for word in quoted(run)))
+        for change, run in cells
+    ]
 
 
 @functools.cache
@@ -78,8 +77,16 @@ def rows() -> list[Row]:
     return read(PAGE.read_text(encoding="utf-8"))
 
 
+def rows_of(path: str, table: list[Row]) -> list[Row]:
+    """The rows that have a file, else the innermost folder that holds it."""
+    for place in (path, *map(str, PurePosixPath(path).parents)):
+        if found := [row for row in table if place in row.paths]:
+            return found
+    return []
+
+
 def test_files(paths: Iterable[str], table: list[Row] | None = None) -> dict[str, str | None]:
-    """Test file → `-k` expression or None (whole file), of all rows that have one of the files that changed.
+    """Test file → `-k` expression or None (whole file), for files that changed.
 
     Args:
         paths: files relative to the root, with slashes; a test file that changed is run whole.
@@ -87,7 +94,7 @@ def test_files(paths: Iterable[str], table: list[Row] | None = None) -> dict[str
     """
     table, parts = rows() if table is None else table, []
     for path in paths:
-        parts += [row.tests for row in table if row.has(path)]
+        parts += [row.tests for row in rows_of(path, table)]
         parts.append({path: None} if re.fullmatch(r"tests/test_\w+\.py", path) else {})
     return joined(parts)
 
