@@ -2,8 +2,8 @@
 
     python -m benchmarks.affected FILE ...
 
-A row has files and folders in backticks in its first column, and commands of pytest in its second. A file has the rows
-that name it, else those of the innermost folder that has rows.
+A row has files and folders in backticks in its first column, and commands of pytest in its second. Of those that hold
+a file the longest counts, in each row that has it.
 """
 
 import functools
@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +26,7 @@ class Row(NamedTuple):
         tests: test file → its `-k` expression, None for the whole file.
     """
 
-    paths: tuple[str, ...]
+    paths: set[str]
     tests: dict[str, str | None]
 
 
@@ -66,7 +66,7 @@ def read(text: str) -> list[Row]:
         raise ValueError('text must have a table whose head is "| you change | run |"')
     cells = [line.strip().strip("|").split(" | ") for line in found[1].splitlines()]
     return [
-        Row(tuple(path.rstrip("/") for path in quoted(change)), joined(parsed(word) for word in quoted(run)))
+        Row({path.rstrip("/") for path in quoted(change)}, joined(parsed(word) for word in quoted(run)))
         for change, run in cells
     ]
 
@@ -77,8 +77,16 @@ def rows() -> list[Row]:
     return read(PAGE.read_text(encoding="utf-8"))
 
 
+def rows_of(path: str, table: list[Row]) -> list[Row]:
+    """The rows that have a file, else the innermost folder that holds it."""
+    for place in (path, *map(str, PurePosixPath(path).parents)):
+        if found := [row for row in table if place in row.paths]:
+            return found
+    return []
+
+
 def test_files(paths: Iterable[str], table: list[Row] | None = None) -> dict[str, str | None]:
-    """Test file → `-k` expression or None (whole file), of the rows of the files that changed.
+    """Test file → `-k` expression or None (whole file), for files that changed.
 
     Args:
         paths: files relative to the root, with slashes; a test file that changed is run whole.
@@ -86,8 +94,7 @@ def test_files(paths: Iterable[str], table: list[Row] | None = None) -> dict[str
     """
     table, parts = rows() if table is None else table, []
     for path in paths:
-        by_name = ([row.tests for row in table if name in row.paths] for name in (path, *map(str, Path(path).parents)))
-        parts += next(filter(None, by_name), [])
+        parts += [row.tests for row in rows_of(path, table)]
         parts.append({path: None} if re.fullmatch(r"tests/test_\w+\.py", path) else {})
     return joined(parts)
 

@@ -10,25 +10,26 @@ ROOT = Path(__file__).parents[1]
 TABLE = """| you change | run |
 |---|---|
 | kernels: `a/kernels/`, `a/op.py` | `pytest tests/test_a.py tests/test_b.py`, `pytest tests/test_c.py -k FAMILY` |
-| which way runs: `a/kernels/plan.py` | `pytest tests/test_b.py -k "x or y"`, for towers also `tests/test_d.py` |
-| a page: `docs/` | `pytest -m 'full or not full' tests/test_b.py -k pages` |
+| ways: `a/kernels/plan.py`, `a/op.py` | `pytest tests/test_b.py -k "x or y"`, for a tower also `tests/test_d.py` |
+| a page: `docs` | `pytest -m 'full or not full' tests/test_b.py -k pages` |
 
 | another table |
 """
 
 
 def test_rows_that_have_a_file_are_joined():
-    """Oracle: selections by hand: a file runs what any of its rows selects, the whole file where one row says so."""
+    """Oracle: selections by hand: the longest path that holds a file counts; a test file runs what any of the rows
+    selects, and whole where one row says so."""
     table = affected.read(TABLE)
     assert affected.test_files([], table) == affected.test_files(["a/kernels.py", "b/op.py"], table) == {}
-    assert affected.test_files(["a/op.py"], table) == dict.fromkeys(
-        ["tests/test_a.py", "tests/test_b.py", "tests/test_c.py"]
-    )
-    assert affected.test_files(["docs/a/b.md"], table) == {"tests/test_b.py": "pages"}
-    both = affected.test_files(["a/kernels/plan.py", "a/kernels/sum.py"], table)
-    assert both == dict.fromkeys(f"tests/test_{name}.py" for name in "abcd")
-    plan_alone = affected.test_files(["a/kernels/plan.py", "docs/b.md"], table)
-    assert plan_alone == {"tests/test_b.py": "(x or y) or (pages)", "tests/test_d.py": None}
+    kernels = dict.fromkeys(f"tests/test_{name}.py" for name in "abc")
+    ways = {"tests/test_b.py": "x or y", "tests/test_d.py": None}
+    assert affected.test_files(["a/kernels/b/c.json"], table) == kernels
+    assert affected.test_files(["a/kernels/plan.py"], table) == ways
+    assert affected.test_files(["a/op.py"], table) == ways | kernels
+    assert affected.test_files(["a/kernels/plan.py", "docs/a/b.md"], table) == ways | {
+        "tests/test_b.py": "(x or y) or (pages)"
+    }
     assert affected.test_files(["tests/test_e.py", "tests/e.py"], table) == {"tests/test_e.py": None}
     with pytest.raises(ValueError, match="you change"):
         affected.read("| another table |")

@@ -10,6 +10,7 @@ import pickle
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 import timm
@@ -690,6 +691,47 @@ def test_unusual_modules_equal_the_original(name, references):
     model, x = copy.deepcopy(plain), torch.randn(2, 5, 24, dtype=torch.float64)
     optimize(model)
     assert same(model(x, **call), plain(x, **call))
+
+
+def gated(model, name, **config):
+    """A gated MLP of transformers with a configuration of these attributes."""
+    module = getattr(transformers.models, model)
+    return getattr(getattr(module, f"modeling_{model}"), name)(types.SimpleNamespace(**config))
+
+
+WIDTHS = dict(hidden_size=24, intermediate_size=48)
+GATED_MLPS = {  # by the function that reads them
+    "glu_parts": lambda: timm.layers.GluMlp(24, 96, gate_last=False, norm_layer=nn.LayerNorm),
+    "swiglu_parts": lambda: timm.layers.SwiGLU(24, 48, norm_layer=nn.LayerNorm),
+    "vitamin_parts": lambda: timm.models.vitamin.GeGluMlp(24, 48, norm_layer=nn.LayerNorm),
+    "gemma_mlp_parts": lambda: timm.models.gemma4_vit.Gemma4GatedMlp(24, 48),
+    "gated_parts": lambda: gated("dinov3_vit", "DINOv3ViTGatedMLP", **WIDTHS, mlp_bias=True, hidden_act="silu"),
+    "gemma4_mlp_parts": lambda: gated(
+        "gemma4", "Gemma4VisionMLP", **WIDTHS, hidden_activation="silu", use_clipped_linears=False
+    ),
+    "pix2struct_mlp_parts": lambda: gated(
+        "pix2struct", "Pix2StructVisionMlp", hidden_size=24, d_ff=48, dropout_rate=0.0, dense_act_fn="gelu"
+    ),
+}
+
+
+@pytest.mark.parametrize("reader", GATED_MLPS)
+def test_gated_mlps_of_any_activation_equal_the_original(reader, references):
+    """Oracle: the untouched module with Mish, which no kernel has, so that PyTorch multiplies gate and value; forward
+    and gradients."""
+    plain = redraw(GATED_MLPS[reader]().double().eval())
+    setattr(plain, "act_fn" if hasattr(plain, "act_fn") else "act", nn.Mish())
+    model, x = copy.deepcopy(plain), torch.randn(2, 4, 24, dtype=torch.float64)
+    rows = optimize(model).rows
+    assert rows[0].became == "fused gated MLP", rows
+    got, want = results(model, x), results(plain, x)
+    assert got.keys() == want.keys() and all(same(got[name], want[name]) for name in want)
+
+
+def test_every_reader_of_gated_mlps_is_tested():
+    """Oracle: the registered functions that call `gated_mlp_body`."""
+    readers = [forward.read for forwards in FORWARDS.values() for forward in forwards if forward.read is not None]
+    assert {read.__name__ for read in readers if "gated_mlp_body" in read.__code__.co_names} == GATED_MLPS.keys()
 
 
 @pytest.mark.fast

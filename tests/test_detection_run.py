@@ -1,5 +1,6 @@
 """Tests of the command line with detectors: training, resuming, evaluation, boxes of files, and errors."""
 
+import argparse
 import csv
 import json
 import re
@@ -15,7 +16,8 @@ from test_run import contents, log, train
 from torch import nn
 
 from fastvit_triton import create_model
-from fastvit_triton.cli import main
+from fastvit_triton.cli import detect, main
+from fastvit_triton.cli.loading import TrainedModel
 from fastvit_triton.cli.recipe_options import RECIPE_OPTIONS
 from fastvit_triton.train import Recipe, Step, newest_state, parameter_groups, trainer
 from fastvit_triton.train.batch import blank_target, divide, to_device
@@ -122,6 +124,24 @@ def test_a_folder_is_trained_and_evaluated(boxes_folder: Path, tmp_path: Path, c
     assert "cat?[31m" in table and "dog" in table and "(2 images)" in table
     assert main(["evaluate", "--checkpoint", str(out), "--data", "digits", "--device", "cpu"]) == 2
     assert "data 'digits' has no boxes, which" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cat, dog", [(5, 2), (90, 7), (1, 0)], ids=["same", "other", "none"])
+def test_a_model_with_unused_class_numbers_is_evaluated(cat: int, dog: int, boxes_folder: Path, tmp_path: Path):
+    """Oracle: by hand: the model's numbers for the names of the file, whose numbers have the same gaps, others or none,
+    and a row for each class that has a name."""
+    rows = [row | {"category_id": {90: cat, 2: dog}[row["category_id"]]} for row in coco()["annotations"]]
+    content = coco(annotations=rows, categories=[dict(id=cat, name="cat"), dict(id=dog, name="dog")])
+    (boxes_folder / "val" / "_annotations.coco.json").write_text(json.dumps(content))
+    model = create_model("detr_digits", num_classes=7, in_chans=3).eval()
+    classes, transform = ("", "", "dog", "", "", "cat", "bird"), Transform((16, 16), (0.5,) * 3, (0.5,) * 3)
+    test = load.load_detection_test(str(boxes_folder), classes, transform, 2, workers=0)
+    assert [target["labels"].tolist() for target in test.targets] == [[], [5, 2]]
+    trained = TrainedModel(model, classes, transform, str(boxes_folder), batch_size=2, skip_bad_images=False)
+    given = dict(data=None, checkpoint="run", out=tmp_path / "ap.json", device="cpu", max_pixels=200)
+    assert detect.evaluate(trained, argparse.Namespace(**given, workers=0, skip_bad_images=False)) == 0
+    found = json.loads((tmp_path / "ap.json").read_text())["classes"]
+    assert [(row["class"], row["objects"]) for row in found] == [("dog", 0), ("cat", 1), ("bird", 0)]  # no crowds
 
 
 def test_boxes_of_a_larger_image_are_named(boxes_folder: Path):

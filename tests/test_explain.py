@@ -494,6 +494,19 @@ def test_report_contains_every_figure(page: Path):
     assert "50,176" in text
 
 
+def test_costs_of_the_report_by_hand(page: Path):
+    """Oracle: FLOPs counted by hand for the smallest and the largest number of tokens, in units of 10⁹
+    with three digits."""
+    rows = re.findall(r"<tr><td[^>]*>(.*?)</td><td[^>]*>(.*?)</td><td[^>]*>(.*?)</td>", page.read_text())
+    found = {label: numbers for label, *numbers in rows}
+    config = create_model("vit_digits_patch2_8").config
+    D, depth = config.embed_dim, config.depth
+    for label, patches, patch, N in (("8 px, patch 2", 16, 2, 17), ("224 px, one token per pixel", 50_176, 1, 50_176)):
+        products = patches * patch**2 * D + depth * N * D * (4 * D + 8 * D) + depth * 2 * N**2 * D
+        tokens, flops = found[label]
+        assert tokens == f"{N:,}" and float(flops.replace(",", "")) == pytest.approx(2 * products / 1e9, rel=0.005)
+
+
 def sizes(drawn: Figure) -> list[float]:
     """Heights in pixels of the letters of a figure on a phone, which shows it 358 pixels wide."""
     texts = [t for t in drawn.findobj(Text) if t.get_visible() and t.get_text().strip()]
@@ -534,6 +547,19 @@ def test_pictures_of_tokens_align():
     assert len(boxes) == 3
     for name in ("y0", "y1", "width"):
         np.testing.assert_allclose([getattr(box, name) for box in boxes], getattr(boxes[0], name), atol=1e-3)
+
+
+def test_bars_are_as_wide_as_probabilities():
+    """Oracle: the probabilities in per cent, the most likely class on top, and a label with the number beside each."""
+    chances = torch.tensor([0.02, 0.5, 0.08, 0.3, 0.1])
+    axes = figures.draw_predictions(torch.rand(3, 4, 4), chances, tuple("abcde"), most=4).axes[1]
+    bars = sorted(axes.patches, key=lambda bar: -bar.get_y())
+    middles = [bar.get_y() + bar.get_height() / 2 for bar in bars]
+    assert middles == pytest.approx(axes.get_yticks()[::-1]) and all(bar.get_x() == 0 for bar in bars)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["c", "e", "d", "b"]
+    assert [bar.get_width() for bar in bars] == pytest.approx([50, 30, 10, 8])
+    texts = sorted(axes.texts, key=lambda text: -text.get_position()[1])
+    assert [text.get_text() for text in texts] == ["50.0 %", "30.0 %", "10.0 %", "8.0 %"]
 
 
 def test_filters_are_framed():

@@ -4,6 +4,7 @@ import inspect
 import itertools
 import math
 import os
+import re
 from functools import partial
 
 import pytest
@@ -631,6 +632,38 @@ def test_wrong_kinds_and_values_raise_one_sentence(backend, error, call, words):
     with using_backend(backend), pytest.raises(error, match=words) as found:
         call()
     assert "\n" not in str(found.value)
+
+
+def pairs(value, path=()):
+    """(where, pair) of each pair in an argument: itself, or inside tuples."""
+    if isinstance(value, (tuple, list)):
+        if len(value) == 2:
+            yield path, value
+        for i, item in enumerate(value):
+            yield from pairs(item, (*path, i))
+
+
+def replaced(value, path, new):
+    """An argument with what stands at a place of its tuples replaced."""
+    return new if not path else (*value[: path[0]], replaced(value[path[0]], path[1:], new), *value[path[0] + 1 :])
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_pairs_of_every_op_have_two_parts(backend):
+    """Oracle: one line that begins with the argument's name, for three parts, one in a list, and none."""
+    found = set()
+    for op in OPS:
+        for given in (op.inputs(case, torch.float32, "cpu") for case in op.cases.values()):
+            places = [(name, *place) for name, value in given.items() for place in pairs(value)]
+            for name, path, pair in places:
+                for wrong in ((*pair, pair[0]), [pair[0]], ()) if (op.name, name, path) not in found else ():
+                    with using_backend(backend), pytest.raises((TypeError, ValueError)) as error:
+                        op.run(**given | {name: replaced(given[name], path, wrong)})
+                    assert re.match(f"{name} (must|have|is) [^\n]+$", str(error.value)), (op.name, str(error.value))
+                found.add((op.name, name, path))
+    arguments = {(op, name) for op, name, _ in found}
+    assert arguments >= {("window_attention", "window_size"), ("window_attention", "shift_size"), ("linear", "weight")}
+    assert arguments >= {("mlp", "fc1"), ("mlp", "fc2"), ("attention", "axis_bias"), ("attention_qkv", "varlen")}
 
 
 def test_values_are_checked_unless_the_call_is_traced(monkeypatch):

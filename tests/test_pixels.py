@@ -576,3 +576,23 @@ def test_wrong_calls_raise_one_sentence(call, words):
     with pytest.raises(ValueError, match=words) as raised:
         call(igpt())
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("build", [igpt, local], ids=["igpt", "image_transformer"])
+def test_every_call_checks_its_classes(build):
+    """Oracle: one sentence, whichever call is given classes that the model does not depend on, or lacks those that it
+    does; features are then those of class 0."""
+    images, classes = drawn(build()), torch.tensor([0, 1])
+    for name in ("forward", "forward_features", "nats", "bits_per_dim"):
+        with pytest.raises(ValueError, match="classes are given, but the model does not depend on them; create it"):
+            getattr(build(), name)(images, classes)
+    with pytest.raises(ValueError, match="classes are given, but the model does not depend on them; create it"):
+        build().generate(2, classes=classes)
+    model = build(num_classes=2)
+    for call in (lambda: model.nats(images), lambda: model.bits_per_dim(images), lambda: model.generate(2)):
+        with pytest.raises(ValueError, match=r"the model depends on the class; give classes, \[B\] integers below 2"):
+            call()
+    with torch.no_grad():
+        first, second = model(images, torch.zeros(2, dtype=torch.long)), model(images, torch.ones(2, dtype=torch.long))
+        assert torch.equal(model(images), telling(first)) and not torch.equal(first, second)
+        assert torch.equal(model.forward_head(model.forward_intermediates(images)[0]), first)

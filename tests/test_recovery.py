@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -348,6 +349,21 @@ def test_files_are_flushed_by_handles_that_may_write(tmp_path: Path, monkeypatch
     with replacing(tmp_path / "file") as temporary:
         temporary.write_text("text")
     assert modes == [os.O_RDWR, os.O_RDONLY]  # the file, then the folder, which Windows skips
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no modes of POSIX")
+@pytest.mark.parametrize("mask", [0o022, 0o077], ids=oct)
+def test_a_written_file_has_the_mode_of_any_new_file(tmp_path: Path, mask: int):
+    """Oracle: the mode of a file that `open` creates under the same umask; the umask is left as it was."""
+    before = os.umask(mask)
+    try:
+        (tmp_path / "opened").touch()
+        with replacing(tmp_path / "file") as temporary:
+            temporary.write_text("text")
+    finally:
+        after = os.umask(before)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("file", "opened")]
+    assert modes == [0o666 & ~mask] * 2 and after == mask
 
 
 @pytest.mark.parametrize("trouble", ["the folder is gone", "the lock cannot be deleted"])

@@ -147,7 +147,7 @@ def evaluate(trained: "TrainedModel", args: argparse.Namespace) -> int:
     for number, label in enumerate(trained.classes):
         found = [_of_class(part, number) for part in score.detections]
         wanted = [_of_class(part, number) for part in score.objects]
-        count = sum(len(part["labels"]) for part in wanted)
+        count = sum(int((~part["crowd"]).sum()) if "crowd" in part else len(part["labels"]) for part in wanted)
         if label:
             numbers = average_precision(found, wanted) if count else {}
             shares = [_percent(numbers.get(name, -1.0)) for name in ("ap", "ap50", "ap75")]

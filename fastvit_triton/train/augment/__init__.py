@@ -21,7 +21,7 @@ def random_affine(
 
     Pixels from outside the image are 0, so call this before normalisation, on images with background 0.
 
-        x' = R(a) · Z · H · x + t,   a, zoom, shear, t uniform in ± their limits
+        x' = R(a) · H · Z · x + t,   a, zoom, shear, t uniform in ± their limits
 
     Args:
         images: [B, C, H, W].

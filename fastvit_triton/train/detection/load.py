@@ -70,7 +70,7 @@ def load_detection_test(
     """
     if name == SCENES:
         return _scenes("test", transform, batch_size, *TEST)
-    found = scan_detection(Path(name), "val", "kept" if "" in classes else "compact")
+    found = scan_detection(Path(name), "val")  # its numbers are replaced below
     unknown = [label for label in found.classes if label and label not in classes]
     if unknown:
         raise ValueError(
