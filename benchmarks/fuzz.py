@@ -47,11 +47,16 @@ NUMBERS = (-1, 0, 1, 2, 3, 7, -3, 1.5, 0.0, -0.25, math.nan, math.inf, 1e300, 2*
 VALUES = (*NUMBERS, True, None, "x", (), (1, 2), [3])
 
 
+def drawn(number: int, seed: int = SEED) -> tuple[Op, random.Random]:
+    """The op of one call, and what draws its arguments."""
+    draw = random.Random(seed * 1_000_003 + number)
+    return draw.choice(OPS), draw
+
+
 def example(number: int, seed: int = SEED) -> tuple[Op, dict, list[str]]:
     """(op, arguments, descriptions of the replaced arguments) of one call."""
-    draw = random.Random(seed * 1_000_003 + number)
+    op, draw = drawn(number, seed)
     torch.manual_seed(number)
-    op = draw.choice(OPS)
     small = {n: c for n, c in (op.cases | op.ragged).items() if math.prod(v or 1 for v in c.values()) < 40_000}
     name, dtype = draw.choice(sorted(small)), draw.choice(DTYPES)
     arguments = op.inputs(small[name], dtype, "cpu")

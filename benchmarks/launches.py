@@ -191,13 +191,15 @@ def settings() -> Iterator[Setting]:
 
 
 def table() -> list[dict[str, object]]:
-    """One row per setting: figures of one block and of the rest, and the violated limits."""
-    rows = []
-    for setting in settings():
-        block, rest = parts(setting)
-        facts = {k: getattr(setting, k) for k in ("model", "arch", "batch", "phase", "ours", "frozen")}
-        rows.append(facts | block | {"rest": rest, "violations": violations(setting, block, rest)})
-    return rows
+    """One row per setting."""
+    return [row_of(setting) for setting in settings()]
+
+
+def row_of(setting: Setting) -> dict[str, object]:
+    """Figures of one block and of the rest, and the violated limits."""
+    block, rest = parts(setting)
+    facts = {k: getattr(setting, k) for k in ("model", "arch", "batch", "phase", "ours", "frozen")}
+    return facts | block | {"rest": rest, "violations": violations(setting, block, rest)}
 
 
 def to_json(rows: list[dict[str, object]]) -> str:

@@ -15,7 +15,7 @@ import importlib
 import json
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -54,19 +54,23 @@ def main() -> None:
         for name, classes in recognised_classes().items():
             print(f"{name}: {', '.join(classes)}")
         return
-    rows = merged(json.loads(KNOWN.read_text()) if KNOWN.exists() else {}, fingerprints())
+    rows = merged(json.loads(KNOWN.read_text()) if KNOWN.exists() else {}, fingerprints(portable()))
     with replacing(KNOWN) as path:
         path.write_text(json.dumps(rows, indent=1) + "\n")
     print(f"{KNOWN}: {len(rows)} fingerprints")
 
 
-def fingerprints() -> dict[str, dict]:
-    """Rows of the file for the installed packages."""
+def portable() -> list[str]:
+    """The registered classes of PACKAGES whose code may be recognised under other names."""
+    by_code = [name for name, forwards in FORWARDS.items() if not any(forward.by_name for forward in forwards)]
+    return sorted(name for name in (*by_code, *INNER) if name.partition(".")[0] in PACKAGES)
+
+
+def fingerprints(names: Iterable[str]) -> dict[str, dict]:
+    """Rows of the file for these classes of the installed packages."""
     rows: dict[str, dict] = {}
-    portable = [name for name, forwards in FORWARDS.items() if not any(forward.by_name for forward in forwards)]
-    for name in sorted([*portable, *INNER]):
-        package = name.partition(".")[0]
-        cls = _class(name) if package in PACKAGES else None
+    for name in sorted(names):
+        package, cls = name.partition(".")[0], _class(name)
         if cls is None:
             continue
         try:
@@ -109,25 +113,34 @@ def recognised_classes() -> dict[str, list[str]]:
 
 
 def gains() -> Iterator[tuple[str, list[float]]]:
-    """Yields each vision tower of transformers, with its fused share with recognition and by registered names alone."""
+    """Yields each vision tower of transformers with its shares."""
+    for entry in towers():
+        print(entry.model, *(found := shares(entry)), flush=True)
+        yield entry.model, found
+
+
+def towers() -> list[coverage.Entry]:
+    """The vision towers of transformers."""
+    excluded = coverage.excluded(coverage.EXCLUDED.read_text())
+    listed = coverage.entries(coverage.TOWERS.read_text())
+    return [entry for entry in listed if entry.package == "transformers" and entry.name not in excluded]
+
+
+def shares(entry: coverage.Entry) -> list[float]:
+    """A tower's fused share with recognition, and by registered names alone."""
     names = {name for row in json.loads(KNOWN.read_text()).values() for name in row["classes"]}
 
     def by_name(cls: type[nn.Module]) -> str | None:
         return recognised(cls) if f"{cls.__module__}.{cls.__qualname__}" in names else None
 
-    excluded = coverage.excluded(coverage.EXCLUDED.read_text())
-    for entry in coverage.entries(coverage.TOWERS.read_text()):
-        if entry.package != "transformers" or entry.name in excluded:
-            continue
-        shares = []
-        for function in (recognised, by_name):
-            with patch.object(forwards, "recognised", function), patch.object(third_party, "recognised", function):
-                third_party._has_fused_forward.cache_clear()
-                model = coverage.build(replace(entry, called=False))
-                shares.append(round(coverage.inside(model, optimize(model)), 4))
-        third_party._has_fused_forward.cache_clear()
-        print(entry.model, *shares, flush=True)
-        yield entry.model, shares
+    found = []
+    for function in (recognised, by_name):
+        with patch.object(forwards, "recognised", function), patch.object(third_party, "recognised", function):
+            third_party._has_fused_forward.cache_clear()
+            model = coverage.build(replace(entry, called=False))
+            found.append(round(coverage.inside(model, optimize(model)), 4))
+    third_party._has_fused_forward.cache_clear()
+    return found
 
 
 def vision_classes() -> Iterator[type[nn.Module]]:

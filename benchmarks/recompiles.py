@@ -248,6 +248,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     path = args.out and args.out / "recompiles.json"
     rows = {row["model"]: row for row in json.loads(path.read_text())["rows"]} if path and path.exists() else {}
+    rows = {name: rows[name] for name in (case.name for case in cases()) if name in rows}
     for case in cases():
         if case.name in rows or args.only not in case.name:
             continue
@@ -256,8 +257,7 @@ def main() -> None:
         if path:
             write(path, list(rows.values()))
     if path:
-        order = [case.name for case in cases()]
-        write(path, sorted(rows.values(), key=lambda row: order.index(row["model"])))
+        write(path, [rows[case.name] for case in cases() if case.name in rows])
 
 
 def write(path: Path, rows: list[dict]) -> None:

@@ -25,6 +25,8 @@ from pathlib import Path
 
 import torch
 
+from fastvit_triton.files import replacing
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 GPUS = {
@@ -454,4 +456,5 @@ if __name__ == "__main__":
         write_site(ROOT / "build" / "pages")
     else:
         for name, text in WRITTEN.items():
-            (ROOT / "docs" / f"{name}.md").write_text(text(), encoding="utf-8")
+            with replacing(ROOT / "docs" / f"{name}.md") as temporary:
+                temporary.write_text(text(), encoding="utf-8")
