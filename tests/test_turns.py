@@ -1,5 +1,6 @@
 """Tests of the test system: turns, what a change selects, and CPU seconds."""
 
+import json
 from collections import Counter
 
 import cpu_seconds
@@ -49,6 +50,15 @@ def test_files_about_a_change_run_whole(monkeypatch):
     monkeypatch.setattr(turns, "git", lambda *arguments: None)
     assert turns.before() is None and turns.recent() is None
     assert {"test_loss.py", "test_hub.py", "test_turns.py"} <= turns.whole_files()
+
+
+def test_nightly_runs_are_recent():
+    """Oracle: at most sixty commits between what passed, by its own record, and what is checked out."""
+    if turns.before() is None:
+        pytest.skip("git has no history")
+    for part, passed in json.loads((turns.ROOT / ".ci" / "nightly.json").read_text()).items():
+        since = turns.git("rev-list", "--count", f"{passed['commit']}..HEAD")
+        assert since is not None and int(since) <= 60, f"run .ci/nightly {part!r}; it last passed at {passed}"
 
 
 def test_few_default_cases_are_long():
