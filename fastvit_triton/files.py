@@ -3,7 +3,7 @@
 import errno
 import os
 import re
-import tempfile
+import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,15 +17,13 @@ def replacing(path: str | os.PathLike, keep: str | os.PathLike | None = None) ->
     dies between these two renames, the old file is at `keep`; Ctrl-C there completes them. The folder must exist.
     """
     path = Path(path)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
-    os.close(handle)
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{path.suffix}")
+    temporary.touch(exist_ok=False)  # with the umask's mode, which cannot be read without being set for all threads
     complete = False
     try:
         yield temporary
         with open(temporary, "r+b") as written:  # Windows flushes only what may be written
             os.fsync(written.fileno())
-        temporary.chmod(0o666 & ~_umask())
         complete = True
         if keep is not None and path.exists():
             os.replace(path, keep)
@@ -66,12 +64,6 @@ def reason(error: BaseException) -> str:
 def printable(text: str) -> str:
     """Text for a terminal or a plot: control characters, and bytes of file names that are not UTF-8, are escaped."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _fsync_folder(folder: Path) -> None:
