@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 import parallel_job
@@ -78,12 +79,35 @@ def four(folder, two) -> dict:
     return json.loads((folder / "report-4.json").read_text())
 
 
-@pytest.fixture(params=["two", pytest.param("four", marks=pytest.mark.full)])
+@pytest.fixture(params=["two", "four"])
 def report(request) -> dict:
     """Results of two or of four processes."""
     return request.getfixturevalue(request.param)
 
 
+def rank(number: int, port: int, file: Path) -> None:
+    """One of two processes: DDP and FSDP2, each compared with one process."""
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= shared | {"RANK": str(number), "LOCAL_RANK": str(number)}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    warnings.simplefilter("ignore")
+    with process_group("cpu") as world:
+        every = parallel_job.cases(world)
+        found = parallel_job.compare({name: every[name] for name in ("ddp", "fsdp")}, world)
+        if world.is_main:
+            file.write_text(json.dumps(found))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forked processes need no imports")
+def test_forked_processes_equal_one(tmp_path):
+    """Oracle: as below, for a case of each engine."""
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    arguments = store.port, tmp_path / "errors.json"
+    torch.multiprocessing.start_processes(rank, arguments, nprocs=2, start_method="fork")
+    compare_with_one(json.loads(arguments[1].read_text()))
+
+
+@pytest.mark.full
 def test_gradients_and_weights_equal_one_process(report):
     """Oracle: float64 on one process; gradients, and weights after three clipped steps, with DDP and FSDP2.
 
@@ -113,6 +137,7 @@ def compare_with_one(table: dict) -> None:
             assert error <= allowed(plain, norm, dtype), (case, name)
 
 
+@pytest.mark.full
 def test_sharded_checkpoints_on_another_number_of_processes(folder, two, report):
     """Oracle: weights and optimiser of the two writing processes, number by number, on two, four and one."""
     found, size = report["checkpoints"], len(report["broadcast"])
@@ -139,6 +164,7 @@ def test_sharded_checkpoints_on_another_number_of_processes(folder, two, report)
         assert parallel_job.same(whole, folder / f"{engine}.pt")
 
 
+@pytest.mark.full
 def test_runs_equal_one_process(folder, report, tmp_path):
     """Oracle: the run on one process in float64. Mixed images, accumulation, clipping, AdamW, EMA and the test score.
 
@@ -165,6 +191,7 @@ def near(weights: dict, plain: dict, exact: dict) -> bool:
     return error <= allowed(alone, size, torch.float32)
 
 
+@pytest.mark.full
 def test_runs_on_image_files_equal_one_process(folder, two, tmp_path):
     """Oracle: as above, on an image folder of which each rank decodes its share and skips unreadable images."""
     exact = parallel_job.run(tmp_path / "exact", World(), wrap=parallel_job.Double, image_folder=folder / "images")
@@ -173,11 +200,13 @@ def test_runs_on_image_files_equal_one_process(folder, two, tmp_path):
         assert near(torch.load(folder / f"{engine}-images.pt"), plain, exact), engine
 
 
+@pytest.mark.full
 def test_resumed_runs_are_bitwise_equal(two):
     """Oracle: an uninterrupted run on as many processes, bit by bit, with stochastic depth and dropout."""
     assert two["runs"]["ddp"] > 30 and two["runs"]["fsdp"] > 30
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("damage", ["cut", "flip", "lost", "manifest"])
 def test_the_newest_undamaged_checkpoint_is_loaded(damage, folder, two, tmp_path):
     """Oracle: the previous checkpoint and a report of the damage: a byte or file is missing, or a bit is flipped."""
