@@ -10,6 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+import tested_by
 
 import fastvit_triton
 from fastvit_triton.kernels import OPS, attention_backward, linear_backward, rms_norm
@@ -301,6 +302,19 @@ def test_kernel_files_have_seven_parts_in_order(module):
     assert launched & device == {n for n in device if n.endswith("_kernel")}
     registered = {(n.args[2].id, n.args[3].id) for n in calls if getattr(n.func, "id", "") == "register"}
     assert registered == {(n, f"{n}_fake") for n in launchers}
+
+
+def test_every_file_has_a_row_in_contributing():
+    """Oracle: the files on disk, and three files by hand; each path and test file that the table names exists."""
+    named = {name for row in tested_by.rows() for names in row for name in names}
+    assert not [name for name in named if not (tested_by.ROOT / name).exists()]
+    files = (path for folder in ("fastvit_triton", "benchmarks") for path in (tested_by.ROOT / folder).rglob("*.*"))
+    names = [str(path.relative_to(tested_by.ROOT)) for path in files if "__pycache__" not in path.parts]
+    assert len(names) > 300 and not [name for name in names if not tested_by.tests_of(name)]
+    plan, rates = (tested_by.tests_of(f"fastvit_triton/kernels/{name}") for name in ("plan.py", "tuned/rates.json"))
+    assert {"tests/test_plan.py", "tests/test_backtest.py"} <= plan and "tests/test_kernels.py" not in plan
+    assert {"tests/test_plan.py", "tests/test_static.py"} <= rates
+    assert "tests/test_models.py" in tested_by.tests_of("fastvit_triton/engine/replay/emit.py")
 
 
 PROBE = """
