@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from interpreter import interpreting
 
 from benchmarks import compare_commits, cpu, gpu, model_runs, op_cases, plot, result_file
+from benchmarks.conftest import against_compile
 from benchmarks.result_file import ROOT, ResultFile
 from fastvit_triton.kernels import launch, onednn
 from fastvit_triton.kernels.cost import WAYS
@@ -29,7 +31,7 @@ from fastvit_triton.measure.candidates import targets
 from fastvit_triton.measure.compare import outcome, verdict
 from fastvit_triton.measure.timeout import Deadline, TimedOut
 from fastvit_triton.measure.tuning import launches_of
-from fastvit_triton.measure.variants import Case, Variant, measure, rows_of
+from fastvit_triton.measure.variants import Case, Measured, Variant, measure, rows_of
 from fastvit_triton.measure.ways import time_ways
 
 CPU = torch.device("cpu")
@@ -75,6 +77,15 @@ def test_variants_alternate_in_both_orders():
     assert timed[1::2] == ["a0", "b0", "b1", "a1", "a0", "b0"] and not errors
     assert timed[::2] == [f"before {c[0]}" for c in timed[1::2]]
     assert {name: len(taken) for name, taken in samples.items()} == {"a": 3, "b": 3}
+
+
+@pytest.mark.parametrize("seconds, calls", [(1e6, 10), (0.0, 3)])
+def test_variants_are_warmed_up(seconds, calls):
+    """Oracle: the calls before the two that are timed: all that were asked for, or three if there is no time."""
+    called = []
+    step = lambda copy: lambda: called.append(copy)  # noqa: E731
+    samples, _ = timing.samples_of({"x": step}, CPU, Deadline(1e6), seconds, (2, 2), copies=2, warm_up=10)
+    assert len(samples["x"]) == 2 and called == [*(turn % 2 for turn in range(calls)), 0, 1]
 
 
 @pytest.mark.fast
@@ -632,3 +643,82 @@ def test_unknown_markers_and_parts_raise(tmp_path, capsys):
     with pytest.raises(SystemExit):
         gpu.main(["--out", str(tmp_path), "--dry-run", "--only", "nonsense"])
     assert "--only names nonsense" in capsys.readouterr().err
+
+
+BENCH = """
+import json, sys
+import pytest
+from benchmarks import op_cases
+from fastvit_triton.measure import variants
+for change, *words in json.loads(sys.argv[1]):
+    exec(change)
+    print("code", int(pytest.main(words)), flush=True)
+"""
+
+
+def bench(folder, *runs, only="layer_norm-small-forward and eager and not add"):
+    """Output of each run of `pytest benchmarks` on one op, in one process and folder.
+
+    Args:
+        folder: the current folder.
+        runs: statement that is executed first, and options.
+        only: the option -k.
+    """
+    fixed = [str(ROOT / "benchmarks"), "-k", only, "-p", "no:cacheprovider"]
+    command = [sys.executable, "-c", BENCH, json.dumps([[run[0], *fixed, *run[1:]] for run in runs])]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    text = done.stdout.decode()
+    assert done.returncode == 0 and "INTERNALERROR" not in text and "machine_info is different" not in text, text
+    parts = re.split(r"^code (\d+)\n", text, flags=re.MULTILINE)
+    return list(zip(parts[::2], map(int, parts[1::2]), strict=False))
+
+
+@pytest.mark.full
+def test_pytest_benchmarks_saves_compares_and_is_disabled(tmp_path):
+    """Oracle: what pytest-benchmark documents; saved medians are replaced by one that is passed, and one that is not.
+
+    The last two runs cannot time anything, and in the last one ours is wrong.
+    """
+    compare = "--benchmark-compare", "--benchmark-compare-fail=median:10%"
+    (unsaved, code), (saved, same) = bench(tmp_path, ["", compare[0]], ["", "--benchmark-save=first"])
+    assert code == same == 0 and "Can't compare" in unsaved and "Saved benchmark data" in saved
+    (path,) = tmp_path.rglob("*_first.json")
+    held = json.loads(path.read_text())
+    passing = {"date", "command", "commit"}
+    assert passing <= held["provenance"].keys() and not passing & held["machine_info"].keys()
+    assert {row["params"]["variant"] for row in held["benchmarks"]} == {"eager", "ours eager"}
+    for name, median in (("long", 1e9), ("short", 0.0)):
+        for row in held["benchmarks"]:
+            row["stats"]["median"] = median
+        (tmp_path / name / path.parent.name).mkdir(parents=True)
+        (tmp_path / name / path.parent.name / "0001_first.json").write_text(json.dumps(held))
+    untimed = "variants.samples_of = None"
+    wrong = "op_cases.with_backend = lambda backend, run: lambda **given: 2 * run(**given)"
+    runs = bench(
+        tmp_path,
+        ["", *compare, "--benchmark-storage=long"],
+        ["", *compare, "--benchmark-storage=short"],
+        ["", "--benchmark-min-time=1"],
+        [untimed, "--benchmark-disable"],
+        [wrong, "--benchmark-disable"],
+    )
+    (faster, *_), (slower, *_), (refused, *_), (disabled, *_), (failed, *_) = runs
+    assert [code for _, code in runs] == [0, 1, 4, 0, 1]
+    assert "ours eager (NOW)" in faster and "Median" in faster and "StdDev" not in faster
+    assert "Performance has regressed" in slower and "Traceback" not in slower
+    assert "--benchmark-min-time has no effect here" in refused
+    assert "2 passed" in disabled and "Median" not in disabled
+    assert "1 failed, 1 passed" in failed and "times the allowed error" in failed
+
+
+def test_the_closing_line_is_the_median_of_pairs():
+    """Oracle: ratios of the pairs by hand, 2, 3, 4 and 5; what failed or is wrong has no ratio."""
+    rows = {"eager": dict(match=True), "torch.compile": dict(match=True), "ours compiled": dict(match=True)}
+    samples = {"torch.compile": [20.0, 3.0, 8.0, 10.0], "ours compiled": [10.0, 1.0, 2.0, 2.0]}
+    assert against_compile(Measured(rows, samples)) == "3.50 (2.75 to 4.25), correct"
+    wrong = rows | {"ours compiled": dict(match=False, worst="output", within=7.0)}
+    assert against_compile(Measured(wrong, {})) == "incorrect: output has 7.0 times the allowed error"
+    assert against_compile(Measured(rows | {"ours compiled": dict(error="E: x")}, {})) == "E: x"
+    assert against_compile(Measured(rows, {"ours compiled": [1.0]})) == "correct; torch.compile failed"
+    assert against_compile(Measured({"eager": dict(match=True)}, {})) is None
