@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -19,8 +20,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from interpreter import interpreting
+from patience import HANG
 
 from benchmarks import compare_commits, cpu, gpu, model_runs, op_cases, plot, result_file
+from benchmarks.conftest import against_compile
 from benchmarks.result_file import ROOT, ResultFile
 from fastvit_triton.kernels import launch, onednn
 from fastvit_triton.kernels.cost import WAYS
@@ -29,7 +32,7 @@ from fastvit_triton.measure.candidates import targets
 from fastvit_triton.measure.compare import outcome, verdict
 from fastvit_triton.measure.timeout import Deadline, TimedOut
 from fastvit_triton.measure.tuning import launches_of
-from fastvit_triton.measure.variants import Case, Variant, measure, rows_of
+from fastvit_triton.measure.variants import Case, Measured, Variant, measure, rows_of
 from fastvit_triton.measure.ways import time_ways
 
 CPU = torch.device("cpu")
@@ -38,7 +41,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def part(tmp_path):
     """A factory of result files that print no rows."""
-    return lambda seconds=60.0, **named: ResultFile("x", tmp_path, Deadline(seconds), True, lambda line: None, **named)
+    return lambda **named: ResultFile("x", tmp_path, Deadline(HANG), True, lambda line: None, **named)
 
 
 @pytest.mark.full
@@ -70,11 +73,20 @@ def test_variants_alternate_in_both_orders():
         return lambda: called.append(f"{name}{copy}")
 
     steps = {name: partial(step, name) for name in "ab"}
-    samples, errors = timing.samples_of(steps, CPU, Deadline(60), seconds=0.0, rounds=(3, 3), copies=2)
+    samples, errors = timing.samples_of(steps, CPU, Deadline(HANG), seconds=0.0, rounds=(3, 3), copies=2)
     timed = called[12:]  # three warm-up calls of each variant
     assert timed[1::2] == ["a0", "b0", "b1", "a1", "a0", "b0"] and not errors
     assert timed[::2] == [f"before {c[0]}" for c in timed[1::2]]
     assert {name: len(taken) for name, taken in samples.items()} == {"a": 3, "b": 3}
+
+
+@pytest.mark.parametrize("seconds, calls", [(1e6, 10), (0.0, 3)])
+def test_variants_are_warmed_up(seconds, calls):
+    """Oracle: the calls before the two that are timed: all that were asked for, or three if there is no time."""
+    called = []
+    step = lambda copy: lambda: called.append(copy)  # noqa: E731
+    samples, _ = timing.samples_of({"x": step}, CPU, Deadline(1e6), seconds, (2, 2), copies=2, warm_up=10)
+    assert len(samples["x"]) == 2 and called == [*(turn % 2 for turn in range(calls)), 0, 1]
 
 
 @pytest.mark.fast
@@ -82,7 +94,7 @@ def test_median_and_quartiles():
     """Oracle: the quartiles of five ordered numbers, and a call of known duration."""
     assert timing.Timing.of([5.0, 1.0, 4.0, 2.0, 3.0]) == timing.Timing(3.0, 2.0, 4.0, 5)
     assert timing.Timing.of([7.0]) == timing.Timing(7.0, 7.0, 7.0, 1)
-    found, _ = timing.alternate({"nap": lambda i: lambda: time.sleep(0.002)}, CPU, Deadline(60), 0.0, (3, 3))
+    found, _ = timing.alternate({"nap": lambda i: lambda: time.sleep(0.002)}, CPU, Deadline(HANG), 0.0, (3, 3))
     assert found["nap"].us >= 2000
 
 
@@ -115,7 +127,7 @@ def layer():
 @pytest.mark.fast
 def test_wrong_variants_have_no_time():
     """Oracle: which variants were made wrong, and how."""
-    forward, backward = (measure(layer(), phase, CPU, Deadline(60), 0.0) for phase in ("forward", "backward"))
+    forward, backward = (measure(layer(), phase, CPU, Deadline(HANG), 0.0) for phase in ("forward", "backward"))
     right = {"forward": {"eager", "in float32", "no gradient"}, "backward": {"eager", "in float32"}}
     for phase, found in (("forward", forward), ("backward", backward)):
         assert {name for name, row in found.rows.items() if "us" in row} == right[phase] == set(found.samples)
@@ -163,16 +175,18 @@ def test_saved_bytes_count_storages_once():
 
 @pytest.mark.fast
 def test_deadlines_interrupt_and_list_missing_rows(part):
-    """Oracle: the clock. Rows before the deadline finish, one is interrupted, and later ones are listed as missing."""
-    made, start = part(0.3), time.monotonic()
+    """Oracle: by hand. Rows before the deadline finish, one is interrupted, and later ones are listed as missing."""
+    made = part()
     with made.row("quick") as go:
         assert go
         made.add(dict(case="quick"))
     with made.row("slow"):
-        time.sleep(30)
+        assert signal.getitimer(signal.ITIMER_REAL)[0]
+        made.deadline.end = 0.0
+        signal.raise_signal(signal.SIGALRM)
+        made.add(dict(case="slow"))
     with made.row("later") as go:
         assert not go
-    assert time.monotonic() - start < 5
     made.write()
     held = json.loads(made.path.read_text())
     assert held["not_reached"] == ["slow (begun)", "later"] and held["rows"] == [{"case": "quick"}]
@@ -190,7 +204,7 @@ def test_an_alarm_while_a_deadline_ends_leaves_no_timer(monkeypatch):
         return turn(which, seconds, again)
 
     monkeypatch.setattr(signal, "setitimer", interrupted)
-    with Deadline(60):
+    with Deadline(HANG):
         pass
     assert came and signal.getitimer(signal.ITIMER_REAL)[0] == 0 and signal.getsignal(signal.SIGALRM) is handler
 
@@ -198,29 +212,27 @@ def test_an_alarm_while_a_deadline_ends_leaves_no_timer(monkeypatch):
 @pytest.mark.fast
 def test_deadlines_nest_and_leave_no_alarm():
     """Oracle: the process's own timer and handler; the earlier of two deadlines interrupts, the outer one continues."""
-    handler, outer = signal.getsignal(signal.SIGALRM), Deadline(20)
+    handler, outer = signal.getsignal(signal.SIGALRM), Deadline(HANG)
     with outer, outer:
         with pytest.raises(TimedOut), outer.sooner(0.05):
-            time.sleep(30)
-        assert 15 < signal.getitimer(signal.ITIMER_REAL)[0] <= 20
+            time.sleep(HANG)
+        assert HANG / 2 < signal.getitimer(signal.ITIMER_REAL)[0] <= HANG
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0 and signal.getsignal(signal.SIGALRM) is handler
 
 
 class _Slow:
     def __del__(self):
-        time.sleep(30)
+        time.sleep(HANG)
 
 
 @pytest.mark.fast
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_lost_in_a_destructor_is_repeated(monkeypatch):
-    """Oracle: the clock. Python prints and drops exceptions of destructors; the next interrupt ends the work."""
+    """Oracle: two sleeps end. Python prints and drops exceptions of destructors; the next interrupt ends the work."""
     monkeypatch.setattr(timeout, "AGAIN", 0.2)
-    start = time.monotonic()
     with pytest.raises(TimedOut), Deadline(0.1):
         _Slow()
-        time.sleep(30)
-    assert time.monotonic() - start < 5
+        time.sleep(HANG)
 
 
 class Gpu:
@@ -321,10 +333,18 @@ def test_models_are_measured_eager_before_any_is_compiled(monkeypatch, part):
 
 @pytest.mark.fast
 def test_a_slow_variant_leaves_time_for_the_others():
-    """Oracle: a variant that sleeps past the deadline."""
+    """Oracle: the process's timer while a variant runs that ends by its alarm: a fifth of the time is left after it."""
+    left = []
+
+    def slow(x, weight):
+        left.append(signal.getitimer(signal.ITIMER_REAL)[0])
+        assert left[0]
+        signal.raise_signal(signal.SIGALRM)
+
     case = layer()
-    case.variants.insert(2, Variant("slow", None, lambda x, weight: time.sleep(30)))
-    found = measure(case, "forward", CPU, Deadline(1.0), 0.0)
+    case.variants.insert(2, Variant("slow", None, slow))
+    found = measure(case, "forward", CPU, Deadline(HANG), 0.0)
+    assert 0.7 * HANG < left[0] <= 0.8 * HANG
     assert "us" in found.rows["eager"] and "us" in found.rows["in float32"]
     assert found.rows["slow"]["error"].startswith("TimedOut")
 
@@ -344,13 +364,13 @@ def test_rows_come_before_the_next_variant_runs():
     case.variants.insert(1, Variant("missing", "not here"))
     case.variants.append(Variant("broken", None, lambda **named: 1 / 0))
     rows, seen = [], []
-    for row in rows_of(case, "forward", CPU, Deadline(60), 0.0, 1):
+    for row in rows_of(case, "forward", CPU, Deadline(HANG), 0.0, 1):
         rows.append(row)
         seen.append(row["arm"])
         assert set(called) <= set(seen)
     assert seen[:2] == [case.variants[0].name, "missing"] and seen[-1] == "broken"
     assert rows[-1]["error"].startswith("ZeroDivisionError") and rows[1]["reason"] == "not here"
-    whole = measure(case, "forward", CPU, Deadline(60), 0.0, 1)
+    whole = measure(case, "forward", CPU, Deadline(HANG), 0.0, 1)
     for row in rows:
         assert row.keys() == whole.rows[row["arm"]].keys()
         assert ("speedup" in row) == ("us" in row) == (row.get("match") is True)
@@ -399,7 +419,7 @@ def test_ways_are_timed_and_compared():
     """Oracle: the PyTorch path, on which every way calls the modules; shapes are named as the plan looks them up."""
     tiny = dict(img_size=32, embed_dim=16, num_heads=2)
     for training in (False, True):
-        row = time_ways("vit_tiny_patch16_224", 2, training, CPU, Deadline(60), interpreting, True, **tiny)
+        row = time_ways("vit_tiny_patch16_224", 2, training, CPU, Deadline(HANG), interpreting, True, **tiny)
         assert row["way"] in WAYS and row["rule"] == "fused"  # forced by the interpreter's switch
         assert row["shape"].startswith("~attention C=16 F=48 H=2 N=8 B=2 + mlp C=16 F=64 N=8 B=2")
         assert all(row[f"{way}_match"] and row[f"{way}_us"] > 0 for way in WAYS)
@@ -440,7 +460,7 @@ def test_candidates_that_spill_are_not_timed(monkeypatch):
         yield results
 
     monkeypatch.setattr(tuning, "compiling", spilling)
-    tried = tuning.time_candidates(target, torch.float32, CPU, Deadline(60), interpreting, 2)["tried"]
+    tried = tuning.time_candidates(target, torch.float32, CPU, Deadline(HANG), interpreting, 2)["tried"]
     assert [one["config"]["num_stages"] for one in tried] == [1, 2]
     assert "error" not in tried[0] and tried[1]["error"] == "RuntimeError: spills 4 registers" and "us" not in tried[1]
 
@@ -589,7 +609,7 @@ def test_images_are_written_when_there_is_data(tmp_path):
 def test_cpu_benchmark_writes_each_cell_once(tmp_path, monkeypatch):
     """Oracle: the file after two calls: every cell once; errors against float64; a reason where a column is missing."""
     monkeypatch.setattr(cpu, "product_rate", lambda dtype: 1e11)
-    words = ["--out", str(tmp_path / "cpu.json"), "--resume", "--seconds", "60", "--rounds", "3"]
+    words = ["--out", str(tmp_path / "cpu.json"), "--resume", "--seconds", str(HANG), "--rounds", "3"]
     words += ["--columns", "medium,ours,frozen,int8,onnx", "--only"]
     small = dict(depth=2, drop_path_rate=0.9, img_size=32, embed_dim=48, num_classes=5)
     with onednn.using_row({"float32": dict.fromkeys(onednn.PHASES, 0.0)}):
@@ -630,3 +650,82 @@ def test_unknown_markers_and_parts_raise(tmp_path, capsys):
     with pytest.raises(SystemExit):
         gpu.main(["--out", str(tmp_path), "--dry-run", "--only", "nonsense"])
     assert "--only names nonsense" in capsys.readouterr().err
+
+
+BENCH = """
+import json, sys
+import pytest
+from benchmarks import op_cases
+from fastvit_triton.measure import variants
+for change, *words in json.loads(sys.argv[1]):
+    exec(change)
+    print("code", int(pytest.main(words)), flush=True)
+"""
+
+
+def bench(folder, *runs, only="layer_norm-small-forward and eager and not add"):
+    """Output of each run of `pytest benchmarks` on one op, in one process and folder.
+
+    Args:
+        folder: the current folder.
+        runs: statement that is executed first, and options.
+        only: the option -k.
+    """
+    fixed = [str(ROOT / "benchmarks"), "-k", only, "-p", "no:cacheprovider"]
+    command = [sys.executable, "-c", BENCH, json.dumps([[run[0], *fixed, *run[1:]] for run in runs])]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    text = done.stdout.decode()
+    assert done.returncode == 0 and "INTERNALERROR" not in text and "machine_info is different" not in text, text
+    parts = re.split(r"^code (\d+)\n", text, flags=re.MULTILINE)
+    return list(zip(parts[::2], map(int, parts[1::2]), strict=False))
+
+
+@pytest.mark.full
+def test_pytest_benchmarks_saves_compares_and_is_disabled(tmp_path):
+    """Oracle: what pytest-benchmark documents; saved medians are replaced by one that is passed, and one that is not.
+
+    The last two runs cannot time anything, and in the last one ours is wrong.
+    """
+    compare = "--benchmark-compare", "--benchmark-compare-fail=median:10%"
+    (unsaved, code), (saved, same) = bench(tmp_path, ["", compare[0]], ["", "--benchmark-save=first"])
+    assert code == same == 0 and "Can't compare" in unsaved and "Saved benchmark data" in saved
+    (path,) = tmp_path.rglob("*_first.json")
+    held = json.loads(path.read_text())
+    passing = {"date", "command", "commit"}
+    assert passing <= held["provenance"].keys() and not passing & held["machine_info"].keys()
+    assert {row["params"]["variant"] for row in held["benchmarks"]} == {"eager", "ours eager"}
+    for name, median in (("long", 1e9), ("short", 0.0)):
+        for row in held["benchmarks"]:
+            row["stats"]["median"] = median
+        (tmp_path / name / path.parent.name).mkdir(parents=True)
+        (tmp_path / name / path.parent.name / "0001_first.json").write_text(json.dumps(held))
+    untimed = "variants.samples_of = None"
+    wrong = "op_cases.with_backend = lambda backend, run: lambda **given: 2 * run(**given)"
+    runs = bench(
+        tmp_path,
+        ["", *compare, "--benchmark-storage=long"],
+        ["", *compare, "--benchmark-storage=short"],
+        ["", "--benchmark-min-time=1"],
+        [untimed, "--benchmark-disable"],
+        [wrong, "--benchmark-disable"],
+    )
+    (faster, *_), (slower, *_), (refused, *_), (disabled, *_), (failed, *_) = runs
+    assert [code for _, code in runs] == [0, 1, 4, 0, 1]
+    assert "ours eager (NOW)" in faster and "Median" in faster and "StdDev" not in faster
+    assert "Performance has regressed" in slower and "Traceback" not in slower
+    assert "--benchmark-min-time has no effect here" in refused
+    assert "2 passed" in disabled and "Median" not in disabled
+    assert "1 failed, 1 passed" in failed and "times the allowed error" in failed
+
+
+def test_the_closing_line_is_the_median_of_pairs():
+    """Oracle: ratios of the pairs by hand, 2, 3, 4 and 5; what failed or is wrong has no ratio."""
+    rows = {"eager": dict(match=True), "torch.compile": dict(match=True), "ours compiled": dict(match=True)}
+    samples = {"torch.compile": [20.0, 3.0, 8.0, 10.0], "ours compiled": [10.0, 1.0, 2.0, 2.0]}
+    assert against_compile(Measured(rows, samples)) == "3.50 (2.75 to 4.25), correct"
+    wrong = rows | {"ours compiled": dict(match=False, worst="output", within=7.0)}
+    assert against_compile(Measured(wrong, {})) == "incorrect: output has 7.0 times the allowed error"
+    assert against_compile(Measured(rows | {"ours compiled": dict(error="E: x")}, {})) == "E: x"
+    assert against_compile(Measured(rows, {"ours compiled": [1.0]})) == "correct; torch.compile failed"
+    assert against_compile(Measured({"eager": dict(match=True)}, {})) is None

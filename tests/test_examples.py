@@ -5,6 +5,7 @@ import json
 import re
 import runpy
 import sys
+import time
 from pathlib import Path
 
 import nbclient
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from patience import HANG
 from PIL import Image
 from test_community import GPU, parts
 from test_data import write_folder
@@ -52,7 +54,7 @@ def notebook(tmp_path, monkeypatch):
         monkeypatch.setenv("PYTHONPATH", str(path))
         book = nbformat.read(NOTEBOOK, as_version=4)
         nbclient.NotebookClient(
-            book, timeout=500, kernel_name="python3", resources={"metadata": {"path": here}}
+            book, timeout=int(HANG), kernel_name="python3", resources={"metadata": {"path": here}}
         ).execute()
         code = [cell for cell in book.cells if cell.cell_type == "code"]
         return ["".join(output.get("text", "") for output in cell.outputs) for cell in code]
@@ -160,7 +162,7 @@ def test_finetune_timm(script, model, fused):
     small = ("--random", "--epochs", "2", "--batch-size", "4", "--workers", "0", "--out", "tuned.pt")
     text = script("finetune_timm.py", "--model", model, "--data", "images", *small)
     assert sum(map(int, re.findall(r"^\S+ ×(\d+) \(\w*Block\) +converted .*block", text, re.MULTILINE))) == fused
-    assert re.findall(r"epoch (\d): loss \d.*, test accuracy .*%, \d+ images/s in training on this", text) == ["1", "2"]
+    assert re.findall(r"epoch (\d): loss .*, test accuracy .*%, .* images/s in training on this", text) == ["1", "2"]
     timm.create_model(model, num_classes=2).load_state_dict(torch.load("tuned.pt"))
 
 
@@ -170,16 +172,17 @@ def test_accelerate_vlm(script):
     assert (
         re.search(r"visual.blocks.\*.mlp ×2 .*converted .*MLP, swiglu", text) and "largest difference 0.0e+00" in text
     )
-    assert re.search(r"took [\d.]+ ms, and after optimize [\d.]+ ms, measured on this", text)
+    assert re.search(r"took \S+ ms, and after optimize \S+ ms, measured on this", text)
 
 
 def test_serve_cuda_graphs(script, monkeypatch):
-    """Oracle: the number of requests, and the order of two quantiles."""
+    """Oracle: quantiles by hand, of requests that take 1 to 20 ms by a clock of our own."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    ticks = (tick for i in range(20) for tick in (i, i + (i + 1) * 1e-3))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
     text = script("serve_cuda_graphs.py", *DIGITS, "--requests", "20")
     assert "20 requests of 1 to 8 images on this cpu, without CUDA graphs" in text
-    (pair,) = re.findall(r"median ([\d.]+) ms, 99th percentile ([\d.]+) ms, measured", text)
-    assert 0 < float(pair[0]) <= float(pair[1])
+    assert "median 11.00 ms, 99th percentile 20.00 ms, measured" in text
 
 
 def test_dense_features(script):

@@ -21,6 +21,7 @@ from interpreter import interpreting
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from patience import HANG
 from PIL import Image
 from sampling import marked, sampled
 from test_convert import Recorder, same, twins
@@ -668,7 +669,7 @@ def test_report_in_a_browser(page: Path, tmp_path: Path, width: int):
     )  # a window of its own is 500 pixels wide or more
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     command = [BROWSER, *options, "--window-size=1400,2100", "--dump-dom", (tmp_path / "frame.html").as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
     facts = json.loads(re.search(r"<title>(\{.*?\})</title>", done.stdout).group(1))
     assert facts["width"] == width and facts["page"] <= width and not facts["over"], facts
     assert facts["loaded"] == facts["images"] == 2 * len(EACH) + len(ONCE), facts

@@ -15,6 +15,7 @@ import parallel_job
 import pytest
 import torch
 from budget import allowed
+from patience import HANG, PATIENCE
 from safetensors.torch import load_file
 from torch import nn
 
@@ -36,14 +37,14 @@ from fastvit_triton.train.step import Step
 EPS = torch.finfo(torch.float32).eps
 
 
-def launch(size: int, *command: str, timeout: int = 300) -> None:
+def launch(size: int, *command: str) -> None:
     """Runs `python command` in `size` processes, with the environment of torchrun."""
     store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # on a free port
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
     shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1"}
     root = str(Path(__file__).parents[1])
     shared["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    processes, deadline = [], time.monotonic() + timeout
+    processes, deadline = [], time.monotonic() + HANG
     with tempfile.TemporaryFile("w+") as log:
         try:
             for rank in range(size):
@@ -314,7 +315,7 @@ def train(*options: str, size: int = 2) -> tuple[int, str]:
     torchrun += ["--rdzv-endpoint", "localhost:0", "-m", "fastvit_triton.cli", "train", "--device", "cpu", *options]
     root = str(Path(__file__).parents[1])
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": root, "COLUMNS": "80"}
-    done = subprocess.run([sys.executable, *torchrun], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, *torchrun], env=env, capture_output=True, text=True, timeout=HANG)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -358,7 +359,7 @@ def interrupt(out: Path, number: int, *options: str) -> tuple[int, str]:
                 time.sleep(0.05)
             children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
             os.kill(int(children[-1]), number)
-            code = agent.wait(timeout=300)
+            code = agent.wait(timeout=HANG)
         finally:
             agent.kill()
         log.seek(0)
@@ -377,9 +378,10 @@ def test_a_killed_rank_is_restarted(tmp_path):
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
 def test_a_stopped_rank_ends_the_run(tmp_path):
-    """Oracle: the sentence after the timeout of 30 seconds, and a run that torchrun's restart resumes and ends."""
-    code, text = interrupt(tmp_path / "run", signal.SIGSTOP, "--timeout", "0.5")
-    assert "error: another process did not answer for 0.5 minutes; see --timeout" in text, text
+    """Oracle: the sentence after the timeout of half a minute, and a run that torchrun's restart resumes and ends."""
+    minutes = f"{0.5 * PATIENCE:g}"
+    code, text = interrupt(tmp_path / "run", signal.SIGSTOP, "--timeout", minutes)
+    assert f"error: another process did not answer for {minutes} minutes; see --timeout" in text, text
     assert code == 0 and "after 6 epochs" in text, text
 
 

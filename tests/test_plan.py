@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from interpreter import interpreting
+from patience import HANG
 from sampling import marked, sampled
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -503,10 +504,10 @@ def test_plain_state_is_thread_local():
 
     def outer():
         first.set()
-        second.wait(10)
+        second.wait(HANG)
 
     def other():
-        first.wait(10)
+        first.wait(HANG)
         seen.append(ways.state.inside_plain)
         ways.plainly(second.set)
         seen.append(ways.state.inside_plain)
@@ -515,7 +516,7 @@ def test_plain_state_is_thread_local():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(HANG)
     assert seen == [False, False] and not ways.state.inside_plain
 
 

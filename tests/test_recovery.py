@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import HANG
 from PIL import Image
 from sampling import sampled
 from test_train import RECIPE, save, stripes, tiny
@@ -140,7 +141,7 @@ def test_killed_runs_end_in_the_same_weights(tmp_path: Path):
     """Oracle: the weights of an uninterrupted run, bit by bit, after twenty kills, some of them during a write."""
     command = [sys.executable, "-W", "ignore", __file__, str(tmp_path), "0"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANG)
     assert done.returncode == 0, done.stderr
     kills, runs, inside = map(int, re.findall(r"\d+", done.stdout))
     assert kills >= 20 > runs and inside >= 1, done.stdout
@@ -314,14 +315,15 @@ def test_a_folder_has_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
         assert (tmp_path / "new" / "run" / outputs.LOCK).exists()
     assert not (tmp_path / "new" / "run").exists()
     code = (
-        "import sys, time; from pathlib import Path; from fastvit_triton.train import outputs\n"
-        "with outputs.locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(100)"
+        "import sys; from pathlib import Path; from fastvit_triton.train import outputs\n"
+        "with outputs.locked(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     out = tmp_path / "out"
     out.mkdir()
     command = [sys.executable, "-c", code, str(out)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as other:
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    with subprocess.Popen(command, text=True, env=environment, **pipes) as other:
         try:
             assert other.stdout.readline() == "held\n"
             with pytest.raises(ValueError, match=r"^another process trains in .*out; wait until it ends, or"):

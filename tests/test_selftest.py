@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from interpreter import interpreting
+from patience import HANG
 
 from fastvit_triton.cli import main
 from fastvit_triton.kernels import OPS, settings
@@ -172,14 +173,31 @@ def test_a_process_that_does_not_start(capsys, tmp_path, monkeypatch):
 
 
 def test_selftest_ends_in_time(capsys, tmp_path, monkeypatch):
-    """Oracle: a stand-in of which one check takes an hour: finished checks count, the others are listed."""
-    process = PROCESS.replace("sys.exit(7)", "import time; time.sleep(3600)")
+    """Oracle: a stand-in whose time is over when its second check begins: the first counts, the others are listed."""
+    process, begun, asked = PROCESS.replace("sys.exit(7)", "sys.stdin.read()"), threading.Event(), []
+    take = workers.Run._take
+
+    class Timer:
+        def __init__(self, seconds, call):
+            asked.append(seconds)
+            self._thread = threading.Thread(target=lambda: begun.wait(HANG) and call())
+            self.start, self.cancel = self._thread.start, self._thread.join
+
+    def taken(self):
+        name = take(self)
+        if name == "dies":
+            begun.set()
+        return name
+
+    monkeypatch.setattr(threading, "Timer", Timer)
+    monkeypatch.setattr(workers.Run, "_take", taken)
     monkeypatch.setattr(selftest, "planned", lambda device: dict.fromkeys(["a", "dies", "b"]))
     monkeypatch.setattr(workers, "count", lambda device: 1)
     monkeypatch.setattr(workers, "COMMAND", (sys.executable, "-c", process))
-    line, held = command(capsys, tmp_path, "--seconds", "5", code=0)
+    line, held = command(capsys, tmp_path, "--seconds", f"{HANG}", code=0)
     assert line.startswith("1 checks of 1 ops passed") and "; 2 were not reached in time; " in line
     assert held["not_reached"] == ["dies (begun)", "b"] and [row["case"] for row in held["rows"]] == ["a"]
+    assert HANG / 2 < asked[0] <= HANG
 
 
 def test_no_passed_check_is_a_failure(here, capsys, tmp_path):
@@ -364,6 +382,6 @@ def test_workers_share_the_checks():
         rows.append(row["case"])
         adding.release()
 
-    work = workers.Run(names, Deadline(60), add, Quick)
+    work = workers.Run(names, Deadline(HANG), add, Quick)
     work.run(4)
     assert sorted(rows, key=int) == names and work.not_reached == []

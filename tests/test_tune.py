@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from interpreter import interpreting
+from patience import HANG
 from torch import nn
 
 import fastvit_triton
@@ -540,6 +541,6 @@ def test_files_by_the_command(monkeypatch, tmp_path, capsys):
 def test_dry_run(tmp_path):
     """Oracle: every step runs in the interpreter, in a temporary folder; nothing is saved."""
     command = [str(Path(sys.executable).with_name("fastvit-triton")), "tune", "--dry-run", "--train"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr
     assert "Every step was executed" in done.stdout and "NO" not in done.stdout

@@ -13,6 +13,7 @@ from pathlib import Path
 import budget
 import pytest
 import torch
+from patience import HANG
 
 from fastvit_triton.cli import main
 from fastvit_triton.kernels import op
@@ -106,7 +107,7 @@ def test_several_gpus(here, monkeypatch):
     (here / "started.py").write_text(start.format([str(ROOT / "tests"), str(ROOT)]) + text)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     command = (sys.executable, "-W", "ignore", *launcher, "started.py")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr
     saved.append(torch.load("vit.pt"))
     assert saved[0].keys() == saved[1].keys()

@@ -11,6 +11,7 @@ import torch
 
 from .timeout import Deadline, capturing
 
+WARM_UP = 3  # calls before the first timed one
 HEAD_START = 1_000_000  # cycles, half a millisecond or more: an autograd engine needs 0.1 ms before its first launch
 
 # index of a set of inputs → the call to time, after any untimed work before it
@@ -96,17 +97,19 @@ def samples_of(
     rounds: tuple[int, int] = (5, 100),
     copies: int = 1,
     latency: bool = False,
+    warm_up: int = WARM_UP,
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Times all variants in one process, alternating between them.
 
     Args:
-        steps: set-up of each variant, which is called three times before it is timed.
+        steps: set-up of each variant.
         device: where they run.
         deadline: no round starts after it, except the first.
         seconds: about how long to sample.
         rounds: minimum and maximum number of samples per variant.
         copies: number of sets of inputs, used in rotation.
         latency: see `Clock`.
+        warm_up: calls of each variant before it is timed; those after the third only within its share of `seconds`.
 
     Returns:
         Microseconds by variant, and the errors of variants that failed.
@@ -115,8 +118,11 @@ def samples_of(
     clock = Clock(device, latency)
     for variant, step in steps.items():
         with capturing(errors, variant), deadline:
-            for copy in range(3):
-                step(copy % copies)()
+            began = time.perf_counter()
+            for turn in range(warm_up):
+                if turn >= WARM_UP and time.perf_counter() - began > seconds / len(steps):
+                    break
+                step(turn % copies)()
             wait(device)
     variants = [variant for variant in steps if variant not in errors]
     if not variants:

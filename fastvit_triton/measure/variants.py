@@ -15,7 +15,7 @@ from ..kernels.compiling import Collector, Launch
 from ..kernels.compiling import compiling as compiling_ahead
 from .compare import Named, Verdict, converted, cotangents, leaves, named_leaves, outcome, verdict
 from .timeout import Deadline, capturing
-from .timing import Setup, peak_bytes, rate, samples_of, saved_bytes, timing_columns
+from .timing import WARM_UP, Setup, peak_bytes, rate, samples_of, saved_bytes, timing_columns
 
 _compiler = "inductor"
 
@@ -201,13 +201,15 @@ def measure(
     copies: int = 3,
     latency: bool = False,
     share: float = 0.8,
+    rounds: tuple[int, int] = (5, 100),
+    warm_up: int = WARM_UP,
 ) -> Measured:
     """Compares every variant with float64, then times those that match, and those of reduced precision.
 
     Args:
         case: the computation.
         phase: one of its phases.
-        device, deadline, seconds, copies, latency: as in `samples_of`.
+        device, deadline, seconds, copies, latency, rounds, warm_up: as in `samples_of`.
         share: fraction of the remaining time after which comparisons end; variants not compared by then are not timed.
     """
     sets = _prepare(case, phase, device, copies)
@@ -217,7 +219,7 @@ def measure(
         rows[name] |= _compared(case, name, compared, sets[0], phase, device)
         if _is_timed(case, name, compared):
             right[name] = step_of(case, _call(case, name), sets, phase)
-    samples, failed = samples_of(right, device, deadline, seconds, copies=copies, latency=latency)
+    samples, failed = samples_of(right, device, deadline, seconds, rounds, copies, latency, warm_up)
     for name, text in failed.items():
         rows[name]["error"] = text
     for name, times in samples.items():
