@@ -12,6 +12,7 @@ import argparse
 import ast
 import compileall
 import functools
+import gc
 import hashlib
 import importlib
 import json
@@ -182,8 +183,10 @@ def copied(folder: Path) -> Path:
 
 
 def selected(item: Any, word: str) -> bool:
-    """True if a collected test is "file::name", or "file::name[case]" with a parameter or an identifier."""
+    """True if a collected test is of "file", "file::name", or "file::name[case]" with a parameter or an identifier."""
     function, _, case = word.partition("[")
+    if "::" not in word:
+        return item.nodeid.partition("::")[0] == word
     if item.nodeid == word or item.nodeid.partition("[")[0] != function:
         return item.nodeid == word
     return not case or case.removesuffix("]") in item.callspec.params.values()
@@ -212,8 +215,18 @@ class Recorder:
             self.seen["failed"] = report.nodeid
 
 
-def run(tree: Path, words: list[str], seconds: float, declared: list[Any]) -> dict[str, Any]:
-    """Runs tests of a copy in a forked process: {"ran": number, "failed": test or None, "error": message or None}."""
+def run(
+    tree: Path, words: list[str], seconds: float, declared: list[Any], options: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Runs tests of a copy in a forked process: {"ran": number, "failed": test or None, "error": message or None}.
+
+    Args:
+        tree: the copy.
+        words: tests, see `selected`.
+        seconds: after which the process is ended.
+        declared: what `prepare` returned.
+        options: further options of pytest.
+    """
     out, log = tree.parent / "seen.json", tree.parent / "log.txt"
     out.unlink(missing_ok=True)
     sys.stdout.flush()
@@ -224,10 +237,11 @@ def run(tree: Path, words: list[str], seconds: float, declared: list[Any]) -> di
             with open(log, "w") as stream:
                 os.dup2(stream.fileno(), 1)
                 os.dup2(stream.fileno(), 2)
+            gc.freeze()  # a collection would copy the memory of all that was imported
             enter(tree, declared)
             recorder = Recorder(words)
             paths = list(dict.fromkeys(re.sub(r"\[.*", "", word) for word in words))
-            sys.modules["pytest"].main([*paths, *OPTIONS], plugins=[recorder])
+            sys.modules["pytest"].main([*paths, *OPTIONS, *options], plugins=[recorder])
             out.write_text(json.dumps(recorder.seen))
         except BaseException:
             traceback.print_exc()
@@ -280,6 +294,20 @@ def prepare() -> list[Any]:
     return declared
 
 
+def check_without(seen: dict[str, Any], tree: Path, seconds: float, declared: list[Any], passing: set[str]) -> None:
+    """Adds an error to what `run` has seen with an edit if the test that failed fails without it, too.
+
+    `passing` has tests that are known to pass without edits, and gets this one.
+    """
+    failed = seen["failed"]
+    if failed is not None and failed not in passing:
+        plain = run(tree, [failed], seconds, declared)
+        if plain["failed"] or plain["error"]:
+            seen["error"] = f"{failed} fails without the edit, too"
+        else:
+            passing.add(failed)
+
+
 def examine(mutant: Mutant, tree: Path, seconds: float, declared: list[Any], passing: set[str]) -> dict[str, Any]:
     """What the tests of an edit show; `passing` has tests that are known to pass without edits."""
     start = os.times()
@@ -289,16 +317,10 @@ def examine(mutant: Mutant, tree: Path, seconds: float, declared: list[Any], pas
         seen = run(tree, tests()[mutant.claim], seconds, declared)
     finally:
         (tree / mutant.file).write_text(before, encoding="utf-8")
-    failed = seen["failed"]
-    if failed is not None and failed not in passing:
-        plain = run(tree, [failed], seconds, declared)
-        if plain["failed"] or plain["error"]:
-            seen["error"] = f"{failed} fails without the edit, too"
-        else:
-            passing.add(failed)
+    check_without(seen, tree, seconds, declared, passing)
     spent = os.times()
     used = spent.children_user + spent.children_system - start.children_user - start.children_system
-    killed = None if seen["error"] else failed
+    killed = None if seen["error"] else seen["failed"]
     return {"killed": killed, "ran": seen["ran"], "error": seen["error"], "seconds": round(used, 1)}
 
 

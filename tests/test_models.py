@@ -15,12 +15,13 @@ import timm
 import torch
 import torch.nn.functional as F
 from budget import telling
+from catalogue import initial
 from catalogue.ours import CASES
 from sampling import sampled
 from torch import nn
 from torchvision.models import VisionTransformer
 
-from fastvit_triton import ViTConfig, create_model, list_models
+from fastvit_triton import ViTConfig, create_model, list_models, models
 from fastvit_triton.models import CATALOGUE, FAMILIES, model_config
 from fastvit_triton.models.config import CHOICES, BaseConfig
 from fastvit_triton.models.weights.load import CHECKPOINT_FORMATS
@@ -144,6 +145,65 @@ def test_state_dict_equals_timms(name, no_truncated_normals):
     with torch.device("meta"):
         ours, theirs = create_model(name, num_classes=1000), timm.create_model(name, num_classes=1000)
     assert {k: v.shape for k, v in ours.state_dict().items()} == {k: v.shape for k, v in theirs.state_dict().items()}
+
+
+NEW = {name: (name, options) for name, options in initial.MODELS.items()}
+NEW |= {family: (name, options) for family, (name, options, _) in SMALLEST.items()}
+WIDE = ("vit_small_r26_s32_224",)  # whose backbone has one width, and a second of CPU time
+DRAWN_BY_TIMM = """deit_tiny_distilled_patch16_224 deit3_small_patch16_224 vit_base_patch16_clip_quickgelu_224
+vit_base_patch16_siglip_224 swin twins_svt twins_pcpvt cait botnet pit pit_distilled tnt tnt_legacy crossvit
+crossvit_dagger levit""".split()
+
+
+def off(values: torch.Tensor, mean: object, spread: float) -> bool:
+    """True if mean or standard deviation of some values differ by more than 6 of their standard errors."""
+    n, rest = values.numel(), values.detach() - torch.as_tensor(mean)
+    if not spread or n == 1:
+        return not float(rest.abs().max()) <= 6 * spread
+    error = abs(float(rest.square().mean().sqrt()) - spread)
+    near = abs(float(rest.mean())) <= 6 * spread / n**0.5 and error <= 6 * spread / (2 * n) ** 0.5
+    return not near or float(rest.min()) == float(rest.max())
+
+
+def unlike(model: nn.Module, state: dict[str, torch.Tensor] | None = None) -> dict[str, object]:
+    """The parameters, or values of them, that differ from `catalogue.initial`, and what they are there."""
+    found = dict(model.named_parameters()) if state is None else state
+    values = {name: initial.value(model, name) for name, _ in model.named_parameters()}
+    return {name: value for name, value in values.items() if value is not None and off(found[name], *value)}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.full if case in WIDE else pytest.mark.fast) for case in NEW]
+)
+def test_initial_values(case):
+    """Oracle: `catalogue.initial`: mean and standard deviation of each parameter, to 6 standard errors; constants to
+    the bit; also after `init_weights` of a plain ViT, which leaves no parameter as it was."""
+    name, options = NEW[case]
+    model = create_model(name, **options)
+    assert unlike(model) == {}
+    if isinstance(model, models.VisionTransformer):
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, float("nan"))
+        model.init_weights(model.config.weight_init)
+        assert unlike(model) == {}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("case", DRAWN_BY_TIMM)
+def test_initial_values_are_timms(case):
+    """Oracle: a model of timm with the same options: `catalogue.initial` has its values, too."""
+    name, options = NEW[case]
+    if case in CASES:
+        assert (
+            unlike(create_model(name, **options), CASES[case].convert(CASES[case].build(**options).state_dict())) == {}
+        )
+    else:
+        assert unlike(create_model(name, **options), timm.create_model(name, **options).state_dict()) == {}
+
+
+def test_every_family_has_initial_values():
+    """Oracle: the list of families."""
+    assert {CATALOGUE[name] for name, _ in NEW.values()} == {*FAMILIES}
 
 
 def test_catalogue_holds_timms_plain_sizes():

@@ -108,6 +108,11 @@ class Cait(VisionTransformer):
             blocks.append(ClassBlock(D, ClassAttention(D, config.num_heads, config.qkv_bias), mlp, eps, scale))
         self.blocks_token_only = blocks if config.class_token else None
         self.init_weights(config.weight_init)
+
+    @torch.no_grad()
+    def init_weights(self, scheme: str) -> None:
+        """Reinitialises all weights, see `VisionTransformer.init_weights`; the class token as in timm."""
+        super().init_weights(scheme)
         if self.cls_token is not None:
             nn.init.trunc_normal_(self.cls_token, std=0.02)
 

@@ -40,6 +40,12 @@ class DistilledVisionTransformer(VisionTransformer):
     def prefix(self) -> list[Tensor]:
         return [self.cls_token, self.dist_token]
 
+    @torch.no_grad()
+    def init_weights(self, scheme: str) -> None:
+        """Reinitialises all weights, see `VisionTransformer.init_weights`; the new token as in the official code."""
+        super().init_weights(scheme)
+        nn.init.trunc_normal_(self.dist_token, std=0.02)
+
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replaces both heads by zero-initialised ones; 0 removes them. They read their own tokens, not a pool."""
         if global_pool not in (None, "", "none", "token"):
