@@ -564,13 +564,11 @@ def test_comparing_two_trees(tmp_path):
 
 
 @pytest.mark.fast
-def test_the_pages_are_up_to_date(tmp_path):
-    """Oracle: the committed result files, from which `python -m benchmarks.plot` writes tables and the plot."""
-    found, results = {page: page.read_text(encoding="utf-8") for page in plot.pages()}, plot.load()
-    assert all(any(f"<!-- measured: {name} -->" in text for text in found.values()) for name in plot.TABLES)
-    for page, text in found.items():
-        assert plot.fill(text, results) == text, page
-    assert plot.launch_bars(results, tmp_path / "launches.png")
+def test_every_table_is_on_a_page(tmp_path):
+    """Oracle: the markers of the pages; test_regenerate.py tests what is between them."""
+    found = [page.read_text(encoding="utf-8") for page in plot.pages()]
+    assert all(any(f"<!-- measured: {name} -->" in text for text in found) for name in plot.TABLES)
+    assert plot.launch_bars(plot.load(), tmp_path / "launches.png")
 
 
 @pytest.mark.fast

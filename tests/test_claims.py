@@ -1,5 +1,4 @@
-"""Tests of the pages of claims and of the survey: every claim is covered by something that exists, and both are
-up to date."""
+"""Tests of the pages of claims and of the survey: every claim is covered by something that exists."""
 
 import ast
 import functools
@@ -16,7 +15,7 @@ import torch
 from catalogue.ours import CASES
 
 from benchmarks import claim_mutants, survey
-from fastvit_triton.models import FAMILIES, create_model
+from fastvit_triton.models import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 SPEC = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
@@ -72,15 +71,13 @@ def test_what_covers_a_claim_exists(key):
 
 
 def test_every_test_of_a_claim_sees_a_careless_edit():
-    """Oracle: the committed results: each claim with tests has an edit that makes it false, of today's line and tests,
-    and one of these tests failed with it."""
+    """Oracle: the committed results: each claim with tests has an edit that makes it false, and one of these tests
+    failed with it; test_regenerate.py tests that the results are of today's lines and tests."""
     edits, found = claim_mutants.mutants(), claim_mutants.rows()
     tested = {key: [word for word in words if "::" in word] for key, words in CLAIMS.items()}
     assert claim_mutants.tests() == {key: words for key, words in tested.items() if words}
     assert {edit.claim for edit in edits} == claim_mutants.tests().keys() and len({e.name for e in edits}) == len(edits)
-    stale = [edit.name for edit in edits if not claim_mutants.is_current(edit, found.get(edit.name))]
-    assert not stale, "run python -m benchmarks.claim_mutants --missing"
-    for edit in edits:
+    for edit in [edit for edit in edits if edit.name in found]:
         killer = found[edit.name]["killed"]
         assert killer, f"{edit.name}: all tests pass with this edit"
         assert killer.partition("[")[0] in {word.partition("[")[0] for word in CLAIMS[edit.claim]}
@@ -114,12 +111,6 @@ def test_edits_that_fit_no_file_raise(tmp_path):
     assert claim_mutants.edited(edit._replace(file="examples/b.py"), tmp_path)[1] == "if y:\n    x = 2\n"
 
 
-@pytest.mark.parametrize("page", generate.WRITTEN)
-def test_written_pages_are_up_to_date(page):
-    """Oracle: what `python docs/generate.py` writes now."""
-    assert (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") == generate.WRITTEN[page]()
-
-
 def test_lines_with_missing_fields_raise(tmp_path, monkeypatch):
     """Oracle: the sentences."""
     monkeypatch.setattr(generate, "ROOT", tmp_path)
@@ -142,25 +133,19 @@ def test_every_family_is_in_the_survey():
     assert others - OTHER_TASKS == {"dinov2", "clip", "siglip", "naflex"}
 
 
-@pytest.mark.parametrize("name", [system.name for system in survey.SYSTEMS if system.built])
-def test_committed_rows_are_those_of_the_list(name):
-    """Oracle: the line of the system: its model's parameters, the small model and its parameters, and every epoch."""
-    assert name in ROWS, "run python -m benchmarks.survey --missing, then python docs/generate.py"
+@pytest.mark.parametrize("name", ROWS)
+def test_committed_rows_are_whole(name):
+    """Oracle: fewer launches than eager PyTorch, every epoch of every seed, and chance, 10 %.
+
+    test_regenerate.py tests that the rows are of the listed systems and models.
+    """
     system, row = SYSTEMS[name], ROWS[name]
-    with torch.device("meta"):
-        model = create_model(system.model, **(dict(num_classes=1000) if system.side else {}))
-    assert row["model"] == system.model and row["parameters"] == sum(p.numel() for p in model.parameters())
-    fused, eager = row["launches"][1], row["launches"][0]
+    eager, fused = row["launches"]
     assert 0 < fused <= eager and (fused < eager or name == "DETR") and system.idea and system.oracle and system.differs
-    assert ("digits" in row) == (system.side > 0)
-    if not system.side:
-        return
-    small = row["digits"]
-    assert survey.as_tuples(small["tiny"]) == system.tiny and small["side"] == system.side
-    assert small["parameters"] == sum(p.numel() for p in survey.small(system).parameters())
-    assert [len(seed) for seed in small["accuracy"]] == [survey.EPOCHS] * survey.SEEDS
-    assert survey.reached(row)[0] > 30  # percent; chance is 10
-    assert small["torch"] and small["date"]
+    if "digits" in row:
+        small = row["digits"]
+        assert [len(seed) for seed in small["accuracy"]] == [survey.EPOCHS] * survey.SEEDS
+        assert survey.reached(row)[0] > 30 and small["torch"] and small["date"]
 
 
 def test_launches_of_a_block():

@@ -11,6 +11,7 @@ from sampling import sampled
 from triton.runtime.jit import JITFunction
 
 from benchmarks import static
+from benchmarks.artefacts import COMMAND as REGENERATE
 from benchmarks.fingerprint import key
 from benchmarks.launch_cases import cases
 from benchmarks.launch_recorder import Launch, compiled, record
@@ -162,8 +163,9 @@ def test_committed_reports_contain_the_current_launches(arch, quick):
     for folder in (folder for folder, parts in REPORTS.items() if arch in parts):
         have = {row["key"] for row in committed(folder)["rows"] if row["arch"] == arch}
         missing = [name for found, name in keys.items() if found not in have]
-        assert not missing, f"{folder}: {len(missing)} launches changed; run `{static.COMMAND}`\n" + "\n".join(missing)
-        assert quick or have == keys.keys(), f"{folder} has launches that no longer occur"
+        command = REGENERATE + " --thorough" * (not quick)
+        assert not missing, f"{folder}: {len(missing)} launches changed; run `{command}`\n" + "\n".join(missing)
+        assert quick or have == keys.keys(), f"{folder} has launches that no longer occur; run `{command}`"
 
 
 def test_unchanged_rows_are_not_compiled(monkeypatch):

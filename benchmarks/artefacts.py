@@ -1,0 +1,499 @@
+"""Generated files: the command that writes each, and what in it is not of today's code.
+
+A file that is computed from code is compared with what the code gives now: texts and keys as a whole, counted rows in
+part, because all of them would take as long as the command. Pictures cannot be compared; hashes of what they are drawn
+from are in results/inputs.json. What was measured does not become stale: its file states when and at which commit.
+"""
+
+import ast
+import importlib
+import importlib.util
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatch
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from .claim_mutants import short
+from .result_file import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+HASHES = RESULTS / "inputs.json"
+COMMAND = "python -m benchmarks.regenerate --stale"
+COUNTED = "torch triton torchvision timm transformers vit-pytorch".split()  # packages that counted rows depend on
+
+Changes = Callable[[bool], Iterable[str]]  # thorough → what is not of today's code, one sentence each
+
+
+class Artefact(NamedTuple):
+    """Files that one command writes.
+
+    Attributes:
+        name: for `--only`.
+        command: words after `python`; in capitals what a user must give.
+        outputs: patterns of paths from the root, separated by spaces.
+        minutes: of one core, if everything is made anew.
+        changes: what is not of today's code; None for measurements.
+        inputs: files whose hashes are recorded, as patterns or as "file::function", separated by spaces.
+        needs: what a run needs besides this environment; such an artefact is made only by name.
+        package: one more package of the environment, "name==version".
+    """
+
+    name: str
+    command: str
+    outputs: str
+    minutes: float = 0.0
+    changes: Changes | None = None
+    inputs: str = ""
+    needs: str = ""
+    package: str = ""
+
+    def files(self) -> list[Path]:
+        """The files that are there."""
+        return found(self.outputs)
+
+    def follows(self, other: "Artefact") -> bool:
+        """Whether an output of the other is an input."""
+        return any(fnmatch(path, pattern) for path in other.outputs.split() for pattern in self.inputs.split())
+
+    def why(self, thorough: bool) -> list[str]:
+        """Why it is stale, one sentence each; nothing if it is fresh or measured."""
+        missing = [pattern for pattern in self.outputs.split() if not found(pattern)]
+        if missing or self.changes is None:
+            return [f"{pattern} does not exist" for pattern in missing]
+        recorded, today = hashes().get(self.name, {}), self.hashes()
+        paths = [path for path in {**recorded, **today} if recorded.get(path) != today.get(path)]
+        return [f"{path} changed" for path in paths] + list(self.changes(thorough))
+
+    def hashes(self) -> dict[str, str]:
+        """Hashes of the inputs, by path or "path::function"."""
+        values = {path.relative_to(ROOT).as_posix(): short([path.read_bytes().hex()]) for path in found(self.inputs)}
+        code = (word.split("::") for word in self.inputs.split() if "::" in word)
+        return values | {f"{path}::{name}": short([functions(ROOT / path)[name]]) for path, name in code}
+
+
+def found(patterns: str) -> list[Path]:
+    """The files that match, sorted; words with "::" are left out."""
+    return sorted({path for word in patterns.split() if "::" not in word for path in ROOT.glob(word)})
+
+
+def hashes() -> dict[str, dict[str, str]]:
+    """The recorded hashes of inputs, by artefact."""
+    return json.loads(HASHES.read_text()) if HASHES.exists() else {}
+
+
+@cache
+def functions(path: Path) -> dict[str, str]:
+    """Function → its code without docstring, comments and layout, of a file."""
+    nodes = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
+    for node in nodes:
+        node.body = node.body[ast.get_docstring(node) is not None :]
+    return {node.name: ast.dump(node) for node in nodes}
+
+
+def other_versions() -> list[str]:
+    """Installed packages that are not those of constraints.txt, whose counts may differ, one sentence each."""
+    pinned = dict(re.findall(r"^([\w-]+)==([^;\s]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    have = {name: metadata.version(name).partition("+")[0] for name in COUNTED}
+    return [f"{name} is {have[name]}, not {pinned[name]}" for name in COUNTED if have[name] != pinned[name]]
+
+
+def spread(items: Iterable[Any], count: int) -> list[Any]:
+    """So many of the items, at even distances, the first among them."""
+    items = list(items)
+    return [items[i * len(items) // count] for i in range(min(count, len(items)))]
+
+
+def rows(name: str, key: str = "model") -> dict[str, Any]:
+    """The rows of a result file by the value of a column."""
+    return {row[key]: row for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]}
+
+
+def listed(have: Iterable[str], want: Iterable[str]) -> Iterator[str]:
+    """Yields what a file lacks and what it has no longer to have."""
+    have, want = list(have), list(want)
+    yield from (f"{name} is missing" for name in want if name not in have)
+    yield from (f"{name} is no longer listed" for name in have if name not in want)
+
+
+def recounted(have: Mapping[str, Any], names: Iterable[str], count: Callable[[str], dict[str, Any]]) -> Iterator[str]:
+    """Yields the columns of recorded rows that differ from what is counted now."""
+    for name in names:
+        now = json.loads(json.dumps(count(name)))
+        if name in have and (columns := [column for column in now if have[name].get(column) != now[column]]):
+            yield f"{name} has other {', '.join(columns)}"
+
+
+def text(path: Path, now: str) -> Iterator[str]:
+    """Yields the path of a file whose text is another."""
+    if path.read_text(encoding="utf-8") != now:
+        yield f"{path.relative_to(ROOT)} has another text"
+
+
+@cache
+def pages() -> ModuleType:
+    """The module docs/generate.py."""
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# What is not of today's code; modules are imported here, because each takes seconds.
+
+
+def known(thorough: bool) -> Iterator[str]:
+    """Registered classes that the file lacks; fingerprints of one in twenty classes, or of all."""
+    from . import recognition
+
+    have = json.loads(recognition.KNOWN.read_text())
+    names, classes = recognition.portable(), {name for row in have.values() for name in row["classes"]}
+    quick = {*spread(names, len(names) // 20), *(name for name in names if name not in classes)}
+    now = recognition.merged(have, recognition.fingerprints(names if thorough else quick))
+    return (f"{row['as']} has another row" for digest, row in now.items() if have.get(digest) != row)
+
+
+def pretrained(thorough: bool) -> Iterator[str]:
+    """The tables of the installed timm."""
+    from . import pretrained_table as made
+
+    yield from text(made.TABLE, made.text_of(made.table()))
+    lines = [line for line in made.CLASSES.read_text(encoding="utf-8").splitlines() if line[0] != "#"]
+    if [tuple(line.split("\t")) for line in lines] != made.class_names():
+        yield f"{made.CLASSES.name} has other names"
+
+
+def figures(thorough: bool) -> Iterator[str]:
+    """Models without a size."""
+    from . import figures
+
+    return (f"{name} is missing" for name in figures.list_models() if name not in figures.figures()["sizes"])
+
+
+def compiled(folder: str, archs: Sequence[str] = ()) -> Changes:
+    """Launches that a compile report lacks or no longer has; unless thorough, of ViT-B in bfloat16."""
+
+    def changes(thorough: bool) -> Iterator[str]:
+        from . import static
+
+        report = json.loads((RESULTS / folder / "static.json").read_text())
+        yield from text(RESULTS / folder / "static.md", static.markdown(report))
+        mine = dict(triton=static.triton.__version__, ptxas=static.ptxas_versions())
+        kept = static.reusable(report | mine if archs else report).values()  # another Triton has compilers of its own
+        for arch in archs or static.GPUS:
+            if not any(row["arch"] == arch for row in kept):
+                yield f"launches on {arch} were compiled or examined otherwise"
+            have = {row["key"]: row["kernel"] for row in report["rows"] if row["arch"] == arch}
+            now = launches_now(arch, not thorough)
+            missing = [now[key] for key in now if key not in have]
+            gone = [have[key] for key in have if key not in now and thorough]
+            for names, what in ((missing, "changed or new"), (gone, "that no longer occur")):
+                yield from (f"{n} launches of {name} on {arch} {what}" for name, n in Counter(names).items())
+
+    return changes
+
+
+@cache
+def launches_now(arch: str, quick: bool) -> dict[str, str]:
+    """Key → kernel of the launches of today's code."""
+    from .fingerprint import key
+    from .launch_cases import cases
+    from .static import recorded
+
+    return {key(launch, arch): launch.name for case in cases(quick) for _, launch in recorded(case, arch)}
+
+
+def launches(thorough: bool) -> Iterator[str]:
+    """Of 768 rows three, or thirty."""
+    from .launches import row_of, settings
+
+    have = json.loads((RESULTS / "launches.json").read_text())["rows"]
+    of = {str(setting): setting for setting in settings()}
+    if len(have) != len(of):
+        return iter([f"{len(have)} rows, not {len(of)}"])
+    chosen = spread(of, 30 if thorough else 3)
+    return recounted(dict(zip(of, have, strict=True)), chosen, lambda name: row_of(of[name]))
+
+
+def gains(thorough: bool) -> Iterator[str]:
+    """The list of models; the smallest model's predictions if thorough."""
+    from . import gains
+
+    have: dict[str, dict[str, Any]] = {}
+    for row in json.loads((RESULTS / "gains.json").read_text())["rows"]:
+        have.setdefault(row["model"], {})[row["gpu"]] = row
+    yield from listed(have, gains.MODELS)
+
+    def count(title: str) -> dict[str, Any]:
+        return {row["gpu"]: row for row in gains.rows(title, *gains.MODELS[title])}
+
+    yield from recounted(have, ["ViT-S/16"] if thorough else [], count)
+
+
+def backtest(thorough: bool) -> Iterator[str]:
+    """The published rows; predictions of one model, or of eight, to their last digit."""
+    from . import backtest
+
+    published, have = backtest.read(backtest.TABLE), dict[str, dict[str, Any]]()
+    for *facts, predicted, excluded in json.loads((RESULTS / "backtest.json").read_text())["predictions"]:
+        have.setdefault(facts[2], {})[str(facts)] = predicted or excluded
+
+    def count(model: str) -> dict[str, Any]:
+        mine = [row for row in published if row.model == model]
+        counts = {key: backtest.counted(key) for key in {row.key for row in mine}}
+        rows = ((str([*row[:2], *row[3:7]]), row.predicted) for row in backtest.predicted(mine, counts))
+        return {facts: predicted and round(predicted, 1) for facts, predicted in rows}
+
+    names = list(dict.fromkeys(row.model for row in published))
+    yield from listed(have, names)
+    yield from recounted(have, ["vit_tiny_patch16_224", *spread(names, 7 if thorough else 0)], count)
+
+
+def coverage(name: str, models: str, quick: int, most: int) -> Changes:
+    """The list of models and the table; so many rows, at most if thorough."""
+
+    def changes(thorough: bool) -> Iterator[str]:
+        from . import coverage, tables
+
+        result, file = json.loads((RESULTS / f"{name}.json").read_text()), getattr(coverage, models)
+        entries = {entry.name: entry for entry in coverage.entries(file.read_text(encoding="utf-8"))}
+        of_towers = models == "TOWERS"
+        written = (tables.towers_markdown if of_towers else tables.coverage_markdown)(result)
+        yield from text(RESULTS / f"{name}.md", written)
+        if of_towers and result["excluded"] != coverage.excluded(coverage.EXCLUDED.read_text(encoding="utf-8")):
+            yield f"{coverage.EXCLUDED.name} changed"
+        have = {row["model"]: row for row in result["rows"]}
+        yield from listed(have, entries)
+        chosen = spread(entries, most if thorough else quick)
+        yield from recounted(have, chosen, lambda model: coverage.guarded(entries[model], models == "DETECTION"))
+
+    return changes
+
+
+def capture(thorough: bool) -> Iterator[str]:
+    """The list of models and the table."""
+    from . import capture_only, tables
+
+    result = json.loads((RESULTS / "coverage-capture.json").read_text())
+    yield from text(RESULTS / "coverage-capture.md", tables.capture_markdown(result))
+    yield from listed([row["model"] for row in result["rows"]], [case.name for case in capture_only.CASES])
+
+
+def recognition(thorough: bool) -> Iterator[str]:
+    """The list of towers; shares of three if thorough."""
+    from . import recognition
+
+    have = json.loads((RESULTS / "recognition.json").read_text())["rows"]
+    of = {entry.model: entry for entry in recognition.towers()}
+    yield from listed(have, of)
+    chosen = spread(of, 3 if thorough else 0)
+    rows = {name: dict(shares=shares) for name, shares in have.items()}
+    yield from recounted(rows, chosen, lambda name: dict(shares=recognition.shares(of[name])))
+
+
+def recompiles(thorough: bool) -> Iterator[str]:
+    """The list of towers, whose graphs tests/test_recompiles.py counts."""
+    from . import recompiles
+
+    return listed(rows("recompiles"), [case.name for case in recompiles.cases()])
+
+
+def fuzz(thorough: bool) -> Iterator[str]:
+    """The number of calls of each op that are drawn."""
+    from . import fuzz
+
+    result = json.loads(fuzz.RESULT.read_text())
+    for path, calls in (("pytorch", fuzz.CALLS), ("kernels", fuzz.KERNEL_CALLS)):
+        now = Counter(fuzz.drawn(number)[0].name for number in range(calls))
+        have = {op: sum(counts.values()) for op, counts in result[path].items()}
+        yield from (f"{op} is drawn for another number of calls" for op in {**now, **have} if have.get(op) != now[op])
+
+
+def mutants(thorough: bool) -> Iterator[str]:
+    """Models whose mutants were not judged."""
+    from .mutants import RESULT  # and makes tests/ importable
+
+    models = importlib.import_module("mutants").models
+    return listed(json.loads(RESULT.read_text()), models())
+
+
+def claims(thorough: bool) -> Iterator[str]:
+    """Edits whose lines or tests changed, or whose tests did not run."""
+    from . import claim_mutants
+
+    have = claim_mutants.rows()
+    edits = claim_mutants.mutants()
+    return (f"{one.name} was not run" for one in edits if not claim_mutants.is_current(one, have.get(one.name)))
+
+
+def survey(thorough: bool) -> Iterator[str]:
+    """Systems, small models and parameters; launches of a ViT, or of every system if thorough."""
+    from . import survey
+
+    systems = {system.name: system for system in survey.SYSTEMS if system.built}
+    have = rows("survey", "system")
+    yield from listed(have, systems)
+    for name in [name for name in systems if name in have]:
+        if not survey.has_run(have[name].get("digits"), systems[name]):
+            yield f"{name} was trained with other options"
+
+    def sizes(name: str) -> dict[str, Any]:
+        return dict(model=systems[name].model, parameters=survey.parameters(systems[name]))
+
+    yield from recounted(have, systems, sizes)
+    yield from recounted(have, systems if thorough else ["ViT"], lambda name: survey.counted(systems[name]))
+
+
+def scaling(thorough: bool) -> Iterator[str]:
+    """The text."""
+    from . import scaling
+
+    return text(RESULTS / "scaling.md", scaling.markdown())
+
+
+def tables(thorough: bool) -> Iterator[str]:
+    """Pages with other tables."""
+    from . import plot
+
+    results = plot.load()
+    for page in plot.pages():
+        yield from text(page, plot.fill(page.read_text(encoding="utf-8"), results))
+
+
+def docs(thorough: bool) -> Iterator[str]:
+    """Pages with other text."""
+    for name, made in pages().WRITTEN.items():
+        yield from text(ROOT / "docs" / f"{name}.md", made())
+
+
+IDLE, GPU = "an idle machine", "a GPU"
+R = "benchmarks/results"
+DRAWN = "bars roofline launch_bars backtest_points cpu_bars _cpu_panel _newest_cells _figure times".split()
+ARTEFACTS = (
+    # Data of the package, which the others are counted with.
+    Artefact("known", "-m benchmarks.recognition", "fastvit_triton/convert/known.json", 0.3, known),
+    Artefact(
+        "pretrained",
+        "-m benchmarks.pretrained_table",
+        "fastvit_triton/models/weights/pretrained.json fastvit_triton/models/weights/imagenet_classes.txt",
+        0.2,
+        pretrained,
+    ),
+    Artefact("figures", "-m benchmarks.figures", "fastvit_triton/models/weights/figures.json", 3, figures),
+    # Compiled, counted, predicted and tried.
+    Artefact("static", f"-m benchmarks.static --out {R}", f"{R}/static.json {R}/static.md", 40, compiled(".")),
+    *(
+        Artefact(
+            f"triton-{version}",
+            f"-m benchmarks.static --arch sm_90 --out {R}/triton-{version}",
+            f"{R}/triton-{version}/static.json {R}/triton-{version}/static.md",
+            6,
+            compiled(f"triton-{version}", ["sm_90"]),
+            package=f"triton=={version}",
+        )
+        for version in ("3.6.0", "3.9.0")
+    ),
+    Artefact("launches", f"-m benchmarks.launches --table --out {R}/launches.json", f"{R}/launches.json", 2, launches),
+    Artefact("gains", f"-m benchmarks.gains --out {R}/gains.json", f"{R}/gains.json", 0.6, gains),
+    Artefact("backtest", f"-m benchmarks.backtest --out {R}/backtest.json", f"{R}/backtest.json", 20, backtest),
+    Artefact(
+        "coverage",
+        f"-m benchmarks.coverage --out {R}",
+        f"{R}/coverage.json {R}/coverage.md",
+        2,
+        coverage("coverage", "MODELS", 1, 4),
+    ),
+    Artefact(
+        "coverage-towers",
+        f"-m benchmarks.coverage towers --out {R}",
+        f"{R}/coverage-towers.json {R}/coverage-towers.md",
+        5,
+        coverage("coverage-towers", "TOWERS", 1, 8),
+    ),
+    Artefact(
+        "coverage-detection",
+        f"-m benchmarks.coverage detection --out {R}",
+        f"{R}/coverage-detection.json {R}/coverage-detection.md",
+        2,
+        coverage("coverage-detection", "DETECTION", 0, 1),
+    ),
+    Artefact(
+        "coverage-capture",
+        f"-m benchmarks.coverage capture --out {R}",
+        f"{R}/coverage-capture.json {R}/coverage-capture.md",
+        5,
+        capture,
+    ),
+    Artefact(
+        "recognition", f"-m benchmarks.recognition --gain {R}/recognition.json", f"{R}/recognition.json", 5, recognition
+    ),
+    Artefact("recompiles", f"-m benchmarks.recompiles --out {R}", f"{R}/recompiles.json", 20, recompiles),
+    Artefact("fuzz", "-m benchmarks.fuzz", f"{R}/fuzz.json", 2, fuzz),
+    Artefact("mutants", "-m benchmarks.mutants", f"{R}/mutants.json", 60, mutants),
+    Artefact("claim-mutants", "-m benchmarks.claim_mutants --missing", f"{R}/claim_mutants.json", 10, claims),
+    Artefact(
+        "survey",
+        "-m benchmarks.survey --counts",
+        f"{R}/survey.json {R}/survey.png",
+        10,
+        survey,
+        "benchmarks/survey.py::draw benchmarks/survey.py::free_place",
+    ),
+    # Made of the files above and of measurements.
+    Artefact("scaling", "-m benchmarks.scaling", f"{R}/scaling.md", 0.1, scaling),
+    Artefact(
+        "tables",
+        "-m benchmarks.plot",
+        " ".join(f"{R}/{name}.png" for name in ("speedup", "roofline", "launches", "backtest", "cpu")),
+        0.3,
+        tables,
+        " ".join(f"{R}/{name}.json" for name in ("backtest", "launches", "gains", "host", "cpu*", "nvidia-*"))
+        + "".join(f" benchmarks/plot.py::{name}" for name in DRAWN),
+    ),
+    Artefact(
+        "pages",
+        "docs/generate.py",
+        "docs/claims.md docs/survey.md",
+        0.2,
+        docs,
+        " ".join(f"{R}/{name}.json" for name in ("survey", "learn", "fashion-mnist")),
+    ),
+    # Measured or trained, or made by hand.
+    Artefact(
+        "coverage-official",
+        f"-m benchmarks.coverage official --sources FOLDER --out {R}",
+        f"{R}/coverage-official.json {R}/coverage-official.md",
+        needs="a checkout of each repository in FOLDER",
+    ),
+    Artefact("host", f"-m benchmarks.host --rounds 150 --out {R}/host.json", f"{R}/host.json", 10, needs=IDLE),
+    Artefact("cpu", "-m benchmarks.cpu --resume --out FILE", f"{R}/cpu*.json", needs=f"{IDLE} for hours"),
+    Artefact("gpu", f"-m benchmarks.gpu --out {R}", f"{R}/nvidia-*.json", needs=GPU),
+    Artefact("users", "-m fastvit_triton.cli check", f"{R}/community/*.json", needs=f"{GPU} of a user"),
+    Artefact("digits", "-m benchmarks.digits", f"{R}/digits-recipe.json", 60, needs=IDLE),
+    Artefact("learn", "-m benchmarks.train_digits", f"{R}/learn.json", 60, needs=IDLE),
+    Artefact(
+        "fashion-mnist",
+        "-m benchmarks.fashion_mnist FOLDER",
+        f"{R}/fashion-mnist.json {R}/fashion-mnist.png",
+        needs="Fashion-MNIST in FOLDER",
+    ),
+    Artefact(
+        "scenes", "-m benchmarks.scenes", f"{R}/scenes-recipe.json {R}/scenes.png {R}/queries.png", 12, needs=IDLE
+    ),
+    Artefact("segmentation", "-m benchmarks.segmentation", f"{R}/segmentation.json {R}/segmentation.png", needs=IDLE),
+    Artefact("photographs", "-m benchmarks.photographs", f"{R}/photographs.json {R}/photographs.png", needs=IDLE),
+    Artefact("faults", f"-m benchmarks.faults --out {R}", f"{R}/faults.json", 20, needs=IDLE),
+    Artefact("releases", "-m pytest -m releases", f"{R}/releases.json", 60, needs="downloads of other releases"),
+    Artefact("suites", "-m pytest -p no:benchmark", f"{R}/suites.json", needs="the newest releases, and is by hand"),
+    Artefact(
+        "pictures",
+        "-m fastvit_triton.cli COMMAND",
+        f"{R}/digits-explain.png {R}/igpt-samples.png {R}/igpt-halves.png",
+        needs="a trained model; docs/explain.md and docs/pixels.md have the commands",
+    ),
+)
