@@ -421,14 +421,14 @@ ARTEFACTS = (
         "coverage",
         f"-m benchmarks.coverage --out {R}",
         f"{R}/coverage.json {R}/coverage.md",
-        2,
+        1,
         coverage("coverage", "MODELS", 1, 3),
     ),
     Artefact(
         "coverage-towers",
         f"-m benchmarks.coverage towers --out {R}",
         f"{R}/coverage-towers.json {R}/coverage-towers.md",
-        5,
+        4,
         coverage("coverage-towers", "TOWERS", 1, 6),
     ),
     Artefact(
