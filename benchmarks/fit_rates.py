@@ -2,7 +2,7 @@
 
     python -m benchmarks.fit_rates --counts FILE           print the constants and the errors of the fitted rows
     python -m benchmarks.fit_rates --counts FILE --write   and write them to fastvit_triton/expected/rates.json
-    python -m benchmarks.fit_rates --counts FILE --errors  fit nothing, and write the errors there
+    python -m benchmarks.fit_rates --errors                fit nothing, and write the errors of the backtest there
     python -m benchmarks.fit_rates --counts FILE --hold-out-families
                                                            fit to half of the families, from constants that no row has
                                                            influenced; print the errors of these and of the others
@@ -42,6 +42,7 @@ from fastvit_triton.expected.times import RATES, Device, constants, devices, ker
 from fastvit_triton.expected.work import UNMODELLED, Work
 from fastvit_triton.files import replacing
 
+BACKTEST = TABLE.parents[1] / "results" / "backtest.json"
 OUTLIER = 0.1  # error in a logarithm from which the loss grows linearly
 PRIOR = 0.3  # weight of a change of a constant by a factor of e, in rows that are wrong by a factor of e
 
@@ -139,24 +140,31 @@ def errors_of_gain(rows: Iterable[Row]) -> dict[str, float]:
     return {kind: errors(group)["p90"] for kind, group in sorted(families.items())}
 
 
+def tested_errors() -> dict[str, float]:
+    """The same of the committed backtest."""
+    return {kind: one["p90"] for kind, one in json.loads(BACKTEST.read_text())["by"]["gain by family"].items()}
+
+
 def main() -> None:
     """Prints, and with --write writes, the constants."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--counts", type=Path, required=True, help="file that keeps what models have a GPU do")
+    parser.add_argument("--counts", type=Path, help="file that keeps what models have a GPU do")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that count (default: all cores)")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--write", action="store_true", help="write rates.json")
-    action.add_argument("--errors", action="store_true", help="write the errors of today's constants to rates.json")
+    action.add_argument("--errors", action="store_true", help="write the errors of the backtest to rates.json")
     action.add_argument(
         "--hold-out-families", action="store_true", help="hold out half of the families; writes nothing"
     )
     args = parser.parse_args()
+    if args.errors:
+        write(json.loads(RATES.read_text()) | {"error_of_gain": tested_errors()})
+        return
+    if args.counts is None:
+        parser.error("give --counts FILE, or --errors")
     model_counts = json.loads(args.counts.read_text()) if args.counts.exists() else {}
     rows = read(TABLE)
     model_counts = counts(rows, model_counts, args.jobs, args.counts)
-    if args.errors:
-        write(json.loads(RATES.read_text()) | {"error_of_gain": errors_of_gain(predicted(rows, model_counts))})
-        return
     fits = is_family_fitted if args.hold_out_families else is_fitted
     fitted = Fit(rows, model_counts, fits).run(neutral() if args.hold_out_families else None)
     gpus = fitted_devices(fitted)

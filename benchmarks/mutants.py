@@ -36,7 +36,9 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     rows = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    for name, model in models().items():
+    listed = models()
+    write(rows := {name: row for name, row in rows.items() if name in listed})
+    for name, model in listed.items():
         if name in rows and not (again and again in name):
             continue
         start = time.monotonic()

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -78,18 +79,30 @@ def start(artefact: Artefact) -> Run:
     LOGS.mkdir(parents=True, exist_ok=True)
     environment = dict(os.environ)
     if artefact.package:
-        folder = LOGS / artefact.package
-        if not folder.exists():
-            words = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder]
-            done = subprocess.run([*words, artefact.package], capture_output=True, text=True)
-            if done.returncode:
-                raise Failed(f"{artefact.name}: {artefact.package} cannot be installed: {last(done.stderr)}")
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+        path = [str(installed(artefact.package)), os.environ.get("PYTHONPATH")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     before = artefact.hashes()  # an input that is edited from here on makes it stale
     with open(LOGS / f"{artefact.name}.log", "w") as log:
         words = [sys.executable, *shlex.split(artefact.command)]
         process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
     return Run(artefact, process, before, time.monotonic())
+
+
+def installed(package: str) -> Path:
+    """The folder of a package, which is installed on first use.
+
+    Raises:
+        Failed: it cannot be installed.
+    """
+    folder = LOGS / package
+    if folder.exists():
+        return folder
+    part = LOGS / f"{package}.part"
+    words = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", part, package]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise Failed(f"{package} cannot be installed: {last(done.stderr)}")
+    return part.rename(folder)
 
 
 def finish(run: Run, thorough: bool) -> None:
@@ -135,7 +148,11 @@ def execute(chosen: Iterable[Artefact], jobs: int, thorough: bool = False, depen
                 if len(running) < jobs and not any(artefact.follows(other) for other in pending if other != artefact):
                     waiting.remove(artefact)
                     print(f"{artefact.name}: python {artefact.command}", flush=True)
-                    running.append(start(artefact))
+                    try:
+                        running.append(start(artefact))
+                    except Failed as error:
+                        failure = error
+                        break
             time.sleep(0.05)
             for run in [run for run in running if run.process.poll() is not None]:
                 running.remove(run)
@@ -151,6 +168,7 @@ def execute(chosen: Iterable[Artefact], jobs: int, thorough: bool = False, depen
     finally:
         for run in running:
             run.process.terminate()
+            run.process.wait()
     if failure is not None:
         raise failure
 
@@ -200,4 +218,5 @@ def listing(known: Iterable[Artefact], args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("regenerate: terminated"))  # and its commands
     main()

@@ -34,7 +34,6 @@ from fastvit_triton.expected import work
 from fastvit_triton.expected.count import predict
 from fastvit_triton.expected.cuda_operators import as_on_cuda
 from fastvit_triton.expected.times import (
-    RATES,
     Device,
     call_us,
     device_of,
@@ -296,9 +295,11 @@ def test_the_committed_result():
 
 
 def test_one_error_for_each_family():
-    """Oracle: the committed result: `doctor`, `expected` and the README's table state the same error."""
+    """Oracle: the committed result: `doctor`, `expected` and the README's table state the same error.
+
+    test_regenerate.py tests that rates.json has the errors of the result.
+    """
     tested = json.loads(RESULT.read_text())["by"]["gain by family"]
-    assert {kind: one["p90"] for kind, one in tested.items()} == json.loads(RATES.read_text())["error_of_gain"]
     assert error_of_gain("vit_base_patch16_224") == tested["vit"]["p90"] and error_of_gain("resnet18") is None
 
 

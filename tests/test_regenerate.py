@@ -1,6 +1,7 @@
 """Generated files are of today's code, and `benchmarks.regenerate` finds and makes those that are not."""
 
 import json
+import subprocess
 import textwrap
 from functools import partial
 from pathlib import Path
@@ -97,16 +98,43 @@ def test_independent_commands_run_at_the_same_time(elsewhere):
 
 @pytest.mark.fast
 def test_a_failure_keeps_what_is_finished(elsewhere):
-    """Oracle: the files, and one sentence; what is stale after its command is a failure as well."""
-    good, bad, late = writes("a", 'open("a.txt", "w")'), writes("b", 'raise ValueError("why")'), writes("c", "0")
+    """Oracle: the file of a command that ends later, none of one that had not started, and one sentence; what is
+    stale after its command is a failure as well."""
+    good = writes("a", 'import time; time.sleep(0.5); open("a.txt", "w")')
+    bad, late = writes("b", 'raise ValueError("why")'), writes("c", "0")
     with pytest.raises(regenerate.Failed) as error:
-        regenerate.execute([good, bad, late], jobs=1)
+        regenerate.execute([good, bad, late], jobs=2)
     (line,) = str(error.value).splitlines()
     assert line.startswith("b: python -c ") and line.endswith("ended with code 1: ValueError: why (logs/b.log)")
     assert (elsewhere / "a.txt").exists() and not (elsewhere / "logs" / "c.log").exists()
     again = writes("a", "0", changes=lambda thorough: ["row 3 differs"])
     with pytest.raises(regenerate.Failed, match=r"^a is still stale after its command: row 3 differs$"):
         regenerate.execute([again], jobs=1)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_command_may_need_another_release(elsewhere, monkeypatch, code):
+    """Oracle: what the command imports from the folder that pip filled, once; or the last line of pip's error."""
+    called = []
+
+    def pip(words: list, **options) -> subprocess.CompletedProcess:
+        called.append(words[-1])
+        if not code:
+            words[-2].mkdir()
+            (words[-2] / "textwrap.py").write_text("name = 'another'")
+        return subprocess.CompletedProcess(words, code, "", "first\nno network\n")
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    one = writes("a", 'import textwrap; open("a.txt", "a").write(textwrap.name)', package="none==0")
+    for _ in range(2):
+        if code:
+            with pytest.raises(regenerate.Failed, match=r"^none==0 cannot be installed: no network$"):
+                regenerate.execute([one], jobs=1)
+        else:
+            regenerate.execute([one], jobs=1)
+    assert called == ["none==0"] * (1 + code)
+    assert code or (elsewhere / "a.txt").read_text() == "another" * 2
 
 
 @pytest.mark.fast
