@@ -1,0 +1,3 @@
+"""The turn of this tree: cases that take turns run by it."""
+
+TURN = 1
