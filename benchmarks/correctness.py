@@ -43,8 +43,13 @@ def _launching(device: torch.device) -> Iterator[None]:
 
 
 def run(result: ResultFile, device: torch.device) -> None:
-    """Adds a row for each check, or in a dry run for one per op; this fills Triton's cache for later parts."""
-    names = list(planned(device))[: len(OPS) if result.dry else None]
+    """Adds a row for each check, or in a dry run for one per op and those under load.
+
+    This fills Triton's cache for later parts.
+    """
+    names = list(planned(device))
+    if result.dry:
+        names = names[: len(OPS)] + [name for name in names if name.endswith("under load")]
     work = Run([n for n in names if n not in result.done], result.deadline, result.add, partial(Worker, device))
     try:
         work.run(1 if result.dry else count(device))

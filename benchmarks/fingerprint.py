@@ -18,6 +18,7 @@ from types import ModuleType
 from triton.language import constexpr
 from triton.runtime.jit import JITFunction
 
+from . import lint, sass
 from .launch_recorder import Launch, Pointer
 
 _LOCAL = object()  # placeholder for the value of a parameter, a variable or an expression
@@ -26,9 +27,9 @@ _LOCAL = object()  # placeholder for the value of a parameter, a variable or an 
 def key(launch: Launch, arch: str) -> str:
     """Twelve hexadecimal digits for a launch on an architecture such as "sm_90".
 
-    A pointer counts by its dtype, size in bytes, 16-byte alignment, and which other arguments are the same tensor; on
-    AMD also by whether its storage is below 2 GiB. Integers and compile-time arguments count by value, other floats by
-    type.
+    A pointer counts by its dtype, size in bytes, 16-byte alignment, and which other arguments are the same tensor or
+    overlap with it; on AMD also by whether its storage is below 2 GiB. Integers and compile-time arguments count by
+    value, other floats by type.
 
     Raises:
         TypeError: the kernel uses a global of a kind whose effect on the binary is not known.
@@ -40,7 +41,33 @@ def key(launch: Launch, arch: str) -> str:
     arguments = [
         (launch.kernel.arg_names.index(n), _argument(launch.values[n], n in fixed, arch, tensors)) for n in names
     ]
-    return _digest(arch, launch.grid, code(launch.kernel), arguments, sorted(launch.options.items()))[:12]
+    options = sorted(launch.options.items())
+    return _digest(arch, launch.grid, code(launch.kernel), arguments, launch.overlaps, options)[:12]
+
+
+@functools.cache
+def checks(arch: str) -> str:
+    """Twelve hexadecimal digits for all that decides what is read from a binary of an architecture such as "sm_90".
+
+    That is the code of lint.py and sass.py, and the figures of the architecture's GPU; not Triton or ptxas.
+    """
+    return _digest(*(rules(inspect.getsource(module)) for module in (lint, sass)), sass.GPUS[arch])[:12]
+
+
+def rules(source: str) -> str:
+    """Source of a module as text without comments, docstrings, layout and the table of GPUs."""
+    tree = ast.parse(source)
+    return _spelled([n for n in tree.body if not (isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "GPUS")])
+
+
+def _spelled(node: object) -> str:
+    """A syntax tree as text, without docstrings."""
+    if isinstance(node, list):
+        return "[" + ",".join(_spelled(n) for n in node if not _is_docstring(n)) + "]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = [f"{n}={_spelled(v)}" for n, v in ast.iter_fields(node) if v is not None and v != []]
+    return f"{type(node).__name__}({','.join(fields)})"
 
 
 def _argument(value: object, fixed: bool, arch: str, tensors: dict[tuple, int]) -> object:

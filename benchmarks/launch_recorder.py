@@ -8,7 +8,9 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import combinations
 
+import numpy
 import torch
 from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
@@ -30,6 +32,14 @@ class Pointer:
         self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
         self.nbytes, self._address = tensor.numel() * tensor.element_size(), tensor.data_ptr()
         self._range = tensor.untyped_storage().nbytes()
+        strides = tuple(stride * tensor.element_size() for stride in tensor.stride())
+        self.__array_interface__ = dict(
+            version=3,
+            typestr=f"|V{tensor.element_size()}",
+            shape=self.shape,
+            strides=strides,
+            data=(self._address, True),
+        )
 
     def data_ptr(self) -> int:
         """Address of the tensor."""
@@ -38,6 +48,10 @@ class Pointer:
     def ptr_range(self) -> int:
         """Bytes of its storage; below 2 GiB the AMD compiler uses 32-bit offsets."""
         return self._range
+
+    def overlaps(self, other: "Pointer") -> bool:
+        """True if an element of both is at the same address; their memory is not read, and may have been freed."""
+        return numpy.shares_memory(numpy.asarray(self), numpy.asarray(other))
 
 
 @dataclass(frozen=True)
@@ -64,6 +78,11 @@ class Launch:
         """All tensors among the arguments, including those in tuples."""
         arguments = (t for v in self.values.values() for t in (v if isinstance(v, tuple) else (v,)))
         return [t for t in arguments if isinstance(t, Pointer)]
+
+    @property
+    def overlaps(self) -> list[tuple[int, int]]:
+        """Places in `tensors` of two that share an element."""
+        return [(i, j) for (i, a), (j, b) in combinations(enumerate(self.tensors), 2) if a.overlaps(b)]
 
     @property
     def nbytes(self) -> int:

@@ -1,17 +1,18 @@
 """Predicts launch parameters for an architecture that is not present, by compiling for it."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
 from fastvit_triton.kernels.launch import overriding
-from fastvit_triton.measure.candidates import Target
+from fastvit_triton.measure.candidates import Config, Target
 from fastvit_triton.measure.timeout import capturing
 from fastvit_triton.measure.tuning import arguments_of, candidates_of
 
 from .launch_recorder import Launch, compiled, record
-from .sass import GPUS, read
-from .static import bounds, violations
+from .sass import GPUS
+from .static import bounds, examined
 
 
 def predict_candidates(target: Target, arch: str) -> dict:
@@ -31,37 +32,51 @@ def predict_candidates(target: Target, arch: str) -> dict:
 def compile_candidates(target: Target, arch: str, start: int = 0, stop: int | None = None) -> tuple[str, list[dict]]:
     """Compiles candidates; returns the name of the target's row, and one dictionary per candidate.
 
-    Each has "config", and "predicted_us" and "faults", or "error". The first candidate is the parameters in use. Faults
-    cover inference and training; times cover inference, or the backward pass for its own kernels.
-
-    Args:
-        target: kernel and shape to tune.
-        arch: architecture, such as "sm_90".
-        start: index of the first candidate to compile.
-        stop: index after the last one.
+    Each has "config", and "predicted_us" and "faults", or "error". Faults cover inference and training; times cover
+    inference, or the backward pass for its own kernels. For the arguments see `record_candidates`.
     """
-    op, arguments = arguments_of(target, torch.bfloat16, torch.device("cpu"))
-    phases = ("backward",) if target.backward else ("inference", "forward")
-    name, configs = candidates_of(target, arch, lambda: record(arch, op.run, **arguments))
-    tried, binaries = [], {}
+    name, recorded = record_candidates(target, arch, start, stop)
+    phase_of_time = "backward" if target.backward else "inference"
+    tried, known = [], {}
     with ThreadPoolExecutor(2) as pool:
-        for config in configs[start:stop]:
-            with overriding({name: config}):
-                recorded = record(arch, op.run, **arguments)
-            launches = [(phase, a) for phase in phases for a in recorded[phase] if _uses(a, name)]
+        for config, launches in recorded:
             errors: dict[str, str] = {}
             with capturing(errors, "error"):
                 kernels = [compiled(a, arch) for _, a in launches]
             if errors:
                 tried.append(dict(config=config) | errors)
                 continue
-            new = [k for k in dict.fromkeys(kernels) if k not in binaries]
-            binaries.update(zip(new, pool.map(read, new), strict=True))
-            built = [(phase, a, binaries[k], k.asm["ttir"]) for (phase, a), k in zip(launches, kernels, strict=True)]
-            faults = [f for _, a, binary, ttir in built for f in violations(a, binary, arch, ttir)]
-            us = sum(bounds(a, binary, GPUS[arch])["together"] for phase, a, binary, _ in built if phase == phases[0])
+            new = {k: a for k, (_, a) in zip(kernels, launches, strict=True) if k not in known}
+            known.update(zip(new, pool.map(partial(examined, arch=arch), new.values(), new), strict=True))
+            built = [(phase, a, *known[k]) for (phase, a), k in zip(launches, kernels, strict=True)]
+            faults = [fault for *_, found in built for fault in found]
+            us = sum(bounds(a, b, GPUS[arch])["together"] for phase, a, b, _ in built if phase == phase_of_time)
             tried.append(dict(config=config, predicted_us=round(us, 2), faults=faults))
     return name, tried
+
+
+def record_candidates(
+    target: Target, arch: str, start: int = 0, stop: int | None = None
+) -> tuple[str, list[tuple[Config, list[tuple[str, Launch]]]]]:
+    """(name of the target's row, for each candidate its launch parameters and the (phase, launch) that use them).
+
+    The first candidate is the parameters in use.
+
+    Args:
+        target: kernel and shape to tune.
+        arch: architecture, such as "sm_90".
+        start: index of the first candidate to record.
+        stop: index after the last one.
+    """
+    op, arguments = arguments_of(target, torch.bfloat16, torch.device("cpu"))
+    phases = ("backward",) if target.backward else ("inference", "forward")
+    name, configs = candidates_of(target, arch, lambda: record(arch, op.run, **arguments))
+    recorded = []
+    for config in configs[start:stop]:
+        with overriding({name: config}):
+            launches = record(arch, op.run, **arguments)
+        recorded.append((config, [(phase, a) for phase in phases for a in launches[phase] if _uses(a, name)]))
+    return name, recorded
 
 
 def _uses(launch: Launch, row: str) -> bool:

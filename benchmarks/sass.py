@@ -19,6 +19,7 @@ TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump
 # matmul with 128 × 256 tiles (fp16, K = 8192, H100); used for all GPUs, although no other GPU was checked
 FILL = 7800 / 132 / 1.755
 MATRIX = re.compile(r"HGMMA|QGMMA|HMMA|QMMA|OMMA|UTC\w*MMA")
+STORES = {"ST", "STG", "RED", "REDG", "ATOM", "ATOMG", "UTMASTG", "UTMAREDG"}  # instructions that write global memory
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class Binary:
     tensor_columns: int
     ctas_per_sm: int
     mma: dict[str, int]
+    stores: int
     wide: int
     narrow: int
     mix: dict[str, int]
@@ -134,6 +136,7 @@ def _read_nvidia(kernel) -> Binary:
         tensor_columns=getattr(meta, "tmem_size", 0) or 0,
         ctas_per_sm=_resident(registers, warps, meta.shared, GPUS[f"sm_{meta.target.arch}"]),
         mma=dict(Counter(".".join(i.code.split(".")[:2]) for i in code if MATRIX.match(i.code))),
+        stores=sum(i.code.split(".")[0] in STORES for i in code),
         wide=wide,
         narrow=len(memory) - wide,
         mix=_mix(looped or code),
@@ -162,6 +165,7 @@ def _read_amd(kernel) -> Binary:
         tensor_columns=0,
         ctas_per_sm=min(by_registers, by_memory, gpu.warps // meta.num_warps, gpu.blocks),
         mma={"mfma": mfma} if (mfma := count(r"\bv_mfma")) else {},
+        stores=count(r"(?:global|buffer|flat)_(?:store|atomic)_"),
         wide=wide,
         narrow=count(r"(?:global|buffer)_(?:load|store)_") - wide,
         mix={"mfma": mfma, "exp": count("v_exp_f32"), "ds_read": count("ds_read"), "barrier": count("s_barrier")},

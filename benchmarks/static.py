@@ -6,13 +6,13 @@ Writes DIR/static.json and DIR/static.md: registers, spills, shared memory, occu
 *predicted* from counts, not measured, without latency. The bound (predicted_us), which the choice of tiles uses, is the
 time of the busiest pipe. The expected time (expected_us) makes two corrections based on published measurements: in
 attention the tensor and exp pipes alternate, and L2 has a limited bandwidth (sass.FILL).
-Exits with 1 if a kernel spills, does not fit the GPU, or computes products without its matrix instructions.
+Exits with 1 if a kernel breaks a rule of lint.py.
 
 Only changed launches are compiled: a launch whose key (see fingerprint.py) is in DIR/static.json keeps the figures of
-that row if the report was made with the same Triton and ptxas and the same figures of the GPU, and the row has no
-violation. The figures of the binary are kept, and what was computed from its instructions (fill_bytes, predicted_us,
-bound, bounds_us), which cannot be recomputed because only one loop pass is stored; the rest is recomputed every time.
-After a change of these computations or of sass.py, --all recompiles everything.
+that row if the report was made with the same Triton and ptxas, the same rules, reader of binaries and figures of the
+GPU, and the row has no violation. The figures of the binary are kept, and what was computed from its instructions
+(fill_bytes, predicted_us, bound, bounds_us), which cannot be recomputed because only one loop pass is stored; the rest
+is recomputed every time. After a change of these computations --all recompiles everything.
 """
 
 import argparse
@@ -37,38 +37,15 @@ from fastvit_triton.expected.launched import sequence, work
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels.cost import seen_pairs
 
-from .fingerprint import key
+from .fingerprint import checks, key
 from .launch_cases import Case, cases
 from .launch_recorder import Launch, compiled, least_of_windows, record
+from .lint import violations
 from .sass import GPUS, TOOL, Binary, Gpu, Pipes, read
 from .tables import kernel_table, markdown, operation_table, violation_lines
 
 COMMAND = "python -m benchmarks.static --out benchmarks/results"
 RESULTS = Path(__file__).parent / "results"
-
-
-def violations(launch: Launch, binary: Binary, arch: str, ttir: str) -> list[str]:
-    """Violations of a binary, one sentence each; the module docstring lists them."""
-    sentences, gpu = [], GPUS[arch]
-    if binary.spill_bytes:
-        sentences.append(f"{binary.spill_bytes} bytes spilled")
-    if binary.shared_bytes > gpu.block_kb * 1024:
-        sentences.append(f"{binary.shared_bytes} bytes of shared memory, {gpu.name} has {gpu.block_kb * 1024}")
-    if binary.tensor_columns > 512:
-        sentences.append(f"{binary.tensor_columns} columns of tensor memory, there are 512")
-    if not binary.ctas_per_sm:
-        sentences.append("no block fits")
-    products = re.findall(r"tt\.dot .*-> tensor<(\d+)x(\d+)xf32", ttir)
-    if products and launch.values.get("PRECISION") != "ieee":
-        if not binary.mma:
-            sentences.append("no matrix instruction")
-        elif arch == "sm_90" and max(int(rows) for rows, _ in products) >= 64 and not _warpgroup(binary):
-            sentences.append("no wgmma")
-    return sentences
-
-
-def _warpgroup(binary: Binary) -> bool:
-    return any(name.startswith("HGMMA") for name in binary.mma)
 
 
 def program_cost(launch: Launch, binary: Binary) -> tuple[Pipes, Pipes]:
@@ -177,16 +154,22 @@ def rows_of(case: Case, archs: Iterable[str], pool: ThreadPoolExecutor, known: d
     return [_row(*parts) for parts in rows]
 
 
-def _compile(launch: Launch, arch: str, pool: ThreadPoolExecutor) -> tuple[Future, str] | str:
-    """The future figures of a binary and its Triton IR; or, if it does not compile, the error as a sentence."""
+def _compile(launch: Launch, arch: str, pool: ThreadPoolExecutor) -> Future[tuple[Binary, list[str]]] | str:
+    """The future figures of a binary and its violations; or, if it does not compile, the error as a sentence."""
     try:
         kernel = compiled(launch, arch)
     except (TritonError, RuntimeError) as error:
         return f"does not compile: {str(error)[:200]}"
-    return pool.submit(read, kernel), kernel.asm["ttir"]
+    return pool.submit(examined, launch, kernel, arch)
 
 
-def _row(launch: Launch, facts: dict, known: dict | tuple[Future, str] | str) -> dict:
+def examined(launch: Launch, kernel: "triton.compiler.CompiledKernel", arch: str) -> tuple[Binary, list[str]]:
+    """The figures of a compiled launch and its violations."""
+    binary = read(kernel)
+    return binary, violations(launch, binary, arch, kernel.asm)
+
+
+def _row(launch: Launch, facts: dict, known: dict | Future[tuple[Binary, list[str]]] | str) -> dict:
     if isinstance(known, str):
         return facts | dict(violations=[known])
     gpu = GPUS[facts["arch"]]
@@ -196,7 +179,7 @@ def _row(launch: Launch, facts: dict, known: dict | tuple[Future, str] | str) ->
         needed = known["bounds_us"] | {"together": known["predicted_us"]}
         computed["expected_us"] = round(expected(launch.name, needed, known["fill_bytes"], gpu), 2)
         return facts | {name: value for name, value in known.items() if name not in facts} | computed
-    binary, ttir = known[0].result(), known[1]
+    binary, found = known.result()
     figures = asdict(binary)
     figures["loop"] = {name: round(count, 1) for name, count in figures["loop"].items()}
     needed, fill = bounds(launch, binary, gpu), sum(p.fill for p in program_cost(launch, binary)) * launch.programs
@@ -206,14 +189,14 @@ def _row(launch: Launch, facts: dict, known: dict | tuple[Future, str] | str) ->
     row = facts | figures | dict(flops=computed["flops"], bytes=computed["bytes"], fill_bytes=fill)
     row |= dict(predicted_us=round(together, 2), bound=max(needed, key=needed.get))
     row |= dict(bounds_us={n: round(t, 2) for n, t in needed.items()}, floor_us=least, expected_us=round(likely, 2))
-    return row | dict(violations=violations(launch, binary, facts["arch"], ttir))
+    return row | dict(violations=found)
 
 
 def reusable(earlier: dict) -> dict[str, dict]:
     """Rows of an earlier report, by key, that need not be compiled again; the module docstring states when."""
     if (earlier["triton"], earlier["ptxas"]) != (triton.__version__, ptxas_versions()):
         return {}
-    same = {arch for arch, gpu in GPUS.items() if earlier["parts"].get(arch) == asdict(gpu)}
+    same = {arch for arch in GPUS if earlier.get("checks", {}).get(arch) == checks(arch)}
     return {row["key"]: row for row in earlier["rows"] if row["arch"] in same and not row["violations"]}
 
 
@@ -248,6 +231,7 @@ def report(archs: Iterable[str], quick: bool = False, known: dict[str, dict] | N
         triton=triton.__version__,
         ptxas=ptxas_versions(),
         parts={arch: asdict(GPUS[arch]) for arch in archs},
+        checks={arch: checks(arch) for arch in archs},
         operations=operations(rows),
         rows=rows,
     )

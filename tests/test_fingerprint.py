@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from benchmarks.fingerprint import key
+from benchmarks.fingerprint import checks, key, rules
 from benchmarks.launch_recorder import Launch, Pointer
 
 pytestmark = pytest.mark.fast
@@ -127,9 +127,9 @@ def test_a_shadowed_helper_changes_the_key(tmp_path):
 
 
 def test_arguments_change_the_key(tmp_path):
-    """Oracle: another key for each other dtype, size, alignment, identity, integer, option, grid and architecture."""
+    """Oracle: another key for each dtype, size, alignment, identity, overlap, integer, option, grid, architecture."""
     kernel = module(tmp_path, SOURCE).kernel
-    x = torch.empty(65)
+    x, both = torch.empty(65), torch.empty(128)
     made = [
         key(launch(kernel, **changes), "sm_90")
         for changes in (
@@ -138,6 +138,7 @@ def test_arguments_change_the_key(tmp_path):
             dict(x=Pointer(torch.empty(128))),
             dict(x=Pointer(x[1:])),
             dict(x=Pointer(x[:64]), y=Pointer(x[:64])),
+            dict(x=Pointer(both[:64]), y=Pointer(both[60:124])),
             dict(x=None),
             dict(x=(Pointer(x[:64]),)),
             dict(n=65),
@@ -150,6 +151,7 @@ def test_arguments_change_the_key(tmp_path):
     made += [key(Launch(kernel, (1,), first.values, dict(num_warps=8)), "sm_90")]
     assert len(set(made)) == len(made)
     assert key(launch(kernel, eps=1e-5), "sm_90") == made[0]  # Triton does not specialise on floats
+    assert key(launch(kernel, x=Pointer(both[:64]), y=Pointer(both[64:])), "sm_90") == made[0]
 
 
 def test_unknown_globals_raise(tmp_path):
@@ -161,3 +163,12 @@ def test_unknown_globals_raise(tmp_path):
         )
     with pytest.raises(NameError, match="kernel uses nothing, which is not defined"):
         key(launch(module(tmp_path, SOURCE.replace("+ eps", "+ nothing")).kernel), "sm_90")
+
+
+def test_checks_are_code_and_figures():
+    """Oracle: docstrings, comments and other GPUs do not change the rules; code and this GPU do."""
+    source = '"""Words."""\n\nGPUS = {"a": 1}\n\n\ndef rule(n):\n    """Words."""\n    return n > 2\n'
+    for old, new in (('"""Words."""', '"""More."""'), ("return n", "# words\n    return  n"), ('{"a": 1}', '{"b": 2}')):
+        assert rules(source.replace(old, new)) == rules(source)
+    assert rules(source.replace("n > 2", "n > 3")) != rules(source)
+    assert checks("sm_80") != checks("sm_90")

@@ -325,12 +325,7 @@ MUTATIONS = {
     "linear.merge_stats": ("count - mean", "count + mean", STATS, "norm_gelu"),
     "linear.apply_epilogue": ("y += tl.load(residual_ptr", "y -= tl.load(residual_ptr", linear.OP, "branch"),
     "linear._fwd_kernel": ("tl.arange(0, BLOCK_F // PARTS)", "1 + tl.arange(0, BLOCK_F // PARTS)", linear.OP, "branch"),
-    "linear_backward._bwd_scaled_weight_kernel": (
-        "+= dbias",
-        "-= dbias",
-        linear.OP,
-        "branch",
-    ),
+    "linear_backward._bwd_scaled_weight_kernel": ("+= sums", "-= sums", linear.OP, "branch"),
     "linear_backward._bwd_kernel": ("dbias += tl.sum(g", "dbias -= tl.sum(g", linear.OP, "norm_gelu"),
     "mlp._fwd_kernel": ("a - mean[:, None]", "a + mean[:, None]", mlp.OP, "recompute"),
     "depthwise._conv_kernel": ("bias += tl.load", "bias -= tl.load", depthwise.OP, "silu"),

@@ -257,7 +257,8 @@ def test_plan_of_a_gpu(monkeypatch):
     real = [f"{op.name} {name} bfloat16" for op in OPS for name in selftest.REAL[op.name]]
     modes = [f"{op.name} {mode}" for mode in ("on a stream", "in a CUDA graph", "in threads") for op in OPS]
     memory = [f"memory of blocks of {model}" for model, _ in selftest.TRAINED]
-    first = [*real, *modes, *memory, *(f"{op.name} on cuda:1" for op in OPS)]
+    loads = [f"{op} under load" for op in selftest.SCALED]
+    first = [*real, *modes, *loads, *memory, *(f"{op.name} on cuda:1" for op in OPS)]
     assert names[: len(first)] == first
     for op in OPS:
         for dtype in ("bfloat16", "float16", "float32"):
@@ -334,6 +335,35 @@ def test_memory_of_a_step_is_compared(monkeypatch):
         peaks["fused"] = 110
         row = selftest.check_memory("vit_digits_patch2_8", 2, CPU)
     assert not row["match"] and row["worst"] == "peak memory" and row["within"] == 1.1
+
+
+@pytest.mark.parametrize("name", selftest.SCALED)
+def test_gradients_under_load_are_compared(name):
+    """Oracle: an op whose third pass is off in one value of layer_scale's gradient; the op itself passes."""
+    op = selftest.BY_NAME[name]
+    passes = iter(range(100))
+
+    def wrong(layer_scale, **rest):
+        off = torch.zeros_like(layer_scale)
+        off[0] = next(passes) == 2
+        return op.run(layer_scale=layer_scale, **rest) + (off * layer_scale - (off * layer_scale).detach())
+
+    case = op.cases[selftest.SCALED[name][1]]
+    with interpreting():
+        for each, match in ((op, True), (dataclasses.replace(op, run=wrong), False)):
+            row = selftest.check_load(each, case, torch.float32, CPU)
+            assert (row["match"], row["op"], row["repeats"]) == (match, name, selftest.STREAMS)
+    assert next(passes) == selftest.STREAMS
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", selftest.SCALED)
+def test_gradients_of_layer_scale_are_right_under_load(name):
+    """Oracle: float64, for 500 passes on four streams beside products that occupy every unit."""
+    case = selftest.REAL[name][selftest.SCALED[name][0]]
+    row = selftest.check_load(selftest.BY_NAME[name], case, torch.bfloat16, GPU)
+    assert row["match"] and row["repeats"] == 500, row
 
 
 def test_too_little_memory_is_no_failure():

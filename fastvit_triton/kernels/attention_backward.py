@@ -181,7 +181,8 @@ def _bwd_kernel(
 ):  # fmt: skip
     """One program: all gradients of one head, in five products. Loops over blocks of keys, and over queries in each.
 
-    dQ of the first block of keys is stored in its final place and read back by the threads that wrote it.
+    dQ of the first block of keys is stored in its final place and read back. Barriers stand wherever the layout of its
+    rows changes, so that it is read by the threads that wrote it.
     """
     keys = Nk  # rows to write, including those of masked keys
     offset = Nk - Nq if CAUSAL and not HAS_CU_SEQLENS else 0  # of the tensors, not of kv_lens
@@ -216,6 +217,7 @@ def _bwd_kernel(
                 D, D0, D1, Dv, V0, V1, HAS_KV_LENS, PRECISION, False, CAUSAL,
             )  # fmt: skip
         if TAIL > 0:
+            tl.debug_barrier()
             dk0, dk1, dv0, dv1 = dqkv_step(
                 k0, k1, v0, v1, q_ptr, o_ptr, do_ptr, l_ptr, dq_ptr, q_stride, o_stride, do_stride, dq_stride,
                 full + tl.arange(0, TAIL), n, block > 0, offset, Nq, Nk, dk0, dk1, dv0, dv1, scale, softmax_scale,

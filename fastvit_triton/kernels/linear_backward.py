@@ -82,18 +82,21 @@ def _bwd_kernel(
 
 @jit
 def _bwd_scaled_weight_kernel(
-    g_ptr, w_ptr, bias_ptr, dbias_ptr, layer_scale_ptr, dw_ptr, dlayer_scale_ptr, F, K,
+    g_ptr, w_ptr, bias_ptr, sums_ptr, layer_scale_ptr, dw_ptr, dbias_ptr, dlayer_scale_ptr, F, K,
     BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_F outputs. Equation (10) from dW' = g and db'; stores dW, and dbias in place of db'."""
+    """One program: BLOCK_F outputs. Equation (10) from dW' = g and db' = sums; stores dW, dbias, dlayer_scale.
+
+    dbias must not overwrite db', which the compiler may load once for each use, in different warps.
+    """
     f = tl.program_id(0).to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)
     in_f = f < F
     layer_scale = tl.load(layer_scale_ptr + f, mask=in_f, other=0.0).to(tl.float32)
     dlayer_scale = tl.zeros([BLOCK_F], tl.float32)
     if bias_ptr is not None:
-        dbias = tl.load(dbias_ptr + f, mask=in_f, other=0.0)
-        dlayer_scale += dbias * tl.load(bias_ptr + f, mask=in_f, other=0.0).to(tl.float32)
-        tl.store(dbias_ptr + f, layer_scale * dbias, mask=in_f)
+        sums = tl.load(sums_ptr + f, mask=in_f, other=0.0)
+        dlayer_scale += sums * tl.load(bias_ptr + f, mask=in_f, other=0.0).to(tl.float32)
+        tl.store(dbias_ptr + f, layer_scale * sums, mask=in_f)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         inside = in_f[:, None] & (k < K)[None, :]
@@ -206,7 +209,7 @@ def parameter_grads(
         (dweight [outputs, K], dbias in fp32 or dpre's dtype, dlayer_scale in fp32), each or None.
     """
     need_w, need_b = needs
-    dbias = None
+    dbias = None  # with a layer_scale db' of equation (10) until it is multiplied
     if bias is not None and (need_b or (need_w and layer_scale is not None)):
         exact = layer_scale is not None or bias.dtype != dpre.dtype
         dbias = dpre.sum(0, dtype=torch.float32 if exact else None) if sums is None else sums[0]
@@ -218,12 +221,13 @@ def parameter_grads(
     g, (F, K) = matmul_fp32(dpre.T, x), weight.shape
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     dlayer_scale = g.new_empty(F)
+    scaled = None if dbias is None else torch.empty_like(dbias)
     launch(
         _bwd_scaled_weight_kernel, (cdiv(F, 16),),
-        g, weight.contiguous(), bias, dbias, layer_scale, dweight, dlayer_scale, F, K,
+        g, weight.contiguous(), bias, dbias, layer_scale, dweight, scaled, dlayer_scale, F, K,
         BLOCK_F=16, BLOCK_K=64, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-    return dweight, dbias, dlayer_scale
+    return dweight, scaled, dlayer_scale
 
 
 def all_grads(

@@ -43,7 +43,7 @@ CANDIDATES: dict[str, dict[str, tuple[Config, ...]]] = {
         ANY: _attention((64, 64, 4, 2), (64, 64, 4, 1)),
     },
     "attention.bwd": {  # BLOCK_N = 0: the two kernels below
-        "sm_90": _attention((64, 128, 8, 2), (32, 128, 8, 1), (16, 256, 8, 1)),
+        "sm_90": _attention((64, 128, 8, 2), (64, 128, 8, 1), (32, 128, 8, 1), (16, 256, 8, 1)),
         "sm_100": _attention((32, 128, 8, 1), (16, 128, 4, 1)),
         "gfx942": _attention((16, 128, 4, 1), (32, 128, 4, 1)),
         ANY: _attention((0, 0, 4, 1), (16, 128, 8, 1)),

@@ -31,6 +31,11 @@ SEEDS = (8, 9, 10, 11, 12)  # of those calls
 LATE = 50_000_000  # cycles, about 30 ms: longer than the host needs to launch an op and its backward pass
 THREADS, ROUNDS = 4, 5  # for checks with threads
 
+# op → its case with a layer_scale and a bias and, before them, no activation, on a GPU and on a CPU
+SCALED = {"linear": ("ViT-B proj", "branch"), "mlp": ("ViT-B", "ragged")}
+STREAMS, REPEATS = 4, 500  # of checks under load
+WIDTH = 8192  # of the square matrices beside them: a product takes 1.5 ms of an H200, longer than an op's two passes
+
 # (model, images): blocks of the model are trained for the memory check
 TRAINED = (("vit_base_patch16_224", 64), ("vit_tiny_patch16_224", 64), ("vit_huge_patch14_224", 16))
 DEPTH = 4  # of that check: the gradients of the last block's weights are made while all others' activations are held
@@ -60,11 +65,17 @@ def planned(device: torch.device) -> dict[str, Check]:
                 every("tiny ", dtype, partial(_tiny, place=place))
             if place == 0:
                 beyond("last images")
+                for name, (_, tiny) in SCALED.items():
+                    op = BY_NAME[name]
+                    checks[f"{name} under load"] = partial(check_load, op, op.cases[tiny], torch.float32, device)
         return checks
     every("", torch.bfloat16, lambda op: REAL[op.name])
     firsts = [(op, next(iter(REAL[op.name].values()))) for op in OPS]
     for kind, mode in {"on a stream": on_stream, "in a CUDA graph": in_graph, "in threads": in_threads}.items():
         checks |= {f"{op.name} {kind}": partial(_mode, mode, op, case, device) for op, case in firsts}
+    for name, (real, _) in SCALED.items():
+        load = partial(check_load, BY_NAME[name], REAL[name][real], torch.bfloat16, device)
+        checks[f"{name} under load"] = load
     for model, batch in TRAINED:
         checks[f"memory of blocks of {model}"] = partial(check_memory, model, batch, device)
     last = torch.device("cuda", torch.cuda.device_count() - 1)
@@ -229,6 +240,37 @@ def in_threads(run: Callable, arguments: dict, want: Named) -> list[str]:
 
     with ThreadPoolExecutor(THREADS) as pool:
         return sorted({name for names in pool.map(work, range(THREADS)) for name in names})
+
+
+def check_load(op: Op, case: dict, dtype: torch.dtype, device: torch.device) -> dict:
+    """Compares layer_scale's gradient of many passes on several streams, beside large products, with float64.
+
+    On a unit that is shared with other kernels the warps of a block drift apart, which shows races between them.
+    """
+    many = device.type == "cuda"
+    arguments = op.inputs(case, dtype, device)
+
+    def gradient(function: Callable, operands: dict) -> torch.Tensor:
+        learning = {name: t for name, t in named_leaves(operands).items() if name.startswith("layer_scale")}
+        return outcome(function, operands, learning)["gradient of layer_scale[0]"]
+
+    truth = gradient(op.reference, converted(arguments, torch.float64))
+    baseline = gradient(op.reference, arguments)
+    matrix = torch.ones(WIDTH if many else 1, WIDTH if many else 1, dtype=dtype, device=device)
+    load, *streams = [torch.cuda.Stream(device) if many else None for _ in range(1 + STREAMS)]
+    found = []
+    wait(device)
+    with launching():
+        for repeat in range(REPEATS if many else STREAMS):
+            with torch.cuda.stream(load):
+                matrix @ matrix
+            with torch.cuda.stream(streams[repeat % STREAMS]):
+                found.append(gradient(op.run, arguments))
+        wait(device)
+    every = torch.stack(found)
+    name = "gradient of layer_scale"
+    said = verdict({name: every}, {name: truth.expand_as(every)}, {name: baseline.expand_as(every)}, dtype)
+    return dict(op=op.name, dtype=str(dtype).removeprefix("torch."), shape=case, repeats=len(found), **said.columns())
 
 
 def check_memory(model: str, batch: int, device: torch.device) -> dict:
