@@ -97,10 +97,18 @@ def functions(path: Path) -> dict[str, str]:
 
 
 def other_versions() -> list[str]:
-    """Installed packages that are not those of constraints.txt, whose counts may differ, one sentence each."""
+    """Packages that are not of the versions in constraints.txt, with which counts may differ, one sentence each."""
     pinned = dict(re.findall(r"^([\w-]+)==([^;\s]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-    have = {name: metadata.version(name).partition("+")[0] for name in COUNTED}
+    have = {name: version(name) for name in COUNTED}
     return [f"{name} is {have[name]}, not {pinned[name]}" for name in COUNTED if have[name] != pinned[name]]
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package, without what follows a plus."""
+    try:
+        return metadata.version(package).partition("+")[0]
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def spread(items: Iterable[Any], count: int) -> list[Any]:

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import textwrap
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -209,15 +208,14 @@ def test_the_command_line(elsewhere, monkeypatch, capsys):
     ]
     monkeypatch.setattr(artefacts, "ARTEFACTS", made)
     monkeypatch.setattr(artefacts, "other_versions", lambda: [])
-    call = partial(regenerate.main)
-    call(["--stale", "--jobs", "1"])
+    regenerate.main(["--stale", "--jobs", "1"])
     out = capsys.readouterr().out
     assert "b                  stale, at most 1 CPU-minutes: b.txt does not exist\n" in out and "b: done in" in out
     assert (elsewhere / "b.txt").exists() and not (elsewhere / "a.txt").exists()
-    call(["--only", "a"])
+    regenerate.main(["--only", "a"])
     (elsewhere / "c.txt").touch()
     capsys.readouterr()
-    call([])
+    regenerate.main([])
     assert capsys.readouterr().out == textwrap.dedent(
         """\
         a                  of no known date; needs a GPU
@@ -233,7 +231,7 @@ def test_the_command_line(elsewhere, monkeypatch, capsys):
         ("--stale",): "--stale counts with the versions of constraints.txt, and timm is 0, not 1; install these",
     }.items():
         with pytest.raises(SystemExit) as end:
-            call([*words])
+            regenerate.main([*words])
         assert end.value.code == 2 and sentence in capsys.readouterr().err
 
 
