@@ -216,6 +216,20 @@ def launches_now(arch: str, quick: bool) -> dict[str, str]:
     return {key(launch, arch): launch.name for case in cases(quick) for _, launch in recorded(case, arch)}
 
 
+def candidates(thorough: bool) -> Iterator[str]:
+    """GPUs whose record is of other compilers or rules; if thorough, launches on one that it lacks or no longer has."""
+    from . import candidates
+    from .fingerprint import key
+    from .static import GPUS
+
+    held = {arch: candidates.record(arch) for arch in GPUS}
+    yield from (f"launches on {arch} were compiled or examined otherwise" for arch in GPUS if not held[arch])
+    if thorough:
+        now = {key(launch, "sm_90") for launch in candidates.launches("sm_90")}
+        if count := len(now ^ held["sm_90"].keys()):
+            yield f"{count} launches on sm_90 changed"
+
+
 def launches(thorough: bool) -> Iterator[str]:
     """Of 768 rows three, or twelve."""
     from .launches import row_of, settings
@@ -422,6 +436,7 @@ ARTEFACTS = (
         )
         for version in ("3.6.0", "3.9.0")
     ),
+    Artefact("candidates", "-m benchmarks.candidates", f"{R}/candidates.json", 20, candidates),
     Artefact("launches", f"-m benchmarks.launches --table --out {R}/launches.json", f"{R}/launches.json", 2, launches),
     Artefact("gains", f"-m benchmarks.gains --out {R}/gains.json", f"{R}/gains.json", 0.6, gains),
     Artefact("backtest", f"-m benchmarks.backtest --out {R}/backtest.json", f"{R}/backtest.json", 20, backtest),
