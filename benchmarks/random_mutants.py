@@ -195,8 +195,15 @@ def default_marks() -> str:
     return match[1]
 
 
+class Known(NamedTuple):
+    """Tests that pass, and tests that fail, without edits, as far as it is known."""
+
+    passing: set[str]
+    failing: set[str]
+
+
 def examine(
-    edit: Edit, tests: dict[str, str | None], tree: Path, seconds: float, declared: list[Any], passing: set[str]
+    edit: Edit, tests: dict[str, str | None], tree: Path, seconds: float, declared: list[Any], known: Known
 ) -> dict[str, Any]:
     """What tests see of an edit: the test, or file that cannot be imported, that `killed` it, or why that is unknown.
 
@@ -206,30 +213,35 @@ def examine(
         tree: copy of the repository; it is left as it was.
         seconds: for each test file.
         declared: what `claim_mutants.prepare` returned.
-        passing: tests that are known to pass without edits; gets others.
+        known: gets the tests that fail with the edit, which then run without it; those that fail anyway are left out.
     """
     path = tree / edit.file
     before = path.read_text(encoding="utf-8")
     start, ran = used(), 0
     killed, error = None, None if tests else "CONTRIBUTING.md names no tests"
-    for file, expression in tests.items():
+    left = list(tests)
+    while left and not killed and not error:
+        file, expression = left[0], tests[left[0]]
         options = ["-m", default_marks(), *(["-k", expression] if expression else [])]
+        options += [f"--deselect={name}" for name in sorted(known.failing)]
         path.write_text(edit.applied(before), encoding="utf-8")
         try:
             seen = claim_mutants.run(tree, [file], seconds, declared, options)
         finally:
             path.write_text(before, encoding="utf-8")
         ran += seen["ran"]
-        if seen["error"] == f"{file} cannot be imported":
-            plain = claim_mutants.run(tree, [file], seconds, declared, ["--collect-only"])
-            if plain["error"] != seen["error"]:
-                seen = {"failed": file, "error": None}
-        else:
-            claim_mutants.check_without(seen, tree, seconds, declared, passing)
         killed, error = seen["failed"], seen["error"] if seen["error"] != "no test was found" else None
-        if killed or error:
-            break
-    return {"killed": None if error else killed, "ran": ran, "error": error, "seconds": round(used() - start, 1)}
+        if error == f"{file} cannot be imported":
+            plain = claim_mutants.run(tree, [file], seconds, declared, ["--collect-only"])
+            killed, error = (None, error) if plain["error"] == error else (file, None)
+        elif killed:
+            claim_mutants.check_without(seen, tree, seconds, declared, known.passing)
+            if seen["error"]:
+                known.failing.add(killed)
+                killed = None
+                continue  # the rest of the file
+        left.pop(0)
+    return {"killed": killed, "ran": ran, "error": error, "seconds": round(used() - start, 1)}
 
 
 def used() -> float:
@@ -258,16 +270,18 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     head = {"command": "python -m benchmarks.random_mutants", "since": args.since, "commit": commit, "seed": seed}
     with tempfile.TemporaryDirectory(prefix="random-mutants-") as folder:
-        tree, declared, passing = claim_mutants.copied(Path(folder)), claim_mutants.prepare(), set[str]()
+        tree, declared, known = claim_mutants.copied(Path(folder)), claim_mutants.prepare(), Known(set(), set())
         for edit in chosen:
             shown = edit.shown((tree / edit.file).read_text(encoding="utf-8"))
-            row = examine(edit, affected.test_files([edit.file]), tree, args.seconds, declared, passing)
+            row = examine(edit, affected.test_files([edit.file]), tree, args.seconds, declared, known)
             rows.append({"file": edit.file, "line": edit.line, "edit": shown} | row)
             print(f"{edit.file}:{edit.line}  {shown}")
             print(f"    {row['error'] or row['killed'] or 'SURVIVED'}  {row['seconds']} s", flush=True)
             if args.out is not None:
                 args.out.write_text(json.dumps(head | {"rows": rows}, indent=1, ensure_ascii=False) + "\n")
     left = [row for row in rows if not row["killed"] and not row["error"]]
+    for name in sorted(known.failing):
+        print(f"{name} fails without edits and was left out")
     print(f"{len(left)} of {len(rows)} edits survived")
     for row in left:
         print(f"{row['file']}:{row['line']}  {row['edit']}")

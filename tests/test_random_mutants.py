@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import random_mutants
-from benchmarks.random_mutants import Edit
+from benchmarks.random_mutants import Edit, Known
 
 MODULE = """import math
 from typing import Annotated
@@ -115,15 +115,19 @@ def test_changed_lines(tree: Path):
 )
 def test_an_edit_that_a_test_sees_is_killed(old, new, expression, killed, tree: Path):
     """Oracle: by hand: which test of the toy fails; the file is as before."""
-    row = random_mutants.examine(edit_of(old, new), {"tests/test_toy.py": expression}, tree, 60, [], set())
+    row = random_mutants.examine(
+        edit_of(old, new), {"tests/test_toy.py": expression}, tree, 60, [], Known(set(), set())
+    )
     assert (row["killed"], row["error"]) == (killed, None)
     assert (tree / FILE).read_text() == MODULE
 
 
-def test_a_test_that_fails_anyway_shows_nothing(tree: Path):
-    """Oracle: the sentence; the test fails without the edit."""
+def test_a_test_that_fails_anyway_is_left_out(tree: Path):
+    """Oracle: by hand: a test after the one that fails without the edit; none without tests."""
     (tree / "tests/test_toy.py").write_text(TEST.replace("0.5 - 0.5", "0.5"))
-    row = random_mutants.examine(edit_of("print(total)", "pass"), {"tests/test_toy.py": None}, tree, 60, [], set())
-    assert row["killed"] is None and row["error"] == "tests/test_toy.py::test_area fails without the edit, too"
-    row = random_mutants.examine(edit_of("print(total)", "pass"), {}, tree, 60, [], set())
+    known, given = Known(set(), set()), ({"tests/test_toy.py": None}, tree, 60, [])
+    row = random_mutants.examine(edit_of("side < 0", "side < -1"), *given, known)
+    assert row["killed"] == "tests/test_toy.py::test_sign" and row["error"] is None and row["ran"] == 2
+    assert known == ({"tests/test_toy.py::test_sign"}, {"tests/test_toy.py::test_area"})
+    row = random_mutants.examine(edit_of("print(total)", "pass"), {}, tree, 60, [], known)
     assert row["error"] == "CONTRIBUTING.md names no tests"
