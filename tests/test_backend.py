@@ -130,6 +130,7 @@ def test_models_equal_the_original(name, gpu):
     assert len(left) == NOT_ATTENTION.get(name, 0), left
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [  # test_convert.py compiles them with kernels in more turns
@@ -154,7 +155,7 @@ def test_optimised_pyramids_of_any_batch_equal_the_original(name, gpu, reference
 INFERRED = "timm_deit3 timm_beit hf_dinov3 vit_pytorch_vit torch_encoder_layer torch_encoder_layer_first".split()
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", sampled(INFERRED, 3))
 def test_inference_equals_the_original(name, gpu):
     """Oracle: the unmodified model in eval mode without gradients."""
@@ -168,6 +169,7 @@ def test_inference_equals_the_original(name, gpu):
     assert any("attention" in word for word in eager.became)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fused", [pytest.param(True, marks=pytest.mark.full), False])
 def test_timm_without_fused_attention(fused, gpu):
     """Oracle: the same model, in which timm then writes softmax out."""
@@ -281,7 +283,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", sampled(FOREIGN, 3))
 def test_other_architectures_equal_the_original(name, gpu):
     """Oracle: the model itself. Convolutional models stay unchanged, node for node; others are rewritten in part."""
@@ -328,6 +330,7 @@ def test_a_dynamic_batch_compiles_once(gpu):
     assert len(eager.graphs) == graphs and {"patch_embed", "attention_qkv", "mlp"} <= eager.became
 
 
+@pytest.mark.full
 def test_a_block_is_five_launches(always_folded):
     """Oracle: launches of three blocks minus those of two, in bfloat16 inference; only views lie between them."""
 
@@ -732,6 +735,7 @@ assert fn is module.backend and "fastvit_triton" in torch._dynamo.list_backends(
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("installed, logged", sampled([(True, False), (False, False), (False, True)], 3))
 def test_the_backend_is_found_by_name(tmp_path, installed, logged):
     """Oracle: Dynamo's own lookup, for an installed package with setup.py's entry point and for a source tree.

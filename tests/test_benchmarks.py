@@ -317,7 +317,7 @@ def test_a_lost_device_restarts_the_script_after_the_row(tmp_path, monkeypatch):
     ]
 
 
-@pytest.mark.fast
+@pytest.mark.full
 def test_models_are_measured_eager_before_any_is_compiled(monkeypatch, part):
     """Oracle: the order of the measured variants; eager PyTorch is measured each time."""
     seen = []
@@ -414,7 +414,7 @@ def test_measured_ways_are_kept_with_new_launch_parameters(tmp_path):
     assert table["a"] == dict(config={"X": 2}, provenance="measured")
 
 
-@pytest.mark.fast
+@pytest.mark.full
 def test_ways_are_timed_and_compared():
     """Oracle: the PyTorch path, on which every way calls the modules; shapes are named as the plan looks them up."""
     tiny = dict(img_size=32, embed_dim=16, num_heads=2)
@@ -605,6 +605,7 @@ def test_images_are_written_when_there_is_data(tmp_path):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("default")  # warnings of other libraries
 def test_cpu_benchmark_writes_each_cell_once(tmp_path, monkeypatch):
     """Oracle: the file after two calls: every cell once; errors against float64; a reason where a column is missing."""

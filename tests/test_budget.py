@@ -115,6 +115,7 @@ def cancelling_taps(case):
 EACH = [pytest.param(op.values[0], dtype, id=f"{op.id}-{dtype}") for op in SUMS for dtype in HALF]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("op, dtype", sampled(EACH, 3))
 def test_sums_in_16_bits_exceed_the_budget(op, dtype):
     """Oracle: the same kernels with sums in float32, which keep a margin."""
@@ -124,6 +125,7 @@ def test_sums_in_16_bits_exceed_the_budget(op, dtype):
     assert faulty(budget, sums_in(dtype)) > 1
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize("op", OPS)
 def test_tf32_operands_exceed_the_budget(op):
     """Oracle: the same kernels with float32 operands; the ops without products are those of NO_PRODUCTS."""
@@ -146,6 +148,7 @@ def dropped(op, case, dtype, every):
 IN_TURN = [pytest.param(op.values[0], dtype, id=f"{op.id}-{dtype}") for op in SUMS for dtype in (torch.float32, *HALF)]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("op, dtype", sampled(IN_TURN, 2))
 def test_a_dropped_tile_exceeds_the_budget(op, dtype):
     """Oracle: the same kernels; 16 terms of the last tile in the longest loop of the op are missing."""

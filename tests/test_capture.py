@@ -103,6 +103,7 @@ def runs(monkeypatch):
     return counts
 
 
+@pytest.mark.few(1)
 @by_default(*MODELS)
 def test_blocks_are_captured_whole(name):
     """Oracle: by hand, the functions that each block calls; nothing that the patterns look for is left."""
@@ -129,6 +130,7 @@ class UnmaskedAttention(research.WrittenAttention):
         return super().forward(x)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kernels", [False, True])
 def test_a_module_of_the_users_in_a_known_block_is_captured(kernels, no_graphs):
     """An attention without a reader, put into timm's block, runs as a graph inside the fused block."""
@@ -165,6 +167,7 @@ def test_a_module_of_the_users_in_a_known_block_is_captured(kernels, no_graphs):
     assert seen == [1]
 
 
+@pytest.mark.full
 @by_default("rotary", "clip")
 def test_outputs_and_gradients(name, runs):
     """In evaluation and training, for another size and batch than the example's."""
@@ -181,6 +184,7 @@ def test_outputs_and_gradients(name, runs):
     assert not any("forward" in vars(m) for m in converted.modules())
 
 
+@pytest.mark.full
 @by_default("dino")
 def test_few_graphs_serve_all_calls(name, runs):
     """Oracle: at most two graphs for each mode, and all calls run graphs at the end; the blocks share them."""
@@ -257,6 +261,7 @@ def test_a_hook_inside_runs_the_block_as_written(runs):
         assert runs["graph"] == 2
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("no_graphs")
 def test_copies_and_pickles(runs):
     """A copy shares the graphs; a pickle runs as written where there is no graph, until `warmup` captures it."""
@@ -283,6 +288,7 @@ def test_copies_and_pickles(runs):
         assert runs["graph"] == 2
 
 
+@pytest.mark.full
 def test_weights_may_change_in_any_way():
     """Values, `.data`, replaced parameters, `functional_call`, and a dtype that has no graph yet."""
     original, converted = pair("dino")
@@ -313,6 +319,7 @@ def test_globals_that_a_forward_reads(monkeypatch):
         assert not torch.equal(converted(*inputs), before)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(onednn.why_not(torch.device("cpu"), torch.float32) is not None, reason="PyTorch has no oneDNN here")
 @pytest.mark.usefixtures("no_graphs")
 def test_a_replay_depends_on_globals(monkeypatch):
@@ -335,6 +342,7 @@ def test_a_replay_depends_on_globals(monkeypatch):
         assert not torch.equal(check(), before)
 
 
+@pytest.mark.full
 def test_transformations_of_pytorch():
     """`torch.func.grad`, checkpointing, autocast, `torch.compile`, `torch.jit.trace` and `torch.export`."""
     original, converted = pair("dino")
@@ -364,6 +372,7 @@ def test_transformations_of_pytorch():
     assert (ours - want).norm() <= 8 * torch.finfo(torch.bfloat16).eps * want.norm()  # eight roundings in two blocks
 
 
+@pytest.mark.full
 def test_threads_share_graphs():
     """Oracle: the original, in four threads that call and capture at once."""
     original, converted = pair("dino")
@@ -399,6 +408,7 @@ class Table(research.DinoBlock):
         return super().forward(x) + sum(table)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("nested", [False, True])
 def test_sizes_of_tables(nested):
     """Blocks that differ only in the size of a tensor do not share graphs, and a change of its size in place counts."""
@@ -444,6 +454,7 @@ class Dropped(research.DinoBlock):
         return x + (2 * y if self.training and self.sample_drop_ratio > 0.1 else y)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("no_graphs")
 def test_rates_of_stochastic_depth_share_graphs(runs):
     """Oracle: the original with the same random numbers; one graph without dropping and one for each branch.
@@ -466,6 +477,7 @@ def test_rates_of_stochastic_depth_share_graphs(runs):
             assert runs["graph"] >= 23 and runs["capture"] == captures
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("no_graphs")
 def test_rates_are_constants_where_dynamo_has_no_method_for_them(monkeypatch, runs):
     """Oracle: the original with the same random numbers; a graph for each of two rates, and the report says why."""
@@ -570,6 +582,7 @@ def test_verify_runs_graphs(runs):
     ]
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated")  # by Dynamo
 @pytest.mark.parametrize(
     "name, copied",

@@ -236,6 +236,7 @@ def tiny(dtype=torch.float32, train=False, **options):
     return Subject("tiny", model, inputs, 2, dtype, CPU, True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("train", [pytest.param(False, marks=pytest.mark.full), True])
 def test_comparison_on_a_cpu(train):
     """Oracle: the verdicts of float64; the variants, their ratios, and dropout that is switched off."""
@@ -251,6 +252,7 @@ def test_comparison_on_a_cpu(train):
     assert {row["phase"] for row in found["rows"]} == {"training" if train else "forward"}
 
 
+@pytest.mark.full
 @pytest.mark.skipif(onednn.why_not(CPU, torch.float32) is not None, reason="PyTorch has no oneDNN here")
 def test_comparison_by_onednn(monkeypatch):
     """Oracle: the way, the packed weights of the frozen variant, and a result of lower precision that is timed."""
@@ -295,6 +297,7 @@ def test_the_ways_of_the_blocks_are_named(way):
     assert _ways(call, subject) == []
 
 
+@pytest.mark.full
 def test_models_of_other_packages_are_converted():
     """Oracle: the variants' names, and a model that has an input of its own name."""
 
@@ -424,6 +427,7 @@ def here(monkeypatch, tmp_path):
 FOREIGN = "--model", "timm:test_vit", "--device", "cpu", "--train"
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("default")  # of timm
 @pytest.mark.parametrize("words", [DIGITS, pytest.param(FOREIGN, marks=pytest.mark.full)])
 def test_a_run_on_a_cpu(here, capsys, words):

@@ -150,6 +150,7 @@ def test_committed_rows_are_whole(name):
         assert survey.reached(row)[0] > 30 and small["torch"] and small["date"]
 
 
+@pytest.mark.full
 def test_launches_of_a_block():
     """Oracle: those of a ViT's block, of benchmarks.launches: ten, and five when fused and frozen; Swin's committed."""
     assert survey.counted(SYSTEMS["ViT"])["launches"] == [10, 5]
@@ -158,6 +159,7 @@ def test_launches_of_a_block():
     assert survey.filled((3, 4, 6), 4, (0, 0, 8)) == (1, 1, 4) and survey.filled((3, 4), 2, (1, 2)) == (2, 2)
 
 
+@pytest.mark.full
 def test_an_epoch_of_a_small_model():
     """Oracle: chance, one in ten, plus three standard errors of 360 images after one epoch; seed 0 repeats the run."""
     found = [survey.learned(SYSTEMS["LV-ViT"], epochs=1, seeds=1)["accuracy"] for _ in range(2)]

@@ -308,6 +308,7 @@ def test_predict_with_bad_images(digits_run: Path, tmp_path: Path, capsys: pytes
     assert "there is no image in" in refused(capsys, "predict", "--checkpoint", digits_run, tmp_path / "void")
 
 
+@pytest.mark.full
 def test_a_run_that_failed_before_training_can_be_repeated(tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: the advice of the first error, followed, trains; the folder of the first try holds no run."""
     photos, out = tmp_path / "photos", tmp_path / "run"
@@ -560,6 +561,7 @@ def test_deterministic(tmp_path: Path):
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("default")  # warnings of other libraries
 @pytest.mark.parametrize("words", [(), pytest.param(("--train", "--dtype", "bfloat16"), marks=pytest.mark.full)])
 def test_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture, words: tuple[str, ...]):
@@ -606,7 +608,7 @@ def test_benchmark_on_a_gpu_reports_times_and_memory(capsys: pytest.CaptureFixtu
     assert "No GPU" not in text
 
 
-@pytest.mark.fast
+@pytest.mark.full
 @pytest.mark.filterwarnings("default")
 def test_benchmark_rejects_invalid_options(capsys: pytest.CaptureFixture):
     """Oracle: the sentence names what was given and suggests a remedy."""
@@ -666,7 +668,7 @@ def test_doctor_says_which_products_run_by_onednn(capsys: pytest.CaptureFixture,
     assert "not used, FASTVIT_TRITON_BACKEND is torch" in said(switch="torch")
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name, side, size, blocks, launches",
     [
@@ -794,6 +796,7 @@ def test_doctor_predicts_the_default(gpu, architecture, batch, training, model, 
     assert values(text, "MB per image saved") == saved
 
 
+@pytest.mark.full
 def test_doctor_has_default_batches_and_gpus(capsys: pytest.CaptureFixture):
     """Oracle: the table of rates, and the default batch sizes."""
     assert main(["doctor", "--model", "vit_digits_patch2_8", "--gpu", "l40s"]) == 0
@@ -820,7 +823,7 @@ def test_doctor_uses_the_local_gpu(monkeypatch, capsys: pytest.CaptureFixture):
     launch._architecture.cache_clear()
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("installed", [True, False])
 @pytest.mark.parametrize(
     "words", ["--gpu 4090 --batch 8", "--train --batch 8", "--amp float16 --batch 8", "--batch 8 --amp"]
@@ -834,7 +837,7 @@ def test_doctor_assumes_vit_b(words, installed, monkeypatch, capsys: pytest.Capt
     assert re.search(r"^12 of 12 blocks run (fused|mixed|plain), (over )?99 % of the FLOPs", text, re.MULTILINE)
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["timm:vit_tiny_patch16_224", "vit_tiny_patch16_224"])
 def test_doctor_predicts_autocast(model: str, capsys: pytest.CaptureFixture):
     """Oracle: launches of the casts that autocast adds in eager PyTorch: at least one for each product of a block."""

@@ -106,7 +106,7 @@ EACH = [pytest.param(n, marks=pytest.mark.full if n in HEAVY else ()) for n in C
 EACH = marked(EACH, pytest.mark.fast, lambda name: name == "timm_vit")
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize("name", sampled(EACH, 4))
 def test_kernels_equal_the_original(name):
     """Oracle: as above, through the Triton kernels in the interpreter."""
@@ -295,6 +295,7 @@ MORE |= {"torch_encoder_layer": (1, 0, 0)}
 WAYS = ("frozen", "fold", "norms")
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("name, way", sampled(itertools.product(BLOCKS, WAYS), 2))
 def test_a_block_makes_six_to_eight_launches(name, way, monkeypatch):
     """Oracle: the plan: row statistics, LN → qkv, attention, proj + residual, LN → fc1 → act, fc2 + residual.
@@ -757,6 +758,7 @@ COMPILED += [pytest.param(n, "kernels", marks=pytest.mark.full) for n in PYRAMID
 COMPILED += [pytest.param(n, "auto", marks=pytest.mark.full(one_in=4)) for n in PYRAMIDS if "hf_" in n]
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 @pytest.mark.parametrize("name, backend", sampled(COMPILED, 8))
 def test_compiles_as_one_graph(name, backend):
@@ -1027,6 +1029,7 @@ OTHER_RELEASES += [("hf_siglip", "embeddings", rename, "it has no patch_embeddin
 OTHER_RELEASES += [(t, n, extend, "it takes later") for t, n, f in DECLARED if f.takes is not None]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name, path, change, why", sampled(OTHER_RELEASES, 5))
 def test_a_module_of_another_release_is_not_fused(name, path, change, why):
     """Oracle: the model before the change; only that module runs its own forward, by itself and in a fused block."""
@@ -1138,6 +1141,7 @@ def test_layer_norm_under_autocast_on_a_gpu(meta_is_a_gpu, monkeypatch):
         assert norm(torch.empty(2, 8, device="meta", dtype=dtype)).dtype == torch.float32
 
 
+@pytest.mark.full
 def test_no_other_package_is_imported():
     """Oracle: sys.modules of a fresh interpreter that optimises torch's modules: no other known package is imported."""
     done = subprocess.run([sys.executable, "-W", "error", "-c", PROBE], capture_output=True, text=True)

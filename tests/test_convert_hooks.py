@@ -70,6 +70,7 @@ def watched_run(model, given, register):
 REGISTER = forward_pre, forward, backward_pre, backward
 
 
+@pytest.mark.few(10)
 @pytest.mark.fast
 @pytest.mark.filterwarnings("ignore:.*backward hook:UserWarning")  # for images without a gradient, and dictionaries
 @pytest.mark.parametrize("name, register", sampled(itertools.product(FAMILIES, REGISTER), 3))
@@ -200,6 +201,7 @@ PATCHED = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.fast
 @pytest.mark.parametrize("name, when", sampled(itertools.product(PATCHED, ("before", "after")), 3))
 def test_patched_forwards_are_called(name, when, references, monkeypatch):
@@ -418,6 +420,7 @@ def test_jit_capture_ignores_other_threads():
 CALLED = [n for n in COMMON if n not in ("torch_multihead", "torch_encoder_layer", "torch_encoder_layer_first")]
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize("name", sampled(CALLED, 2))
 def test_the_report_matches_what_runs(name, monkeypatch):
     """Oracle: the called modules, and those that ran their own forward, in one inference call that folds norms.

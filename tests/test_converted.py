@@ -72,6 +72,7 @@ def fallbacks(monkeypatch):
     return found
 
 
+@pytest.mark.few(84)
 @pytest.mark.parametrize("name, mode", marked(TRAINING, pytest.mark.fast, lambda name, _: name in COMMON) + EVALUATION)
 def test_outputs_and_gradients(name, mode, fallbacks):
     """They and statistics equal the original's, to float32 where the original rounds to it; a pickled model's are the
@@ -112,6 +113,7 @@ def single(t):
     return t.float() if t.is_floating_point() else t
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name, kind", full(KERNELS, OFTEN))
 def test_kernels(name, kind):
     """Oracle: the original in float64, from which the kernels in the interpreter and PyTorch in float32 differ."""
@@ -167,6 +169,7 @@ CHANGED = [case for case in CHANGED if case[0] in DENSE or case[1] is not eager]
 EVERY = [case for case in CHANGED if case[0] in (*VIT_PYTORCH, *SHORT)] + [("hf_cvt", dropping)]
 
 
+@pytest.mark.few(27)
 @pytest.mark.parametrize("name, change", full([*CHANGED, ("hf_cvt", dropping)], EVERY))
 def test_changed(name, change):
     """A changed model equals the original, with the same random numbers; hooked layers are called with its inputs."""
@@ -209,6 +212,7 @@ def test_statistics(name):
                 assert train or name == "vit_pytorch_twins" or kept_folds(model.modules())
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", [name for name, entry in MODELS.items() if entry.hooked])
 def test_hooks(name):
     """A hook on a submodule runs as in the original, registered before or after `optimize`, and frozen."""

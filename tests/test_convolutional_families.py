@@ -57,6 +57,7 @@ def test_maps_of_training_models_have_a_reason():
         model(torch.randn(2, 3, *case.sizes[0]))
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_folded_projections_follow_their_statistics():
     """Oracle: the model whose BatchNorms are called, which hooks on them require; frozen or not, after a training

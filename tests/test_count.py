@@ -210,6 +210,7 @@ def test_integers_and_constants_have_values():
             predict(model, cost.gpus()["h200"], False, *asked)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["Detr", "DeformableDetr"])
 def test_detection_models_are_counted(name):
     """Oracle: torch's flop counter on a run with real weights; masks and grids are read from tensors."""

@@ -42,6 +42,7 @@ def test_entries():
     assert len({entry.name for entry in listed}) == len(listed) >= 25
 
 
+@pytest.mark.full
 def test_rows():
     """Oracle: launches and bytes of `benchmarks.launches`; parameters of linear layers by hand."""
     timm, hf, qwen, missing, pit = map(coverage.guarded, coverage.entries(TINY))
@@ -94,6 +95,7 @@ transformers ConditionalDetrForObjectDetection pixel_values=Bx3x128x64 pixel_mas
 """.replace("\\\n", "")
 
 
+@pytest.mark.full
 def test_detection(tmp_path, monkeypatch):
     """Oracle: no reader knows these decoder layers, which are captured; eager PyTorch launches what it does without."""
     listed = coverage.entries(coverage.DETECTION.read_text())

@@ -199,6 +199,7 @@ def test_workers_do_not_change_the_batches(folder: Path):
     assert not torch.equal(here[0], here[3])
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_pipes_of_workers_are_no_cyclic_garbage(folder: Path):
     """Oracle: the collector's list of garbage, of which it finalises all objects in any order."""

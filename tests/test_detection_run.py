@@ -188,6 +188,7 @@ def test_rates_by_name():
         Recipe(model="x", batch_size=1, epochs=1, lr=1.0, lr_scales={"^a": -1.0})
 
 
+@pytest.mark.full
 def test_commands_of_a_detector(few_scenes, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: `model.detections` on the file; the table's figures are those of the log."""
     run = tmp_path / "run"
@@ -283,6 +284,7 @@ def test_no_option_is_left_out_of_the_test():
     assert {*RECIPE_OPTIONS, "mean", "std"} <= OPTIONS.keys()
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_changes_a_detector_or_is_refused(option, detector_run, tmp_path, capsys):
     """Oracle: other weights, or one sentence that names the option."""

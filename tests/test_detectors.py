@@ -280,6 +280,7 @@ def resnet(name):
 OTHERS = ["timm", "timm_se", "timm_deep", "torchvision", "ours"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["resnet", "rt_detr", *OTHERS])
 def test_frozen_norms_are_folded_into_convolutions(name):
     """Oracle: the original in float64, also after statistics were written and with a hook; no norm is left before."""
@@ -478,6 +479,7 @@ RESULTS = {"Mask2Former": ("class_queries_logits", "masks_queries_logits")}
 LAYER = re.compile("((En|De)coder|Dinov2)Layer$")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "name", marked([*WHOLE, *OTHER], pytest.mark.full, lambda name: name in ("RTDetr", "ConditionalDetr"))
 )
@@ -521,6 +523,7 @@ def test_layers_of_detectors_are_read(name, mode):
 PARTS = dict.fromkeys(("Detr", "DeformableDetr", "TableTransformer"), "encoder_attn") | {"Mask2Former": "self_attn"}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("change", ["hook", "forward", "inner"])
 def test_changed_parts_of_a_layer_are_called(name, change):

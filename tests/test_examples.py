@@ -193,6 +193,7 @@ def test_dense_features(script):
     assert "channels of features_only: [64, 64], largest difference 0.0e+00" in text
 
 
+@pytest.mark.full
 def test_export_onnx(script, monkeypatch):
     """Oracle: PyTorch's best classes, of images prepared by our transform."""
     pytest.importorskip("onnxruntime")

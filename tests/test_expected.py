@@ -69,6 +69,7 @@ MATMULS = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("arch, tile, K, measured", MATMULS)
 def test_expected_time_of_matmul_is_close_to_published_rates(arch, tile, K, measured, monkeypatch):
     """Oracle: published rates: at most 5 % below the expected rate on an H100, and at most 30 % on an A100."""

@@ -117,6 +117,7 @@ def own(**options):
     return copy.deepcopy(model).double(), model, torch.randn(2, 3, 16, 16)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("path", [pytest.param("reference", marks=pytest.mark.fast), "interpreter"])
 @pytest.mark.parametrize("options", OWN.values(), ids=OWN)
 def test_maps_of_our_models_equal_the_softmax(options, path):
@@ -154,6 +155,7 @@ def test_captured_blocks_stay_fused():
 MAPS = sampled(itertools.product(FOREIGN, ("interpreter", "reference")), 3)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name, path", marked(MAPS, pytest.mark.fast, lambda name, path: path == "reference"))
 def test_maps_of_other_models_equal_their_softmax(name, path, request):
     """Oracle: the package's own probabilities, unfused, in float64."""
@@ -271,6 +273,7 @@ def test_boolean_masks_select_keys():
     assert got.dtype == torch.float64 and same(got, want, torch.float32)  # the log-sum-exp is fp32
 
 
+@pytest.mark.full
 def test_capture_errors_are_one_sentence():
     """Oracle: the sentences; hooks are removed after an error in the model as well."""
     _, model, images = own()
@@ -596,6 +599,7 @@ OF_64 = {  # what `train` writes into weights, for images of 64 x 64
 }
 
 
+@pytest.mark.full
 def test_what_a_model_lacks_is_named(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture):
     """Oracle: the files and the sentence, for LeViT; a ViT lacks nothing, and nothing is said."""
     model = create_model("levit_128s", img_size=64, num_classes=10)
@@ -613,6 +617,7 @@ def test_what_a_model_lacks_is_named(tmp_path: Path, checkpoint: Path, capsys: p
     assert "left out" not in capsys.readouterr().out
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "pvt_tiny", "tnt_s_patch16_224"])
 def test_what_is_shown_instead_of_rollout_is_named(name: str, tmp_path: Path, checkpoint: Path, capsys):
     """Oracle: the files and the sentence."""
@@ -627,6 +632,7 @@ def test_what_is_shown_instead_of_rollout_is_named(name: str, tmp_path: Path, ch
     assert names - {"filters"} == {"prediction", "contributions", "tokens", "layers", "report"}
 
 
+@pytest.mark.full
 def test_unreadable_images_raise(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: sentences and exit codes; a good image is shown even if another is bad."""
     words = ["explain", "--checkpoint", str(checkpoint), "--out", str(tmp_path / "r"), "--no-test", "--image"]

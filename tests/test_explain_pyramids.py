@@ -65,6 +65,7 @@ PATHS = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name, path", PATHS)
 def test_maps_equal_the_packages_softmax(name, path, request):
     """Oracle: every softmax of the package's unfused code in float64; outputs and hooks are as without capture."""
@@ -260,6 +261,7 @@ def _scaled(part, patch, factor, channels_first):
     return scale
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["timm_swin_ragged", "timm_pvt_v2", "timm_cait", "timm_tnt", "timm_crossvit"])
 def test_report_without_rollout(name):
     """Oracle: the figures by name; the maps drawn are those of the last block of each grid."""

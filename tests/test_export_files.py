@@ -169,7 +169,7 @@ def test_optimised_models(name, tmp_path):
     assert before and fused() == before and is_frozen(model)
 
 
-@pytest.mark.fast
+@pytest.mark.full
 def test_naflex_takes_images(tmp_path):
     """Oracle: the NaFlex model on the patches of the same images."""
     model, images = drawn("naflexvit_base_patch16_gap"), torch.randn(2, 3, 32, 48)  # its own table is 2 x 2

@@ -98,6 +98,7 @@ def test_information_and_groups_equal_timms(twins):
         assert found == wanted and len(set(found.values())) == TINY["depth"] + 2
 
 
+@pytest.mark.few(7)
 @torch.no_grad()
 def test_pruned_and_reset_models_equal_timms(twins):
     """Oracle: timm's keys and outputs after the same calls; a head's values are its own, so ours replace them."""
@@ -119,6 +120,7 @@ def test_pruned_and_reset_models_equal_timms(twins):
         assert_equal(ours(images), theirs(images))
 
 
+@pytest.mark.few(16)
 @torch.no_grad()
 def test_backbones_equal_timms(twins):
     """Oracle: timm's FeatureGetterNet: keys, information and features, for its default and other stages."""
@@ -133,6 +135,7 @@ def test_backbones_equal_timms(twins):
         assert_equal(ours(images), theirs(images))
 
 
+@pytest.mark.few(36)
 @pytest.mark.parametrize("name", TIMM_NAMES)
 @torch.no_grad()
 def test_every_backbone_has_timms_form(name):
@@ -265,6 +268,7 @@ def test_checkpointed_gradients_are_bitwise_equal():
     assert len(gradients[0]) == len(list(backbone.parameters()))
 
 
+@pytest.mark.full
 def test_backbones_compile_as_one_graph():
     """Oracle: the eager backbone; fullgraph=True raises on any graph break."""
     backbone, images = FeatureGetterNet(digits(), (0, -1), return_dict=True), torch.randn(2, 1, 6, 6)

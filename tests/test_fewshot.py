@@ -79,6 +79,7 @@ def test_features_of_a_model():
         fewshot.extract_features(model, [])
 
 
+@pytest.mark.full
 def test_fine_tuning_at_a_higher_resolution():
     """Oracle: a zero head predicts 0 for every class; positions are the old ones, resized. Training on half of the
     classes helps on all: after the same few steps, the loss is lower than from random weights."""

@@ -185,6 +185,7 @@ def test_weights_count_where_flops_cannot(last, given):
     assert "share of weights" in str(report) and "% of the weights of linear and convolution layers" in str(report)
 
 
+@pytest.mark.full
 def test_counting_changes_nothing():
     """Oracle: weights, buffers, attributes, random numbers, hooks and their calls, before and after."""
     model, calls = vit(proj_drop_rate=0.5, drop_path_rate=0.5).train(), []
@@ -219,6 +220,7 @@ def test_counting_waits_for_the_report(monkeypatch):
     assert str(report) == str(report) and len(counted) == 1 and counted[0][0] is model
 
 
+@pytest.mark.full
 def test_a_report_does_not_keep_the_model():
     """Oracle: the garbage collector; without the model, and in copies, weights count."""
     model = vit()
@@ -380,6 +382,7 @@ def test_ways_need_a_model():
         with_ways(Report(), (), str)
 
 
+@pytest.mark.full
 def test_the_guide_shows_what_is_printed():
     """Oracle: the report of the page's first example, on a CPU."""
     page = (Path(__file__).parents[1] / "docs" / "accelerate.md").read_text(encoding="utf-8")

@@ -208,7 +208,7 @@ def test_frozen_models_fold_once():
         assert made == [2, 2]  # with so few rows the LayerNorms run
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["timm_deit3", "timm_beit", "hf_vit", "torchvision_vit", "vit_pytorch_vit"])
 def test_converted_models_freeze(name, monkeypatch):
     """Oracle: the same model without freezing, bit by bit; separate query, key and value layers are one fold."""

@@ -593,6 +593,7 @@ def test_configs_that_are_none(text, small, tmp_path):
         load_model(path)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     not entry_points(group="torch_dynamo_backends", name="fastvit_triton"),
     reason="a package that is not installed registers its backend when it is imported",

@@ -727,6 +727,7 @@ def test_folders_of_pyramids_load_in_transformers(case: str, tmp_path: Path):
         assert torch.equal(tensor, ours.state_dict()[key]), key
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "name, options, words",
     [

@@ -126,6 +126,7 @@ def test_convert_to_transformers_keeps_images_and_names(snapshot: Path, capsys: 
     assert torch.equal(ours.eval()(pixels), theirs(pixels).logits) and pixels.shape == (1, 3, 32, 32)
 
 
+@pytest.mark.full
 def test_evaluate_and_explain(snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: folders named by synset are the classes of ImageNet; the accuracy counts timm's answers."""
     names = list(imagenet_classes())
@@ -142,6 +143,7 @@ def test_evaluate_and_explain(snapshot: Path, tmp_path: Path, capsys: pytest.Cap
     assert answer in (tmp_path / "report" / "report.html").read_text()
 
 
+@pytest.mark.full
 def test_train_follows_its_weights(hub, tmp_path: Path, capsys: pytest.CaptureFixture):  # noqa: F811
     """Oracle: the configuration of the tag, in the settings, the transform and the files of the run."""
     timm_folder(tmp_path / "timm", TAG)
@@ -168,6 +170,7 @@ def test_train_follows_its_weights(hub, tmp_path: Path, capsys: pytest.CaptureFi
     assert create_model(f"local-dir:{tmp_path / 'folder'}").config.depth == SMALL["depth"]
 
 
+@pytest.mark.full
 def test_train_starts_from_a_tag(hub, tmp_path: Path, capsys: pytest.CaptureFixture):  # noqa: F811
     """Oracle: a run without progress, at a rate of 1e-30, has timm's weights but a new head; an own transform and
     layer decay go with them."""

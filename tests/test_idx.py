@@ -69,6 +69,7 @@ def test_class_names_come_from_a_file(tmp_path: Path):
         load(str(root), FASHION_MNIST)
 
 
+@pytest.mark.full
 def test_trained_and_evaluated_by_command(tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: three patterns that a narrow model learns; evaluate reads the same files and gives the same accuracy."""
     root, out = write_idx(tmp_path / "set", count=60), tmp_path / "run"

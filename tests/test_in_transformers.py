@@ -151,6 +151,7 @@ def adapted():
     return peft.get_peft_model(model, settings)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "make, options",
     [
@@ -168,6 +169,7 @@ def test_training_with_the_callback_gives_the_same_bits(make, options, tmp_path,
     assert printed.count(str(optimized.report)) == 1 and "2 of 2 blocks are converted" in printed
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_the_kernels_run_in_training_and_not_after(tmp_path):
     """Oracle: the recorded operators; and that no module keeps a forward of ours unless it was asked for."""

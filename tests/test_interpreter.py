@@ -63,12 +63,14 @@ def typed(dtype, turn):
 TYPED = [*typed(torch.float32, 0), *typed(torch.float16, 1), *typed(torch.bfloat16, 2)]
 
 
+@pytest.mark.few(50)
 @pytest.mark.parametrize("dtype, op, case", TYPED)
 def test_kernel_equals_float64(dtype, op, case):
     """Oracle: the reference in float64, within its `Budget`; new memory is filled with NaN."""
     assert outside(op, case, dtype) == []
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.fast)], ids=str)
 def test_every_activation_equals_float64(name, dtype):
@@ -107,6 +109,7 @@ def launched(op, case, architecture):
     return [(x.name, x.grid, [(n, v) for n, v in x.values.items() if isinstance(v, numbers)]) for x in launches]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("op, case", sampled(UNLESS_LONG, 3))
 def test_launch_parameters_of_tables_are_correct(op, case, monkeypatch):
     """Oracle: as above, with the block sizes and WGMMA row order of each architecture's table.
@@ -134,6 +137,7 @@ def alone(op, arguments, keep):
     return results(op.run, {n: freeze(v, n, itertools.count()) for n, v in arguments.items()})
 
 
+@pytest.mark.few(7)
 @pytest.mark.fast
 @pytest.mark.parametrize("op", KERNELS, ids=lambda op: op.name)
 def test_frozen_parameters_change_no_other_gradient(op):

@@ -78,7 +78,7 @@ LONG = {"fastvit_triton::attention_bwd", "fastvit_triton::window_attention_bwd"}
 DEFINED = [pytest.param(n, marks=pytest.mark.full if n in LONG else ()) for n in sorted(op.LIBRARY._op_defs)]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", sampled(DEFINED, 2))
 def test_opcheck(name):
     """Oracle: torch.library.opcheck: schema, fake tensors, autograd registration, AOT dispatch with dynamic shapes."""

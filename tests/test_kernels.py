@@ -59,6 +59,7 @@ def close64(got, truth):
     return (got - telling(truth)).abs().max() <= 100 * EPS64 * truth.abs().max().clamp(min=1)
 
 
+@pytest.mark.few(31)
 @pytest.mark.parametrize("op, case", EVERY)
 def test_gradients_match_finite_differences(op, case):
     """Oracle: torch.autograd.gradcheck, float64, with respect to every floating argument."""
@@ -705,6 +706,7 @@ def test_switch_and_reasons(monkeypatch, switch):
 PATHS = pytest.mark.parametrize("path", [lambda: using_backend("torch"), interpreting], ids=["reference", "kernels"])
 
 
+@pytest.mark.few(3)
 @PATHS
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy, for NaN
 @pytest.mark.parametrize("part", range(3), ids="qkv")

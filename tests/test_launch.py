@@ -108,6 +108,7 @@ def leaves(value):
             yield from leaves(item)
 
 
+@pytest.mark.few(73)
 @pytest.mark.parametrize("op, case", EVERY)
 def test_both_launch_paths_pass_the_same_arguments(op, case):
     """Oracle: Triton's launches, for inference, forward and backward in four layouts, one after the other."""

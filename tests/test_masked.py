@@ -125,6 +125,7 @@ def test_mean_colours():
     torch.testing.assert_close(masked.colour_loss(logits, colours, chosen), torch.stack(terms).mean())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["colours", "pixels"])
 @pytest.mark.parametrize("options", [{}, SIMPLE], ids=["token", "mean"])
 def test_pre_training_learns(kind: str, options: dict, tmp_path):

@@ -138,7 +138,7 @@ def in_turn(names: Iterable[str], step: int) -> list:
     return fast + sampled((name for name in names if not plain(name)), step)
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", in_turn(TIMM_NAMES, 3))
 def test_state_dict_equals_timms(name, no_truncated_normals):
     """Oracle: keys and shapes of timm's model of the same name, built on the meta device."""
@@ -217,7 +217,7 @@ def test_catalogue_holds_timms_plain_sizes():
     assert set(n for n in wanted if n.startswith(sizes)) - set(list_models()) == set()
 
 
-@pytest.mark.few(60)
+@pytest.mark.few(44)
 @pytest.mark.fast
 @pytest.mark.parametrize("name, count", [(n, c) for f in FAMILIES for n, c in f.PARAMS.items()])
 def test_parameter_count(name, count):
@@ -229,7 +229,7 @@ def test_parameter_count(name, count):
     assert sum(p.numel() for p in model.parameters()) == count
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", in_turn(AGAINST_TIMM, 2))
 def test_logits_and_gradients_equal_timms(name, no_truncated_normals):
     """Oracle: timm's model with the same random weights."""
@@ -312,6 +312,7 @@ DROPS = [
 ]
 
 
+@pytest.mark.few(42)
 @pytest.mark.fast
 @pytest.mark.parametrize("family, rate", DROPS)
 def test_every_drop_acts_in_training_only(family, rate):
@@ -441,7 +442,7 @@ def test_compiles_as_one_graph(family, options, dynamic):
     torch._dynamo.reset()
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("family", sampled(CASES, 6, one_in=4))
 def test_is_traced_as_one_graph(family):
     """Oracle: the eager model; fullgraph=True raises on any graph break. Gradients are compared by the test above."""
@@ -572,6 +573,7 @@ def test_copies_pickles_and_meta(family):
     assert torch.equal(pickle.loads(pickle.dumps(model))(images), model(images))
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize("family", [*SMALLEST, "distilled"])
 def test_reset_classifier_is_a_zero_head(family):
     """Oracle: logits 0 and cross-entropy ln K at step 0 (ViT paper, section 3.2); a new pooling is the option's."""

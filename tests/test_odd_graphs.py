@@ -230,7 +230,7 @@ def results(run, parts, x, learn):
     return [t.detach() for t in (*outputs, leaf, *gradients)]
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(4)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated", "ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize(
     "circumstance, block", [pytest.param(*e, marks=() if e in SAMPLE else pytest.mark.full(one_in=3)) for e in EVERY]

@@ -265,6 +265,7 @@ def test_traces_modes_and_transforms_see_pytorch(run, vit, calls):
     assert calls == inside
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ours", [True, False])
 def test_dynamo_traces_models_on_this_cpu(ours, vit, monkeypatch):
     """Oracle: the model in eager; the row is that of this machine's CPU, as outside of tests, so a file names it."""
@@ -531,6 +532,7 @@ def test_only_layers_that_are_frozen_are_packed(calls):
     assert not torch.equal(changed[:, 8:16], telling(got[:, 8:16])) and torch.equal(changed[:, :8], got[:, :8])
 
 
+@pytest.mark.full
 def test_another_precision_replaces_packed_weights(vit):
     """Oracle: the number of packed weights: 8 linear layers in whatever precision; none after `unfreeze`."""
     model, x = vit

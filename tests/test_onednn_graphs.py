@@ -86,6 +86,7 @@ def made(name):
     return model, torch.randn(2, 1, 8, 8, dtype=torch.float64)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "ours" else pytest.mark.full) for n in MODELS])
 def test_models_equal_the_original(name):
     """Oracle: the unmodified model, every gradient; truth in float64. Every linear layer must be replaced."""
@@ -140,6 +141,7 @@ def test_symbolic_rows_count_as_traced_sizes():
         assert (eager.products, eager.guards) == (count, 0)
 
 
+@pytest.mark.full
 def test_checkpointed_blocks_are_rewritten():
     """Oracle: the model itself, every gradient; each block is a separate graph, whose products run again backwards."""
     model, images = build("timm_vit", torch.float32).train(), inputs("timm_vit", torch.float32)
@@ -251,6 +253,7 @@ INNER = {
 }
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", INNER)
 def test_products_inside_other_operators_are_replaced(name):
     """Oracle: PyTorch's operator, output and gradient; the number of products, or a reason why it stays."""

@@ -64,6 +64,7 @@ def built(file: Path) -> torch.nn.Module:
     return ImageClassifier(model).eval()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["timm:test_vit", "timm:test_resnet", "hf"])
 def test_models_of_other_packages_are_trained(name: str, folder: Path, hf: Path, tmp_path: Path, capsys):
     """Oracle: the package that loads the file itself; a resumed run is the whole one, bit by bit; the log."""
@@ -90,6 +91,7 @@ def test_models_of_other_packages_are_trained(name: str, folder: Path, hf: Path,
         load_model(tmp_path / "whole")
 
 
+@pytest.mark.full
 def test_pretrained_weights_of_another_package(folder: Path, hf: Path, tmp_path: Path, monkeypatch):
     """Oracle: its package's own tensors, size, mean and deviation; a new head has as many classes as the data."""
     options = ["--val-split", "0.3", "--batch-size", "6", "--workers", "0", "--freeze", "backbone", "--epochs", "1"]

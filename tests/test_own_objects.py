@@ -151,6 +151,7 @@ def test_batches_do_not_depend_on_workers(folder: Path):
     assert pickle.loads(pickle.dumps(custom)).name == custom.name
 
 
+@pytest.mark.full
 def test_a_run_keeps_its_transform(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: an uninterrupted run, bit for bit, of random crops; a state alone imports nothing."""
     options = ["--data", str(folder), "--model", "vit_digits_patch2_8", "--img-size", "8", "--batch-size", "4"]
@@ -274,6 +275,7 @@ def test_muon_equals_two_optimisers():
     assert isinstance(optimizer, MuonAdamW)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["muon", pytest.param("torch.optim:NAdam", marks=pytest.mark.full)])
 def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     """Oracle: three uninterrupted epochs, bit by bit: weights, EMA and optimiser, with clipping and layer decay."""

@@ -114,6 +114,7 @@ assert not outside, outside
 """
 
 
+@pytest.mark.full
 def test_the_installed_wheel_is_found_and_imported(built: Path, tmp_path: Path):
     """Oracle: Dynamo's lookup of a backend by name, and the import statements of README.md, in a process that finds
     the wheel before the sources, and loads no module of ours from elsewhere."""

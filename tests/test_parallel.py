@@ -284,6 +284,7 @@ def test_a_lost_process_raises(monkeypatch):
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("agent", ["False", "True"])
 def test_a_process_that_does_not_start_raises(agent, monkeypatch):
     """Oracle: one sentence for rank 1 without rank 0, and for rank 0 without rank 1."""

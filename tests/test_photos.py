@@ -200,6 +200,7 @@ def test_the_package_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys):
     assert end.value.code == 2 and "the nearest is train" in capsys.readouterr().err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [3, 60])
 def test_captions_of_predictions_do_not_overlap(count: int):
     """Oracle: matplotlib's boxes of all texts, with ImageNet's names, the longest first, all wrong or all right."""
@@ -240,7 +241,7 @@ def test_names_of_papers_and_other_libraries_are_near(name: str, first: str):
         model_config(name)
 
 
-@pytest.mark.fast
+@pytest.mark.full
 def test_figures_of_models():
     """Oracle: names of models; parameters of the models that are built; FLOPs of ViT-B by hand, to four digits."""
     sizes = figures()["sizes"]

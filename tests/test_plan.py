@@ -334,6 +334,7 @@ CASES = marked([c for c in CASES if c[1] == "plain"], pytest.mark.fast, lambda *
 )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("way, name, autocast", CASES)
 def test_every_way_equals_the_modules(way, name, autocast, always_folded):
     """Oracle: the modules in float64, output and every gradient; the first of two blocks computes the second's norm."""
@@ -438,6 +439,7 @@ def test_a_plain_block_runs_only_pytorch(converted):
     assert not any("fastvit_triton" in name for name in seen[0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 @pytest.mark.parametrize("converted, way", sampled(itertools.product((False, True), ("plain", "mixed", "fused")), 2))
 def test_compiled_graphs_follow_the_way(converted, way):

@@ -108,6 +108,7 @@ def test_a_run_keeps_its_class_weights(tmp_path: Path, capsys):
     assert "cannot be read: No such file" in refused(capsys, *common, *words, tmp_path / "none.json")
 
 
+@pytest.mark.full
 def test_patience_stops_a_run(given: dict, tmp_path: Path, capsys):
     """Oracle: with a rate that changes nothing, the first evaluation is the best, so epoch 1 + patience is the last;
     also of a run that was interrupted in between, and a stopped run goes on only with more patience."""
@@ -164,6 +165,7 @@ def test_a_frozen_backbone_gives_fixed_features():
         freeze_backbone(nn.Linear(2, 2))
 
 
+@pytest.mark.full
 def test_a_run_trains_the_head_alone(given: dict, tmp_path: Path, capsys):
     """Oracle: of the weights before and after, only those of the head differ; a resumed run equals the whole one."""
     given |= {"freeze": "backbone", "drop_path_rate": 0.3, "mixup": 0.2, "layer_decay": 0.7}
@@ -245,6 +247,7 @@ def test_a_last_batch_of_one_image_is_left_out(kind: str, tmp_path: Path):
     assert left == {*range(5)}  # another in each epoch
 
 
+@pytest.mark.full
 def test_batchnorm_trains_without_a_batch_of_one_image(tmp_path: Path, capsys):
     """Oracle: five images in batches of four, of a model whose head has BatchNorm, are one step; of one image each, a
     sentence; a frozen BatchNorm takes one image."""

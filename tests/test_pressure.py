@@ -117,6 +117,7 @@ LAID = [
 ]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("op, case, layout", sampled(LAID, 5))  # of the six layouts, one or two for each case
 def test_memory_layout_changes_nothing(op, case, layout):
     """Oracle: the same values stored contiguously, bit for bit, outputs and gradients.
@@ -140,6 +141,7 @@ def longer(case):
     return case | {axis: 2**31 // case.get("P", 1) * case.get("P", 1)}
 
 
+@pytest.mark.few(22)
 @pytest.mark.parametrize(
     "op, case",
     [c for c in CASES if "varlen" not in c.id],  # whose reference masks all pairs of tokens
@@ -207,6 +209,7 @@ def ends_at_ttir(backend=None, stages=None, *_):
     stages["ttgir"] = end
 
 
+@pytest.mark.full
 def test_addresses_are_64_bit_products(monkeypatch):
     """Oracle: the compiler's intermediate code: in every kernel, position times stride is a 64-bit product."""
     monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", ends_at_ttir)
@@ -227,6 +230,7 @@ def test_alignment_is_compiled_in():
     assert said[0] and not said[1]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("op, case", CASES)
 def test_kernels_repeat_bit_by_bit(op, case):
     """Oracle: the first run; no sum depends on an order, and no result on uninitialised memory."""
@@ -242,6 +246,7 @@ def first(arguments):
     return next(iter(arguments))
 
 
+@pytest.mark.few(13)
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")  # NumPy's, intended
 @pytest.mark.parametrize(
     "op, case, dtype",
@@ -274,6 +279,7 @@ def test_large_inputs(op, case, dtype):
         assert torch.equal(got[name][beyond], baseline[name][beyond]), name
 
 
+@pytest.mark.few(11)
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")  # NumPy's, and meant
 @pytest.mark.parametrize(  # the reference of packed images multiplies values of other images by 0, which spreads NaN
     "op, case, bad", in_turn([c for c in CASES if c.id != "attention_qkv-varlen"], (math.nan, math.inf, -math.inf))
@@ -353,6 +359,7 @@ def mutated(module, name, old, new):
     return made[name]
 
 
+@pytest.mark.few(3)
 @pytest.mark.fast
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
 @pytest.mark.parametrize("kernel", sampled(MUTATIONS, 2))
@@ -380,6 +387,7 @@ DIAGONALS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.fast
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
 @pytest.mark.parametrize("name", DIAGONALS)

@@ -91,6 +91,7 @@ def assert_same(case, ours: nn.Module, theirs: nn.Module, images: Tensor, seed: 
         assert distance(gradient, wanted[name], size) <= ROUNDINGS * max(EPS64, amplified), name
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("name, size", SIZES, ids=str)
 def test_logits_and_gradients_equal_the_oracles(name, size):
     """Oracle: the family's, in evaluation mode and in training mode without stochastic depth."""
@@ -150,6 +151,7 @@ def test_fused_blocks_drop_the_same(name):
     assert distance(wanted, ours.float().eval()(images)) > 0.01
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", sampled(CASES, 3))
 def test_twenty_steps_equal_the_oracles(name):
     """Oracle: the family's parameters after the same steps of SGD, to 1e-9."""
@@ -342,6 +344,7 @@ def test_frozen_folds_follow_training(name):
                 twin.eval()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", ["swin", "twins_svt", "cpvt", "pvt", "pit", "tnt", "crossvit", "levit"])
 @torch.no_grad()
 def test_maps_equal_those_of_the_oracle(name):
@@ -448,7 +451,7 @@ INTERPRETED = [(name, torch.float32, "fused") for name in NAMES]
 INTERPRETED += [pytest.param(n, d, w, marks=pytest.mark.full) for n in CASES for d, w in HALF]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name, dtype, way", INTERPRETED, ids=str)
 def test_kernels_give_the_same(name, dtype, way, always_folded):
     """Oracle: float64; the kernels' error in logits and every gradient is at most twice PyTorch's own."""
@@ -548,6 +551,7 @@ INSIDE += [
 ]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name, part", INSIDE)
 @torch.no_grad()
 def test_hooks_inside_fused_blocks_fire(name, part):

@@ -125,6 +125,7 @@ def test_panels_have_a_picture_for_each_object(name):
         query_views(torch.nn.Linear(1, 1), images)
 
 
+@pytest.mark.full
 def test_the_command_draws_queries(tmp_path: Path, capsys):
     """Oracle: files of the report; `--query` is for classifiers."""
     run = tmp_path / "run"

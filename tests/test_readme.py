@@ -48,6 +48,7 @@ def elsewhere(tmp_path, monkeypatch, code):
         sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec")  # torch.onnx's warning
 @pytest.mark.parametrize(
     "page, code",

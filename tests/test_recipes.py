@@ -66,6 +66,7 @@ def test_recipes_run_on_an_image_folder(folder: Path, tmp_path: Path, name: str)
     assert all(math.isfinite(row["train_loss"]) for row in state["history"])
 
 
+@pytest.mark.full
 def test_masked_pretraining_then_fine_tuning(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: the loss on hidden pixels decreases; fine-tuning starts from the encoder's blocks."""
     first, second = tmp_path / "pretrained", tmp_path / "tuned"
@@ -83,6 +84,7 @@ def test_masked_pretraining_then_fine_tuning(folder: Path, tmp_path: Path, capsy
         CLOSE(parameter, encoder.blocks.get_parameter(name), msg=name)
 
 
+@pytest.mark.full
 def test_distillation_by_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: a student with a distillation token learns from the teacher's file; other students raise."""
     teacher, out = tmp_path / "teacher", tmp_path / "student"
@@ -139,7 +141,7 @@ def test_every_option_can_be_set(folder: Path, tmp_path: Path):
     assert len({group["lr"] for group in state["optimizer"]["param_groups"]}) == 6  # blocks, stem, head
 
 
-@pytest.mark.fast
+@pytest.mark.full
 def test_invalid_settings(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: one sentence each, and no folder."""
     train = ("train", "--out", tmp_path / "out")

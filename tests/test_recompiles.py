@@ -47,6 +47,7 @@ def assert_broken_less(original, found):
     assert found.get("limits", 0) <= original.get("limits", 0) and found["distance"] <= SINGLE
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name, variant", sampled([(name, variant) for name, variants in OFTEN.items() for variant in variants], 8), ids=str
 )
@@ -114,6 +115,7 @@ class Config:
     hidden_act, hidden_size, intermediate_size = "gelu", 8, 16
 
 
+@pytest.mark.full
 def test_types_do_not_share_a_limit():
     """The limit of graphs counts for each converted type: two types with as many graphs as it allows are compiled."""
     model = nn.ModuleList(make(Config()) for make in (CLIPMLP, SiglipMLP)).eval()

@@ -162,7 +162,7 @@ def test_resumes_within_an_epoch(tmp_path: Path):
     assert [row.split(",")[:6] for row in rows[0]] == [row.split(",")[:6] for row in rows[1]]
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
 def test_a_damaged_state_is_replaced_by_the_previous_one(tmp_path: Path, damage: str):
     """Oracle: the sentence, and the weights of an uninterrupted run; if both states are damaged, loading raises."""

@@ -224,7 +224,7 @@ CHANGES = {  # changes made after a call was recorded: functions of the first bl
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("make, training", [("ours", False), pytest.param("timm", True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("change", marked(CHANGES, pytest.mark.fast, lambda c: c in ("scale", "transposed")))
 def test_later_changes_take_effect(interpreted, make, change, training):
@@ -245,6 +245,7 @@ def test_later_changes_take_effect(interpreted, make, change, training):
             assert same(again(block, x, training), wanted)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("make", MODELS)
 def test_plain_blocks_are_replayed_on_a_cpu(make, forced):
@@ -441,7 +442,7 @@ def test_contexts_end_replays(interpreted, monkeypatch, context):
         assert same(run(model, x, training=True), wanted) and len(replayed) == 2
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["block", "layer", "all modules"])
 def test_hooks_added_after_recording_are_called(interpreted, where):
     """Oracle: the hook is called as often as the model."""
@@ -504,7 +505,7 @@ def test_copies_and_pickles_have_no_records(interpreted):
     assert alive() is None
 
 
-@pytest.mark.fast
+@pytest.mark.full
 def test_autograd_guards_saved_tensors(interpreted):
     """Oracle: PyTorch's errors for a tensor modified in place, a freed graph and second derivatives."""
     model, x = ours().train(), torch.randn(2, 5, 16)
@@ -679,7 +680,7 @@ def test_source_of_a_launch():
     assert (first, of_both, D, nothing) == ([2, 1, 1, 0], (1, y.data_ptr()), 4, None)
 
 
-@pytest.mark.fast
+@pytest.mark.full
 def test_source_of_a_backward_pass():
     """Oracle: by hand, and PyTorch's gradients; errors show the generated line, until the function is freed."""
     x, weight, unused = tensors = [torch.randn(*shape, requires_grad=True) for shape in ((2, 3), (4, 3), (3,))]

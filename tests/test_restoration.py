@@ -199,6 +199,7 @@ def test_ipt_equals_the_authors_code(tmp_path):
     assert torch.equal(skipping(images, "x2"), F.interpolate(images, scale_factor=2, mode="bicubic"))
 
 
+@pytest.mark.full
 def test_kernels_give_the_same():
     """Oracle: the model in float64; kernels in the interpreter err at most twice as much as PyTorch in float32, and a
     few roundings: a ReLU turns one rounding into another gradient."""

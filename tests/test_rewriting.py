@@ -79,6 +79,7 @@ def insert(graph, node, target, op):
     return written
 
 
+@pytest.mark.few(73)
 @pytest.mark.parametrize("op", IN_PLACE, ids=str)
 def test_writes_are_seen(op):
     """Oracle: eager PyTorch, which changes the tensor; its memory is named, not assumed."""
@@ -92,7 +93,7 @@ def test_writes_are_seen(op):
     assert regions.written(view, fake) == regions.written(add, fake) == set()
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in (1, 2))])
 @names
 def test_writes_between_the_calls_of_a_match(pattern, part):

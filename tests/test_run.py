@@ -121,6 +121,7 @@ def test_models_of_others_are_trained(given: dict, tmp_path: Path):
         Run.from_settings(resolve_settings(given), out, own, workers=-1)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(onednn.why_not(torch.device("cpu"), torch.float32) is not None, reason="PyTorch has no oneDNN here")
 def test_a_resumed_run_keeps_its_ways(given: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Oracle: the weights of the run that was not stopped, bit for bit, by products of oneDNN.

@@ -75,6 +75,7 @@ def all_ranks(root: Path, size: int, workers: int, start: int = 0, stop: int | N
 WHOLE = {(i, i % 3) for i in range(COUNT)}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", ["folder", "packed"])
 @pytest.mark.parametrize("size", marked([1, 2, 3, 5, 11], pytest.mark.fast, lambda size: size <= 3))
 @pytest.mark.parametrize("workers", [0, 2])

@@ -69,6 +69,7 @@ def test_save_pretrained(tmp_path):
     assert again.keys() == want.keys() and all(torch.equal(again[k], want[k]) for k in want)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [pytest.param(QWEN, marks=pytest.mark.full), "hf_GlmOcrVisionModel"])
 def test_launches_of_packed_images(name, monkeypatch):
     """One attention for each layer, whatever the number of images and windows.
@@ -135,6 +136,7 @@ def test_patches_of_images_and_videos_are_projected(name):
     assert [row.became for row in rows if row.path == patches] == ["fused patch projection"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name, fewer",
     [

@@ -34,7 +34,7 @@ def path(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack(losses), torch.stack(weights)
 
 
-@pytest.mark.fast
+@pytest.mark.full
 def test_fused_steps_equal_the_reference_steps():
     """Oracle: the same run in float64; after every step, the fused float32 run is at most twice as far from it as the
     float32 reference, plus one rounding of the largest number."""

@@ -153,6 +153,7 @@ def test_invalid_checkpoints_raise_and_change_nothing(kind, no_embed_class, tmp_
         assert torch.equal(tensor, before[key])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
 def test_one_flipped_bit_is_detected(suffix, tmp_path):
     """Oracle: the model; for 200 bits anywhere in the file, one at a time, loading is exact or raises."""

@@ -74,6 +74,7 @@ def test_timm_rolls_then_pads(version, grid, shift, options, references, own_for
     assert not own_forwards
 
 
+@pytest.mark.few(48)
 @pytest.mark.parametrize("shift", [[0, 0], [2, 2], [0, 1], [3, 0]], ids=str)
 @pytest.mark.parametrize("window", [[4, 4], [3, 5]], ids=str)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -148,6 +149,7 @@ def test_draws_equal_torchvision(version, rate, references, own_forwards):
     assert same(*compared(whole, *MAP, seed=7))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", sampled(PYRAMIDS, 3))
 def test_hooks_of_any_module_fire(name, references):
     """The same hook on each module of the original in turn: the same calls with the same tensors.

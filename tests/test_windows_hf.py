@@ -155,6 +155,7 @@ def dropped(family, rates):
     return redraw(getattr(package, f"{family}Model")(getattr(package, f"{family}Config")(**options | rates)))
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize(
     "family", ["Swin", "Swinv2", "DonutSwin", "Segformer", "GLPN", "Pvt", "PvtV2", "Beit", "Data2VecVision"]
@@ -174,6 +175,7 @@ def test_random_draws_equal_the_original(family, rate, references, originals):
     assert bool(originals) == bool(report.left)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_hooks_on_each_module_of_a_layer_fire(name, references):
     """Oracle: the calls that the same hooks see in the original, in order."""
@@ -270,6 +272,7 @@ OPERATORS = {
 FORBIDDEN = "roll", "_softmax", "bmm", "constant_pad_nd", "convolution", "index.Tensor", "upsample", "native_layer_norm"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_frozen_layer_runs_our_operators_alone(name):
     """Oracle: the operators of the equations: nothing rolls, pads, convolves or reads a table."""
