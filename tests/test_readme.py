@@ -48,13 +48,12 @@ def elsewhere(tmp_path, monkeypatch, code):
         sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec")  # torch.onnx's warning
 @pytest.mark.parametrize(
     "page, code",
     [
         pytest.param(
-            *example, id=f"{i} {example[0]}", marks=[pytest.mark.fast] if i == 0 else [pytest.mark.full] * (i % 3 > 0)
+            *example, id=f"{i} {example[0]}", marks=[pytest.mark.fast] if i == 0 else [pytest.mark.full] * (i % 9 > 0)
         )
         for i, example in enumerate(EXAMPLES)
     ],
