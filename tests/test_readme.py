@@ -156,3 +156,13 @@ def test_the_version_is_the_same_everywhere():
     """Oracle: the version of the package."""
     for name, text in (("CITATION.cff", "version: {}\n"), ("CHANGELOG.md", "## {}\n")):
         assert text.format(fastvit_triton.__version__) in (ROOT / name).read_text(encoding="utf-8"), name
+
+
+def test_captured_graphs_are_those_that_were_measured():
+    """Oracle: the committed rows of GPUs, by model, whose outputs matched."""
+    files = (ROOT / "benchmarks" / "results").glob("nvidia-*-models.json")
+    rows = [row for file in files for row in json.loads(file.read_text())["rows"] if "CUDA graph" in row["arm"]]
+    page = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+    (sentence,) = re.findall(r"On an H200, graphs of (.+?) gave the outputs", page)
+    assert set(re.findall(r"`(\w+)`", sentence)) == {row["model"] for row in rows if row["match"]}
+    assert not any("packed" in row["arm"] for row in rows), "the page says that no such graph was captured"
