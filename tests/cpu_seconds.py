@@ -124,7 +124,7 @@ class Recorder:
         if self.whole and self.is_default() and self.total() > BUDGET and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self.config.getoption("--record-cpu"):
-            write(self.tests, self.slower())
+            write(self.tests, self.slower(), self.whole and self.is_default())
 
     def is_default(self) -> bool:
         """True in a run of the tests that run without -m."""
@@ -155,9 +155,19 @@ class Recorder:
                 terminalreporter.write_line(f"FAILED: more than {BUDGET} s; mark the longest tests full", red=True)
 
 
-def write(tests: Counter[tuple[str, str, str]], slower: float) -> None:
-    """Brings the table up to date: rows of tests that did not run stay, and small changes are left out."""
+def write(tests: Counter[tuple[str, str, str]], slower: float, default: bool = False) -> None:
+    """Brings the table up to date: rows of tests that did not run stay, and small changes are left out.
+
+    After a whole default run, rows of tests that are no longer in it become those of full tests.
+    """
     table, short = read(), defaultdict(list)
+    if default:
+        ran = {(file, name.partition("[")[0]) for _, file, name in tests}
+        for file, rows in table["default"].items():
+            for name in [name for name in rows if (file, name.partition("[")[0]) not in ran]:
+                table["full"].setdefault(file, {}).setdefault(name, rows.pop(name))
+            for name in [name for name in rows if "[" in name and ("default", file, name) not in tests]:
+                table["full"].setdefault(file, {}).setdefault(name, rows.pop(name))
     for (ring, file, name), seconds in tests.items():
         seconds /= slower
         rows = table[ring].setdefault(file, {})

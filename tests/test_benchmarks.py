@@ -446,7 +446,7 @@ def test_launches_of_candidates_are_collected():
     assert blocks == [tuple(c[n] for n in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")) for c in configs]
 
 
-@pytest.mark.fast
+@pytest.mark.full
 def test_candidates_that_spill_are_not_timed(monkeypatch):
     """Oracle: a stand-in for the compiler, whose kernels of one candidate spill; the interpreter compiles none."""
     target = next(target for target in targets(True) if target.row == "window.fwd")

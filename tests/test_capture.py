@@ -208,6 +208,7 @@ def test_few_graphs_serve_all_calls(name, runs):
     assert captured.captures_of(converted.blocks[0]) == captured.captures_of(converted.blocks[1]) != []
 
 
+@pytest.mark.full
 @by_default("map")
 @pytest.mark.usefixtures("no_graphs")
 def test_kernels(name):

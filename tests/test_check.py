@@ -277,6 +277,7 @@ def test_comparison_by_onednn(monkeypatch):
     )
 
 
+@pytest.mark.full
 def test_comparison_without_a_device():
     """Oracle: launches that compute nothing: they are counted, and ours is wrong while torch.compile has a time."""
     launches = []

@@ -805,6 +805,7 @@ def test_doctor_has_default_batches_and_gpus(capsys: pytest.CaptureFixture):
     assert "here for L40S, sm_89." in text and cost.gpus()["l40s"].source in text
 
 
+@pytest.mark.full
 def test_doctor_uses_the_local_gpu(monkeypatch, capsys: pytest.CaptureFixture):
     """Oracle: a fake driver. Rates are found by name; an architecture without rates uses another GPU's."""
     monkeypatch.setattr(backend, "why_not", lambda *given: None)

@@ -166,6 +166,7 @@ def test_finetune_timm(script, model, fused):
     timm.create_model(model, num_classes=2).load_state_dict(torch.load("tuned.pt"))
 
 
+@pytest.mark.full
 def test_accelerate_vlm(script):
     """Oracle: on a CPU the original code runs, so the outputs are equal; the report and two times are printed."""
     text = script("accelerate_vlm.py", "--side", "60")  # rounded down to whole pairs of patches

@@ -517,6 +517,7 @@ def sizes(drawn: Figure) -> list[float]:
     return [t.get_fontsize() / 72 * 358 / drawn.get_figwidth() for t in texts]
 
 
+@pytest.mark.full
 def test_labels_can_be_read_on_a_phone():
     """Oracle: letters of 10 pixels at least, about a browser's smallest heading (0.67 em)."""
     model = create_model("vit_tiny_patch16_224", **TINY).eval()
@@ -617,7 +618,7 @@ def test_what_a_model_lacks_is_named(tmp_path: Path, checkpoint: Path, capsys: p
     assert "left out" not in capsys.readouterr().out
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "pvt_tiny", "tnt_s_patch16_224"])
 def test_what_is_shown_instead_of_rollout_is_named(name: str, tmp_path: Path, checkpoint: Path, capsys):
     """Oracle: the files and the sentence."""

@@ -161,6 +161,7 @@ def test_colours_of_the_data_are_found(photos):
     assert float(errors[0]) < float(errors[1])
 
 
+@pytest.mark.full
 def test_a_model_of_restoration_is_trained_evaluated_and_used(photos, capsys):
     """Oracle: the files and sizes; the table has a row of each task, and its input's PSNR is that of the noise."""
     out = photos / "run"

@@ -390,6 +390,7 @@ def test_replays_equal_the_call(kind, dtype, precision, monkeypatch):
                 parameter.mul_(1.125)
 
 
+@pytest.mark.full
 def test_captured_blocks_are_replayed(monkeypatch):
     """Oracle: the same calls without replays, bit by bit, each with other tokens and weights, also where none pays."""
     torch.manual_seed(0)

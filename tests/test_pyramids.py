@@ -451,7 +451,7 @@ INTERPRETED = [(name, torch.float32, "fused") for name in NAMES]
 INTERPRETED += [pytest.param(n, d, w, marks=pytest.mark.full) for n in CASES for d, w in HALF]
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize("name, dtype, way", INTERPRETED, ids=str)
 def test_kernels_give_the_same(name, dtype, way, always_folded):
     """Oracle: float64; the kernels' error in logits and every gradient is at most twice PyTorch's own."""

@@ -36,7 +36,7 @@ def test_reasons():
 REPLAYED = [f"vit_pytorch_{name}" for name in ("short", "cait", "deepvit", "cvt", "pit", "navit", "twins")]
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", [n if n in REPLAYED[:3] else pytest.param(n, marks=pytest.mark.full) for n in REPLAYED]
 )

@@ -272,7 +272,7 @@ OPERATORS = {
 FORBIDDEN = "roll", "_softmax", "bmm", "constant_pad_nd", "convolution", "index.Tensor", "upsample", "native_layer_norm"
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_frozen_layer_runs_our_operators_alone(name):
     """Oracle: the operators of the equations: nothing rolls, pads, convolves or reads a table."""
