@@ -119,7 +119,7 @@ EACH = [pytest.param(n, marks=pytest.mark.full if n in HEAVY else ()) for n in C
 EACH = marked(EACH, pytest.mark.fast, lambda name: name == "timm_vit")
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", sampled(EACH, 6))
 def test_models_equal_the_original(name, gpu):
     """Oracle: the unmodified model, every gradient; truth in float64. All of its attention must be rewritten."""
@@ -596,7 +596,7 @@ CASES = {
 }
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(7)
 @pytest.mark.parametrize("case", CASES)
 def test_only_equivalent_calls_are_rewritten(case, gpu):
     """Oracle: the function itself (value, dtype and gradient), and the set of ops that it may be rewritten to."""

@@ -103,7 +103,7 @@ def runs(monkeypatch):
     return counts
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @by_default(*MODELS)
 def test_blocks_are_captured_whole(name):
     """Oracle: by hand, the functions that each block calls; nothing that the patterns look for is left."""
@@ -308,6 +308,7 @@ def test_weights_may_change_in_any_way():
         assert_close(converted(*single), original(*single))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("no_graphs")
 def test_globals_that_a_forward_reads(monkeypatch):
     """The number of heads of this model is a global of its file; it changes after the capture."""
@@ -539,6 +540,7 @@ REASONS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("what", REASONS)
 def test_what_cannot_be_captured_runs_as_written(what):
     """And the report says why; what the block holds is captured instead."""
@@ -566,6 +568,7 @@ def test_bad_arguments():
     assert [row.why for row in report.rows if row.path == "blocks.1"] == ["excluded by filter_fn"]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("no_graphs")
 def test_verify_runs_graphs(runs):
     """Oracle: `verify` undoes a conversion that is wrong; here, of a graph that was changed."""

@@ -131,6 +131,7 @@ def results(model, call, x):
     return y.detach(), [t.grad for t in (x, *model.parameters())]
 
 
+@pytest.mark.few(26)
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_converted_causal_attention_equals_the_original(name, train, causal_calls, references):

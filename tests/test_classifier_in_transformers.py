@@ -76,6 +76,7 @@ def test_pipeline_prepares_images_as_the_model_needs(tmp_path):
     assert all(abs(scores[name] - score) <= roundings for name, score in exact.items())
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}])
 def test_the_trainer_trains_it(options, tmp_path):

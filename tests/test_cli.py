@@ -742,7 +742,7 @@ def values(text: str, label: str) -> tuple[float, ...]:
     return () if row is None else tuple(map(float, re.sub(r"\(.*?\)|-", "", row[1]).split()))
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "gpu, architecture, batch, training",
     [("rtx4090", "sm_89", 256, False), ("h200", "sm_90", 1, False), ("h200", "sm_90", 256, True)],

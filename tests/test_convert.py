@@ -295,7 +295,7 @@ MORE |= {"torch_encoder_layer": (1, 0, 0)}
 WAYS = ("frozen", "fold", "norms")
 
 
-@pytest.mark.few(24)
+@pytest.mark.few(14)
 @pytest.mark.parametrize("name, way", sampled(itertools.product(BLOCKS, WAYS), 2))
 def test_a_block_makes_six_to_eight_launches(name, way, monkeypatch):
     """Oracle: the plan: row statistics, LN → qkv, attention, proj + residual, LN → fc1 → act, fc2 + residual.
@@ -889,6 +889,7 @@ def test_attention_interface_of_transformers():
     assert run.ours.count("attention_fwd") == 1 and same(got, want)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
 def test_data_parallel_wrappers(wrap, references):
     """Oracle: gradients of the unwrapped model; the wrappers do their work even with one process."""
@@ -944,6 +945,7 @@ def test_models_that_fsdp2_sharded_are_converted_alike():
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.full
 def test_layers_whose_weights_stay_sharded_in_the_forward_are_called():
     """Oracle: by hand; FSDP2 gathers neither parameters that tensor parallelism splits nor those in ignored_params."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -977,6 +979,7 @@ for name in ('timm', 'transformers', 'torchvision', 'vit_pytorch', *(['torch._dy
 """
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["convnext_atto", "mixer_s32_224", "pvt_v2_b0", "mobilevit_xxs", "crossvit_9_240"])
 def test_an_unknown_model_is_partly_fused(name, references):
     """Oracle: the untouched model; its LayerNorms, MLPs and known attention are fused, and the rest is reported."""

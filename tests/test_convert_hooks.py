@@ -70,7 +70,7 @@ def watched_run(model, given, register):
 REGISTER = forward_pre, forward, backward_pre, backward
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(6)
 @pytest.mark.fast
 @pytest.mark.filterwarnings("ignore:.*backward hook:UserWarning")  # for images without a gradient, and dictionaries
 @pytest.mark.parametrize("name, register", sampled(itertools.product(FAMILIES, REGISTER), 3))
@@ -201,7 +201,7 @@ PATCHED = {
 }
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.fast
 @pytest.mark.parametrize("name, when", sampled(itertools.product(PATCHED, ("before", "after")), 3))
 def test_patched_forwards_are_called(name, when, references, monkeypatch):
@@ -245,6 +245,7 @@ def test_a_method_of_another_class_is_a_patch(references, monkeypatch):
     assert why == "Mlp.forward is not the one in the file of timm.layers.mlp" and not report.left
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("cls", [layers.Attention, layers.Mlp, layers.LayerScale, nn.Linear, nn.LayerNorm, nn.GELU])
 def test_patched_forwards_are_called_in_our_models(cls, monkeypatch):
     """Oracle: the PyTorch path under the same patch."""
@@ -356,6 +357,7 @@ def trace(model, given):
         return torch.jit.trace(model, given, check_trace=False, strict=False)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["timm_vit", "timm_swin", "hf_vit", "torchvision_vit", "vit_pytorch_vit", "ours"])
 def test_jit_traces_the_original(name):
     """Oracle: node kinds in the original's trace; none of our operators is in it, even where the kernels would run."""
@@ -371,6 +373,7 @@ def test_jit_traces_the_original(name):
     assert same(y, z)
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("name", ["timm_vit", "timm_swin", "torchvision_vit"])
 def test_jit_scripts_after_revert(name):
@@ -420,7 +423,7 @@ def test_jit_capture_ignores_other_threads():
 CALLED = [n for n in COMMON if n not in ("torch_multihead", "torch_encoder_layer", "torch_encoder_layer_first")]
 
 
-@pytest.mark.few(15)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", sampled(CALLED, 2))
 def test_the_report_matches_what_runs(name, monkeypatch):
     """Oracle: the called modules, and those that ran their own forward, in one inference call that folds norms.

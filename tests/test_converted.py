@@ -72,7 +72,7 @@ def fallbacks(monkeypatch):
     return found
 
 
-@pytest.mark.few(84)
+@pytest.mark.few(37)
 @pytest.mark.parametrize("name, mode", marked(TRAINING, pytest.mark.fast, lambda name, _: name in COMMON) + EVALUATION)
 def test_outputs_and_gradients(name, mode, fallbacks):
     """They and statistics equal the original's, to float32 where the original rounds to it; a pickled model's are the
@@ -113,7 +113,7 @@ def single(t):
     return t.float() if t.is_floating_point() else t
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name, kind", full(KERNELS, OFTEN))
 def test_kernels(name, kind):
     """Oracle: the original in float64, from which the kernels in the interpreter and PyTorch in float32 differ."""
@@ -169,7 +169,7 @@ CHANGED = [case for case in CHANGED if case[0] in DENSE or case[1] is not eager]
 EVERY = [case for case in CHANGED if case[0] in (*VIT_PYTORCH, *SHORT)] + [("hf_cvt", dropping)]
 
 
-@pytest.mark.few(27)
+@pytest.mark.few(16)
 @pytest.mark.parametrize("name, change", full([*CHANGED, ("hf_cvt", dropping)], EVERY))
 def test_changed(name, change):
     """A changed model equals the original, with the same random numbers; hooked layers are called with its inputs."""
@@ -191,6 +191,7 @@ def test_changed(name, change):
     assert max(distances(got, want)) <= most
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", STATISTICS)
 def test_statistics(name):
     """After `freeze` BatchNorms are folded, anew after a training forward, whose writes PyTorch does not count."""

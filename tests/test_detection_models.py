@@ -116,6 +116,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("batch", ["same", "odd", "padded"])
 @pytest.mark.parametrize("kind", NAMES)
 def test_outputs_and_gradients_equal_transformers(kind, batch):
@@ -232,6 +233,7 @@ def test_first_values_are_the_authors():
     torch.testing.assert_close(outputs["boxes"][0, :, 2:], torch.full((QUERIES, 2), 1 / (1 + math.exp(2))))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options, build", [({}, resnet50), (dict(dilation=True), resnet50), (dict(b=0), resnet18)])
 def test_frozen_resnet_equals_torchvision(options, build):
     """Oracle: torchvision's ResNet with frozen norms: keys, and the map of every stage."""

@@ -112,6 +112,7 @@ def test_folders_become_padded_batches(boxes_folder: Path):
     assert data.train.digest() != before
 
 
+@pytest.mark.full
 def test_a_folder_is_trained_and_evaluated(boxes_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: a row of the table for each class, with its number of objects that are no crowd; the recipe's rates."""
     words = ("--data", str(boxes_folder), "--img-size", "32", "--batch-size", "2", "--epochs", "1")
@@ -284,7 +285,7 @@ def test_no_option_is_left_out_of_the_test():
     assert {*RECIPE_OPTIONS, "mean", "std"} <= OPTIONS.keys()
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(11)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_changes_a_detector_or_is_refused(option, detector_run, tmp_path, capsys):
     """Oracle: other weights, or one sentence that names the option."""

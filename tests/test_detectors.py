@@ -118,6 +118,7 @@ def test_sampling_equals_the_originals(name, monkeypatch):
     assert all(torch.equal(a, want[key]) for key, a in outcome(model, given(name, torch.float64)).items())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["rt_detr", "mask2former", "oneformer"])
 def test_kernels_are_as_exact_as_the_originals(name, monkeypatch):
     """Oracle: the original in float64; budget by its own error in float32."""
@@ -346,6 +347,7 @@ def learning(model, x):
     return {"output": y.detach(), **{n: g for n, g in zip(named, grads, strict=True) if g is not None}}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["resnet", "rt_detr", "timm", "timm_deep", "torchvision", "ours"])
 def test_what_follows_a_convolution_is_one_launch(name, monkeypatch):
     """Oracle: the original in float64, output and gradients; a launch for each convolution but those of shortcuts."""
@@ -479,7 +481,7 @@ RESULTS = {"Mask2Former": ("class_queries_logits", "masks_queries_logits")}
 LAYER = re.compile("((En|De)coder|Dinov2)Layer$")
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", marked([*WHOLE, *OTHER], pytest.mark.full, lambda name: name in ("RTDetr", "ConditionalDetr"))
 )
@@ -523,7 +525,7 @@ def test_layers_of_detectors_are_read(name, mode):
 PARTS = dict.fromkeys(("Detr", "DeformableDetr", "TableTransformer"), "encoder_attn") | {"Mask2Former": "self_attn"}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("change", ["hook", "forward", "inner"])
 def test_changed_parts_of_a_layer_are_called(name, change):
@@ -590,6 +592,7 @@ def test_windows_are_seen_where_they_matter(change):
     assert seen in ([], [(8, 5, 64)] * 2)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("out_indices", [(2, 4), (0, 1)])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_stems_of_timms_features_are_one_launch(out_indices, frozen):

@@ -75,6 +75,7 @@ def stand_in(tmp_path):
     return folder
 
 
+@pytest.mark.full
 def test_notebook_on_a_gpu_writes_a_valid_file(notebook, stand_in):
     """Oracle: what `python -m benchmarks.community join` makes of the same files, and its check; the printed line."""
     run, here = notebook

@@ -117,7 +117,7 @@ def own(**options):
     return copy.deepcopy(model).double(), model, torch.randn(2, 3, 16, 16)
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("path", [pytest.param("reference", marks=pytest.mark.fast), "interpreter"])
 @pytest.mark.parametrize("options", OWN.values(), ids=OWN)
 def test_maps_of_our_models_equal_the_softmax(options, path):
@@ -155,7 +155,7 @@ def test_captured_blocks_stay_fused():
 MAPS = sampled(itertools.product(FOREIGN, ("interpreter", "reference")), 3)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name, path", marked(MAPS, pytest.mark.fast, lambda name, path: path == "reference"))
 def test_maps_of_other_models_equal_their_softmax(name, path, request):
     """Oracle: the package's own probabilities, unfused, in float64."""
@@ -577,6 +577,7 @@ def test_filters_are_framed():
     assert (dark.sum(0) > 0.5 * dark.any(1).sum()).sum() >= 6  # left and right sides of three frames
 
 
+@pytest.mark.full
 def test_report_of_an_optimised_model_without_class_token(tmp_path: Path, references):
     """Oracle: the figures that such a model has; rotary positions are shown as bands."""
     for name, expected in (("timm_siglip", "positions"), ("timm_dinov3", "bands"), ("hf_vit", "positions")):

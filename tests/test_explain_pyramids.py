@@ -90,6 +90,7 @@ def test_maps_equal_the_packages_softmax(name, path, request):
         torch.testing.assert_close(layer.rows(-1), got[:, :, -1:])
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize("optimised", [False, True], ids=["plain", "optimised"])
 @pytest.mark.parametrize("name", MODELS)
 def test_map_gradients_equal_autograd(name, optimised, references):
@@ -213,6 +214,7 @@ PYRAMIDS = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", GRIDS)
 def test_contributions_are_derivatives_by_the_size_of_a_token(name):
     """Oracle: central differences in float64 of the logit, of a forward pass whose block scales one patch.
@@ -330,6 +332,7 @@ def test_unknown_attention_is_named():
             rest(x)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "twins_svt_small"])
 def test_dropped_attention_is_not_recorded(name):
     """Oracle: the reason, as for a plain ViT; in evaluation mode nothing is dropped."""

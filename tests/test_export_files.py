@@ -222,6 +222,7 @@ class Bessel(nn.Module):
         return torch.special.bessel_j0(images.flatten(1))
 
 
+@pytest.mark.few(7)
 @pytest.mark.fast
 @pytest.mark.parametrize(
     "make, path, to, options, message",

@@ -117,7 +117,7 @@ def test_models(switch, rewritten, phase):
     assert switch == "auto" or all(any(name in one for one in found) for name in names)
 
 
-@pytest.mark.few(15)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("switch", ["triton", pytest.param("auto", marks=pytest.mark.full)])
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)

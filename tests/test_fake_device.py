@@ -92,7 +92,7 @@ def findings(model: nn.Module, given: object, dtype: str, way: str, training: bo
     return found.findings
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name, dtype", selected(fastvit_triton.list_models(), OURS))
 def test_our_models(name, dtype):
     """Oracle: no finding, forward and backward, in the default way for two images and with all mixed or fused."""
@@ -102,6 +102,7 @@ def test_our_models(name, dtype):
             assert findings(model, images, dtype, way, training) == [], (way, training)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name, dtype", selected(list(COMMON), FOREIGN))
 def test_foreign_models(name, dtype):
     """Oracle: as for our models, on models converted by `optimize`."""

@@ -77,6 +77,7 @@ def twins(request) -> tuple[nn.Module, nn.Module, torch.Tensor]:
     return ours, theirs, torch.randn(2, 3, *ours.config.img_size).double()
 
 
+@pytest.mark.few(21)
 @torch.no_grad()
 def test_intermediates_equal_timms(twins):
     """Oracle: timm's methods, for all options."""
@@ -135,7 +136,7 @@ def test_backbones_equal_timms(twins):
         assert_equal(ours(images), theirs(images))
 
 
-@pytest.mark.few(36)
+@pytest.mark.few(15)
 @pytest.mark.parametrize("name", TIMM_NAMES)
 @torch.no_grad()
 def test_every_backbone_has_timms_form(name):

@@ -182,7 +182,7 @@ def test_changed_weights_change_the_next_call(name, change, way):
     assert torch.equal(after, fresh) and not torch.equal(after, before)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name, change", sampled(CHANGED, 2))
 def test_frozen_models_detect_counted_writes(name, change, monkeypatch):
     """Oracle: a fresh copy, which folds in its call; after writes that PyTorch does not count, `freeze` is repeated."""
@@ -191,7 +191,7 @@ def test_frozen_models_detect_counted_writes(name, change, monkeypatch):
     assert torch.equal(after, fresh) and not torch.equal(after, before)
 
 
-@pytest.mark.fast
+@pytest.mark.full
 def test_frozen_models_fold_once():
     """Oracle: the number of fold launches: one per block for both norms, then none, for any batch."""
     net = model(depth=2)

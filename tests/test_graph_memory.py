@@ -147,6 +147,7 @@ def lasting(graph):
     return [*graph.model.parameters(), *graph.model.buffers(), *folds, *inputs]
 
 
+@pytest.mark.few(3)
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # of Gemma 4 in bfloat16
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.full) for n in FAMILIES])
 def test_graphs_read_what_outlives_them(reads, name):

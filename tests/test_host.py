@@ -54,6 +54,7 @@ def test_calls_are_the_same_at_every_run(phase):
         assert first == calls(make, phase, "fused", batch) > 50
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("make, phase, way, batch, most", CASES)
 def test_a_block_makes_few_calls(make, phase, way, batch, most):
     """Oracle: the limits above."""

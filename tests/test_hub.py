@@ -829,6 +829,7 @@ def test_push_and_pull(hub: HubServer, tmp_path: Path):
         assert hasattr(model, name) and callable(theirs)
 
 
+@pytest.mark.full
 def test_the_environment_of_the_client(hub: HubServer, tmp_path: Path):
     """Oracle: a fresh process with HF_ENDPOINT and HF_HOME loads the model and imports no timm."""
     timm_folder(tmp_path / "a")

@@ -63,7 +63,7 @@ def typed(dtype, turn):
 TYPED = [*typed(torch.float32, 0), *typed(torch.float16, 1), *typed(torch.bfloat16, 2)]
 
 
-@pytest.mark.few(50)
+@pytest.mark.few(31)
 @pytest.mark.parametrize("dtype, op, case", TYPED)
 def test_kernel_equals_float64(dtype, op, case):
     """Oracle: the reference in float64, within its `Budget`; new memory is filled with NaN."""
@@ -137,7 +137,7 @@ def alone(op, arguments, keep):
     return results(op.run, {n: freeze(v, n, itertools.count()) for n, v in arguments.items()})
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(3)
 @pytest.mark.fast
 @pytest.mark.parametrize("op", KERNELS, ids=lambda op: op.name)
 def test_frozen_parameters_change_no_other_gradient(op):

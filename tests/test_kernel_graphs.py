@@ -78,7 +78,7 @@ LONG = {"fastvit_triton::attention_bwd", "fastvit_triton::window_attention_bwd"}
 DEFINED = [pytest.param(n, marks=pytest.mark.full if n in LONG else ()) for n in sorted(op.LIBRARY._op_defs)]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", sampled(DEFINED, 2))
 def test_opcheck(name):
     """Oracle: torch.library.opcheck: schema, fake tensors, autograd registration, AOT dispatch with dynamic shapes."""
@@ -163,7 +163,7 @@ def test_qk_norms_without_weights_are_applied(whose):
     assert worst([got], [want]) <= TOLERANCE
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 @pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.fast), True])
 def test_kernels_are_nodes_of_one_graph(dynamic):
@@ -463,6 +463,7 @@ def test_selective_checkpointing_keeps_attention():
     assert [count for _, count in runs] == [1, 2, 1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # PyTorch's own, in torch 2.11
 @pytest.mark.parametrize("pool", ["token", "map"])
 def test_export_holds_pytorch_only(tmp_path, pool):

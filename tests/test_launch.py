@@ -132,6 +132,7 @@ def numbers(launches):
         yield one.name, one.grid, {n: v for n, v in one.values.items() if isinstance(v, held)} | tuples, one.options
 
 
+@pytest.mark.full
 def test_cached_launches_equal_uncached_launches():
     """Oracle: the same calls without attention's cache of launches, which is keyed by the layout of its tensors."""
 
@@ -324,6 +325,7 @@ def test_tokens_after_a_class_token_are_not_copied():
     assert given["x_strides"] == given["residual_strides"] == x.stride()[:3]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("phase, most", [("inference", 12), ("training", 24)])
 def test_few_kernels_over_all_batch_sizes(phase, most):
     """Oracle: the keys by which Triton's binder chooses binaries, for ViT-B at batch sizes 1 to 32."""

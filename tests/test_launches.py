@@ -209,7 +209,7 @@ def test_forced_ways_are_used(way):
     assert any(event.name == "linear._fwd_kernel" for event in found.events) == (way == "fused")
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "phase, batch, arch", sampled(itertools.product(PHASES, (8, 256), ("sm_80", "sm_89", "sm_90")), 4)
 )

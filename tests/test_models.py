@@ -138,7 +138,7 @@ def in_turn(names: Iterable[str], step: int) -> list:
     return fast + sampled((name for name in names if not plain(name)), step)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", in_turn(TIMM_NAMES, 3))
 def test_state_dict_equals_timms(name, no_truncated_normals):
     """Oracle: keys and shapes of timm's model of the same name, built on the meta device."""
@@ -217,7 +217,7 @@ def test_catalogue_holds_timms_plain_sizes():
     assert set(n for n in wanted if n.startswith(sizes)) - set(list_models()) == set()
 
 
-@pytest.mark.few(44)
+@pytest.mark.few(18)
 @pytest.mark.fast
 @pytest.mark.parametrize("name, count", [(n, c) for f in FAMILIES for n, c in f.PARAMS.items()])
 def test_parameter_count(name, count):
@@ -229,7 +229,7 @@ def test_parameter_count(name, count):
     assert sum(p.numel() for p in model.parameters()) == count
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", in_turn(AGAINST_TIMM, 2))
 def test_logits_and_gradients_equal_timms(name, no_truncated_normals):
     """Oracle: timm's model with the same random weights."""
@@ -312,7 +312,7 @@ DROPS = [
 ]
 
 
-@pytest.mark.few(42)
+@pytest.mark.few(32)
 @pytest.mark.fast
 @pytest.mark.parametrize("family, rate", DROPS)
 def test_every_drop_acts_in_training_only(family, rate):
@@ -419,7 +419,7 @@ COMPILED = [("vit", {}, False), ("vit", {}, True), ("vit", RICH, False), ("vit",
 COMPILED += [pytest.param(family, {}, True, marks=pytest.mark.full) for family in CASES]
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("family, options, dynamic", COMPILED, ids=str)
 def test_compiles_as_one_graph(family, options, dynamic):
     """Oracle: the eager model, outputs and gradients; fullgraph=True raises on any graph break.
@@ -557,6 +557,7 @@ def test_a_replaced_linear_is_called():
         setattr(owner, name, base)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("family", SMALLEST)
 def test_copies_pickles_and_meta(family):
     """Oracle: the original's logits from a deep copy, after torch.save of the state, and after to_empty and load."""

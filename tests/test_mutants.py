@@ -25,7 +25,7 @@ def silent(name: str, one_in: int) -> list[str]:
     return [f"{when} {' '.join(change)}: {verdict.what}" for change, when, verdict in found if not verdict.same]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", sampled(SAMPLE, 2, one_in=1))
 def test_a_sample_of_changes_is_never_ignored(name):
     """One in 39 mutants of a model of each kind; by default, of every second one."""
@@ -81,7 +81,7 @@ ONCE_IGNORED = [
 ]
 
 
-@pytest.mark.few(15)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "name, change, when",
     [  # by default, before and after in turn
@@ -101,7 +101,7 @@ def test_changes_that_were_once_ignored(name, change, when):
     assert verdict is not None and verdict.same, verdict
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("way", ["fused", "mixed"])
 @pytest.mark.parametrize("name, change", [ONCE_IGNORED[i] for i in (0, 6, -2, -1)], ids=lambda value: str(value[0]))
 def test_kernels_follow_a_change(name, change, way):

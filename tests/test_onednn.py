@@ -84,6 +84,7 @@ def vit():
     return model, torch.randn(2, 3, 32, 32)
 
 
+@pytest.mark.few(21)
 @pytest.mark.fast
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op, case", CASES)
@@ -100,6 +101,7 @@ def test_products_equal_float64(op, case, dtype, calls):
     assert max(budget.ratios(without).values()) <= 1
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.full) for n in COMMON])
 def test_models_equal_the_original(name, calls):
     """Oracle: the original in float64, and PyTorch's own error in float32; training, inference and frozen."""

@@ -101,6 +101,7 @@ def test_models_equal_the_original(name):
     assert not any("aten.addmm" in node for node in eager.nodes)
 
 
+@pytest.mark.full
 def test_converted_modules_are_traced_plain():
     """Oracle: the model in PyTorch; the switch is on while Dynamo traces, and the graph pass alone makes products."""
     model = build("timm_vit", torch.float32).eval()
@@ -172,6 +173,7 @@ def three_layers(x):
     return torch.cat((F.linear(F.linear(x, W24), W), F.linear(x, weight=W, bias=W[:, 0])), -1)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", ROWS)
 def test_the_plan_decides(name):
     """Oracle: the number of products, results of PyTorch, and a reason for each layer that stays."""
@@ -253,7 +255,7 @@ INNER = {
 }
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", INNER)
 def test_products_inside_other_operators_are_replaced(name):
     """Oracle: PyTorch's operator, output and gradient; the number of products, or a reason why it stays."""

@@ -171,6 +171,7 @@ def test_a_run_keeps_its_transform(folder: Path, tmp_path: Path, capsys: pytest.
     assert all(torch.equal(tensor, states[0]["model"][name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.full
 def test_unusable_transforms_are_refused_in_one_sentence(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: the sentences, before training."""
     train = ["train", "--data", folder, "--out", tmp_path / "out", "--img-size", "8", "--workers", "0"]

@@ -330,6 +330,7 @@ def test_kernels_give_the_same(name, options):
         assert distance(ours.grad.double(), theirs.grad) <= ROUNDINGS * eps, name
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name, options", [("igpt_small", SMALL | dict(depth=1)), ("image_transformer_cifar10", LOCAL | dict(depth=1))]
 )

@@ -487,6 +487,7 @@ def test_a_trace_reads_autocast(inside):
     assert seen[0].branches == want.branches
 
 
+@pytest.mark.full
 def test_a_dynamic_batch_is_one_graph():
     """Oracle: torch.compiler.set_stance; tracing specialises on no number of images or tokens."""
     net = create_model("vit_tiny_patch16_224", img_size=32, embed_dim=64, num_heads=2, depth=1, num_classes=3).eval()

@@ -76,6 +76,7 @@ def test_class_weights():
         class_weights({"bear": 2}, tuple(COUNTS), targets.tolist())
 
 
+@pytest.mark.full
 def test_a_run_keeps_its_class_weights(tmp_path: Path, capsys):
     """Oracle: the file's weights in the state, after the file was removed; a run with the weights that balance is the
     balanced run, bit by bit, and a resumed run is the whole one."""

@@ -117,7 +117,7 @@ LAID = [
 ]
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(7)
 @pytest.mark.parametrize("op, case, layout", sampled(LAID, 5))  # of the six layouts, one or two for each case
 def test_memory_layout_changes_nothing(op, case, layout):
     """Oracle: the same values stored contiguously, bit for bit, outputs and gradients.
@@ -141,7 +141,7 @@ def longer(case):
     return case | {axis: 2**31 // case.get("P", 1) * case.get("P", 1)}
 
 
-@pytest.mark.few(22)
+@pytest.mark.few(13)
 @pytest.mark.parametrize(
     "op, case",
     [c for c in CASES if "varlen" not in c.id],  # whose reference masks all pairs of tokens
@@ -230,7 +230,7 @@ def test_alignment_is_compiled_in():
     assert said[0] and not said[1]
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("op, case", CASES)
 def test_kernels_repeat_bit_by_bit(op, case):
     """Oracle: the first run; no sum depends on an order, and no result on uninitialised memory."""

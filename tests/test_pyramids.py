@@ -91,7 +91,7 @@ def assert_same(case, ours: nn.Module, theirs: nn.Module, images: Tensor, seed: 
         assert distance(gradient, wanted[name], size) <= ROUNDINGS * max(EPS64, amplified), name
 
 
-@pytest.mark.few(24)
+@pytest.mark.few(14)
 @pytest.mark.parametrize("name, size", SIZES, ids=str)
 def test_logits_and_gradients_equal_the_oracles(name, size):
     """Oracle: the family's, in evaluation mode and in training mode without stochastic depth."""
@@ -104,6 +104,7 @@ def test_logits_and_gradients_equal_the_oracles(name, size):
     assert all(distance(t.double(), statistics[name].double()) <= ROUNDINGS * EPS64 for name, t in buffers.items())
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.draws])
 def test_stochastic_depth_equals_timms(name):
     """Oracle: the family's in training mode, with the same seed."""
@@ -130,6 +131,7 @@ def test_dropout_on_attention_equals_the_oracles(name):
     assert_same(case, ours.eval(), theirs.eval(), images)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", ["swin", "twins_svt", "pvt", "tnt", "crossvit", "cvt", "ceit", "t2t_transformer"])
 def test_fused_blocks_drop_the_same(name):
     """Oracle: the plain way with the same seed; projections and MLPs run our kernels."""
@@ -237,7 +239,7 @@ def test_optimize_leaves_our_models_alone(name):
 EXPORTED = "swin", "levit"
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in EXPORTED else pytest.mark.full) for n in CASES])
 def test_exported_programs_equal_the_model(name):
     """Oracle: the model, for another batch size than that of the export."""
@@ -465,7 +467,7 @@ SHOWN = "tnt", "cait", "cct", "refiner", "cvt"
 REPLAYED = [n if n in SHOWN else pytest.param(n, marks=pytest.mark.full) for n in CASES if n not in NO_BLOCKS]
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", sampled(REPLAYED, 3))
 def test_blocks_are_replayed(name, always_folded, monkeypatch):
     """Oracle: the same calls without replays, bit by bit, of other images and weights each time."""
@@ -699,6 +701,7 @@ LIKE_TIMM = ["swin", "twins_svt", "twins_pcpvt", "cait", "pit", "pit_distilled",
 LIKE_TIMM += ["crossvit", "crossvit_dagger"]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", LIKE_TIMM)
 @torch.no_grad()
 def test_features_equal_timms(name):

@@ -48,6 +48,7 @@ def elsewhere(tmp_path, monkeypatch, code):
         sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec")  # torch.onnx's warning
 @pytest.mark.parametrize(
     "page, code",
@@ -99,6 +100,7 @@ def test_the_readme_is_one_screen():
         assert lines[lines.index(heading) + 2] == "```bash"
 
 
+@pytest.mark.full
 def test_the_first_picture_is_described_by_its_numbers():
     """Oracle: measured times, the fastest variant of ours against eager PyTorch."""
     results = plot.load(ROOT / "benchmarks" / "results")

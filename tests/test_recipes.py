@@ -310,6 +310,7 @@ def test_distillation_equals_its_loss(kind: str):
     )
 
 
+@pytest.mark.full
 def test_log_and_headers_are_complete(folder: Path, tmp_path: Path):
     """Oracle: the best file is that of the log's row with the highest accuracy."""
     out = tmp_path / "run"

@@ -224,7 +224,7 @@ CHANGES = {  # changes made after a call was recorded: functions of the first bl
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("make, training", [("ours", False), pytest.param("timm", True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("change", marked(CHANGES, pytest.mark.fast, lambda c: c in ("scale", "transposed")))
 def test_later_changes_take_effect(interpreted, make, change, training):
@@ -245,7 +245,7 @@ def test_later_changes_take_effect(interpreted, make, change, training):
             assert same(again(block, x, training), wanted)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(7)
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("make", MODELS)
 def test_plain_blocks_are_replayed_on_a_cpu(make, forced):

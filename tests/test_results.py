@@ -212,7 +212,7 @@ def test_tables_are_replaced_atomically(suffix: str, tmp_path: Path):
     assert out.read_bytes() == before and list(tmp_path.iterdir()) == [out]
 
 
-@pytest.mark.fast
+@pytest.mark.full
 def test_files_that_cannot_be_written_are_refused_at_once(tmp_path: Path, monkeypatch, capsys):
     """Oracle: one sentence before the checkpoint is read; it names the suffixes, the package or the folder."""
     monkeypatch.setattr(predict, "load_trained", partial(pytest.fail, "the checkpoint was read"))

@@ -79,7 +79,7 @@ def insert(graph, node, target, op):
     return written
 
 
-@pytest.mark.few(73)
+@pytest.mark.few(32)
 @pytest.mark.parametrize("op", IN_PLACE, ids=str)
 def test_writes_are_seen(op):
     """Oracle: eager PyTorch, which changes the tensor; its memory is named, not assumed."""
@@ -93,7 +93,7 @@ def test_writes_are_seen(op):
     assert regions.written(view, fake) == regions.written(add, fake) == set()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in (1, 2))])
 @names
 def test_writes_between_the_calls_of_a_match(pattern, part):
@@ -130,7 +130,7 @@ def cast(tensor, dtype):
     return tensor > 0 if dtype == torch.bool else (2 * tensor).to(dtype) if dtype == torch.int64 else tensor.to(dtype)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pattern, autocast", sampled(itertools.product(PATTERNS, (False, True)), 3))
 def test_every_dtype_of_every_argument(pattern, autocast):
     """Oracle: the function itself; where it raises, so may the graph. Also with all arguments in one dtype."""

@@ -122,6 +122,7 @@ def test_counted_flops_equal_those_of_the_tiles(arch):
         assert flops == pytest.approx(todo.padded) or not binary.loop.flops, launch.config
 
 
+@pytest.mark.full
 def test_spills_are_reported():
     """Oracle: a kernel limited to 64 registers spills, and the report states it."""
     launch = next(launch for launch in launches("sm_80") if launch.name == "attention._fwd_kernel")
@@ -173,6 +174,7 @@ def test_committed_report_is_complete_and_clean(folder):
     assert covered >= {op.name for op in OPS} - {"fold"}  # launched by `linear`
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("arch, quick", RECORDED)
 def test_committed_reports_contain_the_current_launches(arch, quick):
     """Oracle: the keys of launches recorded now: of ViT-B, and with `-m full` all of them."""
@@ -189,6 +191,7 @@ def test_committed_reports_contain_the_current_launches(arch, quick):
         assert quick or have == keys.keys(), f"{folder} has launches that no longer occur; run `{command}`"
 
 
+@pytest.mark.full
 def test_unchanged_rows_are_not_compiled(monkeypatch):
     """Oracle: the committed rows; with every key known nothing is compiled, and derived figures are recomputed."""
     monkeypatch.setattr(static, "compiled", None)

@@ -189,6 +189,7 @@ SAMPLE = {  # tower → the faults that it can have; the other towers run in the
 NAMES = [name for name in MODELS if name.startswith("hf_") and not MODELS[name].batched]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.full) for n in NAMES])
 def test_wrong_parts_are_seen(name):
     """Oracle: the original, without faults within the tolerance of the tower's own test, with each beyond it."""

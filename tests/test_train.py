@@ -261,7 +261,7 @@ def test_a_run_writes_all_files_and_a_finished_run_can_plot_again(tmp_path: Path
     assert (tmp_path / outputs.CURVES).exists()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fails_at", range(1, 8))
 def test_full_disk_leaves_the_epoch_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int):
     """Oracle: the disk is full at each file in turn; all files still load, and the run resumes.
@@ -369,6 +369,7 @@ def test_a_finished_run_may_have_more_epochs():
             assert resolve_settings({"epochs": 250}, state)["epochs"] == 250
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("wrong", [0, 1, 16])
 def test_plots_are_drawn_without_global_state(tmp_path: Path, wrong: int):
     """Oracle: PNG files of a reasonable size; red pixels only if a prediction is wrong; pyplot is not used."""

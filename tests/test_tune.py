@@ -84,6 +84,7 @@ def quick_is_fast(variant):
     return 5.0 if variant.startswith("{") and json.loads(variant) == QUICK else 10.0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("train", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_fastest_is_saved_and_used(invented, monkeypatch, train):
     """Oracle: the invented times; another process, which reads the file, chooses the fastest."""
@@ -423,6 +424,7 @@ def test_ways_on_a_cpu_are_compared_by_round(on_a_cpu, monkeypatch):
         kept.clear()
 
 
+@pytest.mark.full
 def test_measurements_of_a_cpu_do_not_reach_a_compiler(on_a_cpu, monkeypatch):
     """Oracle: one graph of PyTorch's operators, with the result of the plain model; the file is read after it."""
     model, images = model_and_images()

@@ -56,7 +56,10 @@ def test_nightly_runs_are_recent():
     """Oracle: at most sixty commits between what passed, by its own record, and what is checked out."""
     if turns.before() is None:
         pytest.skip("git has no history")
-    for part, passed in json.loads((turns.ROOT / ".ci" / "nightly.json").read_text()).items():
+    record = turns.ROOT / ".ci" / "nightly.json"
+    if not record.exists():
+        pytest.skip("no part of .ci/nightly has passed yet")
+    for part, passed in json.loads(record.read_text()).items():
         since = turns.git("rev-list", "--count", f"{passed['commit']}..HEAD")
         assert since is not None and int(since) <= 60, f"run .ci/nightly {part!r}; it last passed at {passed}"
 

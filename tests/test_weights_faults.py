@@ -139,6 +139,7 @@ FAULTS += [
 ]
 
 
+@pytest.mark.few(43)
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("no_embed_class", [False, True])
 def test_invalid_checkpoints_raise_and_change_nothing(kind, no_embed_class, tmp_path):

@@ -29,6 +29,7 @@ def pyramid(family: str, **options) -> nn.Module:
     return randomize(create_model(case.name, **case.options | dict(img_size=case.sizes[1], num_classes=7) | options))
 
 
+@pytest.mark.few(21)
 @pytest.mark.parametrize("family", CASES)
 def test_our_files_rebuild_hierarchical_models(family, tmp_path):
     """Oracle: the model itself: names, options and every bit."""

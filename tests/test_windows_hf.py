@@ -78,6 +78,7 @@ def test_grids_of_all_sizes_equal_the_original(version, references, originals):
     assert not originals
 
 
+@pytest.mark.full
 def test_a_grid_smaller_than_the_window_runs_the_original(references):
     """transformers adds a bias of the configured window and fails; so does the converted model."""
     model, plain = twins(swin().eval())
@@ -108,6 +109,7 @@ def test_the_mask_of_shifted_windows_lets_large_scores_through(references):
 EAGER = "hf_swin", "hf_segformer", "hf_beit"  # others return weights with every attn_implementation, or never
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", NAMES)
 def test_requested_states_and_weights_equal_the_original(name, references, originals):
     """Oracle: every output of the original, whose eager softmax is float32; afterwards the layers are fused again."""
@@ -198,6 +200,7 @@ def test_hooks_on_each_module_of_a_layer_fire(name, references):
             handle.remove()
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", NAMES)
 def test_adapters_in_the_attention_are_called(name, references):
     """Oracle: the original with the same low-rank layers in place of queries and values."""
@@ -306,6 +309,7 @@ LIMITS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", [f if f == "Pvt" else pytest.param(f, marks=pytest.mark.full) for f in LIMITS])
 def test_launches_and_bytes_of_whole_models(family):
     """Oracle: counts of the default configuration, bfloat16, 8 images; everything but bare LayerNorms is fused."""
