@@ -1,6 +1,6 @@
-"""Turns: which cases of the longest tests run now, so that all run within a few hand-overs and none of them waits.
+"""Turns: which cases of the longest tests run now, so that all run within a few pushes and none of them waits.
 
-`tests/turn` holds a number that each hand-over raises by one; the variable FASTVIT_TURN takes its place, to repeat one.
+`tests/turn` holds a number that each push raises by one; the variable FASTVIT_TURN takes its place, to repeat one.
 """
 
 import os
