@@ -645,7 +645,7 @@ def pairs(value, path=()):
 
 
 def replaced(value, path, new):
-    """An argument with what stands at a place of its tuples replaced."""
+    """An argument with the value at one place in its nested tuples replaced."""
     return new if not path else (*value[: path[0]], replaced(value[path[0]], path[1:], new), *value[path[0] + 1 :])
 
 
