@@ -1,8 +1,8 @@
 """CPU seconds of tests: measured in each run of the suite, and a committed table that orders the files.
 
-`pytest --record-cpu` brings the table up to date with what it ran. A second is one of the machine that made the table:
-each process times a fixed loop before its first test and after its last one, and seconds are divided by the mean of
-these times over `LOOP`.
+`pytest --record-cpu` brings the table up to date with what it ran. A second is one of a machine on which a fixed loop
+takes `LOOP`: each process times this loop before its first test and after its last one, and seconds are divided by the
+mean of these times over `LOOP`.
 """
 
 import json
@@ -18,7 +18,7 @@ import pytest
 from fastvit_triton.files import replacing
 
 TABLE = Path(__file__).with_name("cpu_seconds.json")
-LOOP = 0.050  # `loop` in a default run with nothing beside it, on the machine that made the table
+LOOP = 0.050  # a second of the table is one of a machine whose `loop` takes this long
 LONG = 1.0  # a case above this has a row of its own, others share that of their function
 BUDGET = 520  # of the tests of the default run
 
@@ -118,14 +118,12 @@ class Recorder:
         self.loops += found.get("loops", ())
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Sends the worker's times; writes the table; a default run above its budget fails."""
+        """Sends the worker's times; writes the table."""
         if self.whole:
             self.loops.append(loop())
         if hasattr(self.config, "workeroutput"):
             self.config.workeroutput |= dict(collecting=self.collecting, loops=self.loops)
             return
-        if self.whole and self.is_default() and self.total() > BUDGET and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self.config.getoption("--record-cpu"):
             write(self.tests, self.slower(), self.whole and self.is_default())
 
@@ -149,13 +147,13 @@ class Recorder:
         for (_, file, _), seconds in self.tests.items():
             files[file.removeprefix("test_")] += seconds / slower
         line = f"{self.total():.0f} CPU seconds of tests, {sum(self.collecting) / slower:.0f} of collection"
-        terminalreporter.write_line(f"{line}, of the table's machine (the loop took {slower:.2f} of its time there); most in")
+        terminalreporter.write_line(f"{line} (divided by {slower:.2f}, the time of the loop over the table's); most in")
         terminalreporter.write_line(", ".join(f"{file} {seconds:.0f}" for file, seconds in files.most_common(12)))
         if self.is_default():
             long = {test: seconds / slower for test, seconds in self.tests.items() if seconds > LONG * slower}
             terminalreporter.write_line(f"{len(long)} cases and fixtures above {LONG:g} s")
             if self.total() > BUDGET:
-                terminalreporter.write_line(f"FAILED: more than {BUDGET} s; mark the longest tests full", red=True)
+                terminalreporter.write_line(f"above the budget of {BUDGET} s: mark the longest tests full", red=True)
 
 
 def write(tests: Counter[tuple[str, str, str]], slower: float, default: bool = False) -> None:

@@ -64,7 +64,7 @@ def test_nightly_runs_are_recent():
         assert since is not None and int(since) <= 60, f"run .ci/nightly {part!r}; it last passed at {passed}"
 
 
-def test_few_default_cases_are_long():
+def test_default_cases_are_short(request):
     """Oracle: the committed table: sixty cases and shared fixtures above one CPU second, and the budget of the sum."""
     rows = [
         (seconds, file, name)
@@ -72,7 +72,10 @@ def test_few_default_cases_are_long():
         for name, seconds in named.items()
     ]
     long = sorted((row for row in rows if row[0] > cpu_seconds.LONG), reverse=True)
+    fixtures = sum(seconds for seconds, _, name in rows if name.startswith("fixture "))
+    default = [item for item in request.session.items if cpu_seconds.ring(item) == "default"]
     assert len(long) <= 60, long
+    assert fixtures + cpu_seconds.expected(default).total() <= cpu_seconds.BUDGET
 
 
 def test_rows_of_the_table(tmp_path, monkeypatch):
