@@ -16,8 +16,9 @@ from triton.runtime.errors import InterpreterError
 
 from benchmarks.launch_recorder import record
 from fastvit_triton import fold, kernels
-from fastvit_triton.kernels import OPS, attention, depthwise, layer_norm, linear, mlp
+from fastvit_triton.kernels import OPS, attention, depthwise, layer_norm, linear, mlp, window
 from fastvit_triton.kernels.activation import ACTIVATIONS
+from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import TUNED
 
 pytestmark = pytest.mark.usefixtures("always_folded")
@@ -233,6 +234,46 @@ def test_a_map_without_columns_has_no_keys():
     with interpreting():
         o = attention.attention(q, k, k, axis_bias=(torch.randn(2, 1, 3, 5), torch.randn(2, 1, 3, 0)))
     assert torch.equal(o, torch.zeros_like(q))
+
+
+def masked(kind, fill):
+    """(attention, its arguments), with rows that `fill` masks whole, in part, and besides −inf."""
+    generator = torch.Generator().manual_seed(0)
+    randn = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
+    if kind == "window":
+        bias = torch.zeros(2, 16, 16)
+        bias[:, 3], bias[:, 5, :9] = fill, fill
+        return lambda qkv, bias: window.window_attention(qkv, 2, (4, 4), (0, 0), bias), [randn(1, 8, 8, 48), bias]
+    q, k, v = randn(2, 2, 4, 8), randn(2, 2, 35, 8), randn(2, 2, 35, 8)
+    if kind == "axes":
+        row, column = torch.zeros(2, 2, 4, 5), torch.zeros(2, 2, 4, 7)
+        row[:, :, 1], row[:, :, 2, :2], column[:, :, 1, 0] = fill, fill, fill  # a sum of two is -inf for finfo.min
+        return lambda q, k, v, *axes: attention.attention(q, k, v, axis_bias=axes), [q, k, v, row, column]
+    bias = torch.zeros(2, 2, 4, 35)
+    bias[0, :, 1], bias[0, :, 2, :20], bias[1, :, 3], bias[1, :, 3, 5:] = fill, fill, fill, -math.inf
+    return attention.attention, [q, k, v, bias]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy, for keys past the end, not stored
+@pytest.mark.parametrize("kind", ["bias", "axes", "window"])
+@pytest.mark.parametrize("fill", [torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min, -65504.0])
+def test_rows_that_finite_numbers_mask_have_weights(kind, fill):
+    """Oracle: PyTorch in float64, where such a row is the mean of v; twice PyTorch's error, output and gradients."""
+    function, arguments = masked(kind, fill)
+
+    def run(dtype=torch.float32):
+        learned = [t.to(dtype).requires_grad_() for t in arguments]
+        y = function(*learned)
+        y.sin().sum().backward()
+        return [y.detach(), *(t.grad for t in learned)]
+
+    with using_backend("torch"):
+        truth, own = run(torch.float64), run()
+    with interpreting():
+        got = run()
+    for i, (found, want, plain) in enumerate(zip(got, truth, own, strict=True)):
+        floor = 16 * torch.finfo(torch.float32).eps * largest(want)
+        assert largest(found - want) <= 2 * largest(plain - want) + floor, i
 
 
 @jit

@@ -10,12 +10,13 @@ Backward  equations (4) to (8) of `attention_backward`.
 Kernels   Scores and L are kept in base 2, as S·log₂e and L·log₂e, because exp2 is one instruction.
 Cost      forward 2·B·H·Nq·Nk·(D + Dv) flops; bytes = q + k + v + o + 4·B·H·Nq. Causal attention skips blocks of
           keys that no query of a tile sees, half of all if Nq = Nk, and masks only those on the diagonal.
-Saved     q, k, v, bias, o in storage dtype and L in fp32.
+Saved     q, k, v, bias, o in storage dtype and L in fp32, with a bias as two numbers.
 Limits    D, Dv ≤ 256, held as two power-of-two tiles (80 = 64 + 16). Tensors are copied if their last axis is not
-          contiguous. The backward pass computes the weights as exp(S − L) from L rounded to fp32, so their relative
-          error, and that of the gradients of q, k and v, grows as 2⁻²⁴·|S|, whether S is large through q and k or
-          through a bias: 6e-3 for scores of 1e5, where PyTorch's unfused attention keeps the weights and loses nothing.
-          Mask with −inf or kv_lens, not with large negative numbers.
+          contiguous. Without a bias the backward pass computes the weights as exp(S − L) from L rounded to fp32, so
+          their relative error, and that of the gradients of q, k and v, grows as 2⁻²⁴·|S|: 6e-3 for scores of 1e5,
+          where PyTorch's unfused attention keeps the weights and loses nothing. With one, the maximum and the sum of
+          a row are stored apart, so a row masked whole by finite numbers has PyTorch's weights; scores below −2e38
+          count as equal.
 Sources   Dao, FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2; running maximum: Milakov & Gimelshein,
           arXiv:1805.02867.
           Vaswani et al., Attention is all you need, arXiv:1706.03762, eq. 1.
@@ -123,7 +124,7 @@ def attention(
         bias = bias if axis_bias is None else torch.cat(axis_bias, -1)
         scale = D**-0.5 if scale is None else scale
         o, lse = _Fn.apply(*cast(q, k, v), bias, kv_lens, None, 0, scale, columns, causal)
-        return (o, lse * math.log(2)) if return_lse else o
+        return (o, natural(lse)) if return_lse else o
     return reference(q, k, v, bias, scale, kv_lens, return_lse, axis_bias, causal)
 
 
@@ -346,15 +347,16 @@ def _fwd_kernel(
     o_ptr, o_stride = head_pointer(o_ptr, o_strides, b, h, start, UNIT)
     inverse = 1.0 / nonzero_sum[:, None]
     store_tiles(o_ptr, o0 * inverse, o1 * inverse, m, o_stride, Nq, Dv, V0, V1)
-    tl.store(
-        l_ptr + b * l_strides[0] + h * l_strides[1] + start + m,
-        row_max * scale + tl.log2(nonzero_sum),
-        mask=m < Nq,
-    )
+    l_at = l_ptr + b * l_strides[0] + h * l_strides[1] + start + m
+    if BIAS > 0:  # apart, because a sum of a maximum of -1e9 and a logarithm is that maximum
+        tl.store(l_at, row_max, mask=m < Nq)
+        tl.store(l_at + Nq, tl.log2(nonzero_sum), mask=m < Nq)
+    else:
+        tl.store(l_at, row_max * scale + tl.log2(nonzero_sum), mask=m < Nq)
 
 
 def _fwd(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, columns=0, causal=False):
-    """(o [B, H, Nq, Dv] stored as [B, Nq, H, Dv], L [B, H, Nq] in base 2)."""
+    """(o [B, H, Nq, Dv] stored as [B, Nq, H, Dv], L in base 2: see `natural`)."""
     o, lse = _fwd_fake(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale)
     if cu_seqlens is not None:
         max_seqlen = min(max_seqlen, q.shape[2])
@@ -382,7 +384,12 @@ def _prepare(tensors, max_seqlen, scale, columns, causal):
 def _fwd_fake(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, columns=0, causal=False):
     B, H, Nq, _ = q.shape
     o = q.new_empty(B, Nq, H, v.shape[3]).transpose(1, 2)
-    return o, q.new_empty(B, H, Nq, dtype=torch.float32)
+    return o, q.new_empty((B, H, Nq) if bias is None else (B, H, 2, Nq), dtype=torch.float32)
+
+
+def natural(lse: Tensor) -> Tensor:
+    """L [B, H, Nq] from that in base 2, of which those with a bias are maxima and logarithms of sums, [B, H, 2, Nq]."""
+    return (lse if lse.dim() == 3 else lse.sum(2)) * math.log(2)
 
 
 SCHEMA = f"({ARGUMENTS}, SymInt columns=0, bool causal=False) -> (Tensor, Tensor)"

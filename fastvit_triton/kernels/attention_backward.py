@@ -25,6 +25,7 @@ from .attention_inner import (
     dqkv_step,
     first_query,
     head_pointer,
+    load_log_sum,
     load_lse,
     load_tiles,
     num_keys,
@@ -85,27 +86,27 @@ def _bwd_dq_kernel(
     if V1 > 0:
         delta += tl.sum(do1.to(tl.float32) * o1.to(tl.float32), 1)
     tl.store(delta_ptr + l_at + m, delta, mask=m < Nq)
-    lse = load_lse(l_ptr + l_at, m, Nq)
+    lse, log_sum = load_lse(l_ptr + l_at, m, Nq), load_log_sum(l_ptr + l_at, m, Nq, BIAS)
     dq0, dq1 = zero_tiles(BLOCK_M, D0, D1)
     seen = seen_keys(tile * BLOCK_M, offset, Nk) if CAUSAL else Nk  # by all queries of the tile
     full = seen // BLOCK_N * BLOCK_N
     for first in range(0, full, BLOCK_N):
         dq0, dq1 = dq_step(
             q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides,
-            m, first + tl.arange(0, BLOCK_N), first, offset, Nq, Nk, lse, delta, dq0, dq1, scale,
+            m, first + tl.arange(0, BLOCK_N), first, offset, Nq, Nk, lse, log_sum, delta, dq0, dq1, scale,
             D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, False, False,
         )  # fmt: skip
     if CAUSAL:
         for first in range(full, seen_keys(tile * BLOCK_M + BLOCK_M - 1, offset, Nk), BLOCK_N):  # on the diagonal
             dq0, dq1 = dq_step(
                 q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides,
-                m, first + tl.arange(0, BLOCK_N), first, offset, Nq, Nk, lse, delta, dq0, dq1, scale,
+                m, first + tl.arange(0, BLOCK_N), first, offset, Nq, Nk, lse, log_sum, delta, dq0, dq1, scale,
                 D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, True, True,
             )  # fmt: skip
     elif TAIL > 0:
         dq0, dq1 = dq_step(
             q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides,
-            m, full + tl.arange(0, TAIL), full, offset, Nq, Nk, lse, delta, dq0, dq1, scale,
+            m, full + tl.arange(0, TAIL), full, offset, Nq, Nk, lse, log_sum, delta, dq0, dq1, scale,
             D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, True, False,
         )  # fmt: skip
     store_tiles(dq_ptr, dq0 * softmax_scale, dq1 * softmax_scale, m, dq_stride, Nq, D, D0, D1)
@@ -258,7 +259,8 @@ def _bwd_dbias_kernel(
         do0, do1 = load_tiles(do_at, m, do_stride, Nq, Dv, V0, V1, True)
         p, dp = p_and_dp(
             q0, q1, do0, do1, k0, k1, v_at, bias_ptr, v_stride, bias_strides, m, n, 0, Nk - Nq, Nq, keys,
-            load_lse(l_ptr + at, m, Nq), scale, D1, Dv, V0, V1, BIAS, 0, 0, PRECISION, True, CAUSAL,
+            load_lse(l_ptr + at, m, Nq), load_log_sum(l_ptr + at, m, Nq, BIAS), scale,
+            D1, Dv, V0, V1, BIAS, 0, 0, PRECISION, True, CAUSAL,
         )  # fmt: skip
         dbias += p * (dp - tl.load(delta_ptr + at + m, mask=m < Nq, other=0.0)[:, None])
     at = dbias_ptr + ((g * H + h) * Nq + m)[:, None] * Nk + n[None, :]
@@ -285,7 +287,7 @@ def _bwd_axes_kernel(
     l_at = b * l_strides[0] + h * l_strides[1]
     q0, q1 = load_tiles(q_ptr, m, q_stride, Nq, D, D0, D1, True)  # [BLOCK_M, D0], [BLOCK_M, D1]
     do0, do1 = load_tiles(do_ptr, m, do_stride, Nq, Dv, V0, V1, True)  # [BLOCK_M, V0], [BLOCK_M, V1]
-    lse = load_lse(l_ptr + l_at, m, Nq)
+    lse, log_sum = load_lse(l_ptr + l_at, m, Nq), load_log_sum(l_ptr + l_at, m, Nq, BIAS)
     delta = tl.load(delta_ptr + l_at + m, mask=m < Nq, other=0.0)
     axis = tl.arange(0, WIDTH)[None, :]  # all rows, then all columns
     sums = tl.zeros([BLOCK_M, WIDTH], tl.float32)
@@ -293,8 +295,8 @@ def _bwd_axes_kernel(
         n = first + tl.arange(0, BLOCK_N)
         k0, k1 = load_tiles(k_ptr, n, k_stride, Nk, D, D0, D1, True)
         p, dp = p_and_dp(
-            q0, q1, do0, do1, k0, k1, v_ptr, bias_ptr, v_stride, bias_strides, m, n, first, 0, Nq, Nk, lse, scale,
-            D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, True, False,
+            q0, q1, do0, do1, k0, k1, v_ptr, bias_ptr, v_stride, bias_strides, m, n, first, 0, Nq, Nk,
+            lse, log_sum, scale, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, True, False,
         )  # fmt: skip
         ds = (p * (dp - delta[:, None])).to(q0.dtype)  # (6)
         here = ((n // COLUMNS)[:, None] == axis) | ((ROWS + n % COLUMNS)[:, None] == axis)  # [BLOCK_N, WIDTH]
@@ -376,7 +378,8 @@ def _bwd_fake(
     dbias = q.new_empty(bias.shape, dtype=bias.dtype) if learn_bias else q.new_empty(0)
     if packed:
         return q.new_empty(B, N, 3, H, D), q.new_empty(0), q.new_empty(0), dbias
-    return (*(t.new_empty(t.shape) for t in (q, k, v)), dbias)
+    # in the order of the operand's axes, so that the gradient of a projection [B, N, H, D] is a view
+    return (*(torch.empty_like(t) if t.stride(-1) == 1 else t.new_empty(t.shape) for t in (q, k, v)), dbias)
 
 
 bwd_op = register(

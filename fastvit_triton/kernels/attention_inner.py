@@ -107,7 +107,7 @@ def add_product(p, x0, x1, sum0, sum1, D1: tl.constexpr, PRECISION: tl.constexpr
 def _load_bias(
     bias_ptr, m, n, first, inside, Nq, bias_strides, BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """The bias of queries m and keys n = first, … in base 2; m, n and inside broadcast to the shape of the scores."""
+    """The bias of queries m and keys n = first, …; m, n and inside broadcast to the shape of the scores."""
     at = bias_ptr + m.to(tl.int64) * bias_strides[2]
     if COLUMNS > 0:  # the biases of all rows, then of all columns
         if tl.constexpr(COLUMNS) % n.numel == 0:  # all keys are in one row
@@ -115,11 +115,18 @@ def _load_bias(
         else:
             row = tl.load(at + n // COLUMNS, mask=inside, other=0.0)
         column = tl.load(at + ROWS + n % COLUMNS, mask=inside, other=0.0)
-        return (row.to(tl.float32) + column.to(tl.float32)) * 1.4426950408889634  # log₂e
+        return row.to(tl.float32) + column.to(tl.float32)
     at += n.to(tl.int64) * bias_strides[3]
     if BIAS == 2:  # boolean: True means attend
         return tl.where(tl.load(at, mask=inside, other=0) != 0, 0.0, float("-inf"))
-    return tl.load(at, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+
+@jit
+def _add_bias(s, bias):
+    """s + bias · log₂e; finite unless the bias is −inf, since a row that finite numbers mask whole has weights."""
+    s += bias * 1.4426950408889634
+    return tl.where((s < -3e38) & (bias > float("-inf")), -3e38, s)
 
 
 @jit
@@ -127,6 +134,12 @@ def load_lse(l_ptr, m, Nq):
     """Loads L of queries m; gives +inf, so that P = 0, past the end and for rows without keys."""
     lse = tl.load(l_ptr + m, mask=m < Nq, other=float("inf"))
     return tl.where(lse == float("-inf"), float("inf"), lse)
+
+
+@jit
+def load_log_sum(l_ptr, m, Nq, BIAS: tl.constexpr):
+    """Loads log₂ of the row sums, which are stored apart from the row maxima if there is a bias, else 0."""
+    return tl.load(l_ptr + Nq + m, mask=m < Nq, other=0.0) if BIAS > 0 else tl.zeros(m.shape, tl.float32)
 
 
 @jit
@@ -146,7 +159,7 @@ def fwd_step(
     if SAFE:  # scores are scaled first: a bias is added to them, or the scale may be negative
         s *= scale
         if BIAS > 0:
-            s += bias
+            s = _add_bias(s, bias)
         scale = 1.0
     if MASKED:
         s = tl.where((n < Nk)[None, :], s, float("-inf"))
@@ -165,7 +178,8 @@ def fwd_step(
 
 @jit
 def p_and_dp(
-    q0, q1, do0, do1, k0, k1, v_ptr, bias_ptr, v_stride, bias_strides, m, n, first, offset, Nq, Nk, lse, scale,
+    q0, q1, do0, do1, k0, k1, v_ptr, bias_ptr, v_stride, bias_strides, m, n, first, offset, Nq, Nk,
+    lse, log_sum, scale,
     D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -174,8 +188,10 @@ def p_and_dp(
     s = dot_transposed(q0, q1, k0, k1, D1, PRECISION) * scale  # [BLOCK_M, BLOCK_N]
     if BIAS > 0:
         inside = (m < Nq)[:, None] & (n < Nk)[None, :] if MASKED else (m < Nq)[:, None]
-        s += _load_bias(bias_ptr, m[:, None], n[None, :], first, inside, Nq, bias_strides, BIAS, ROWS, COLUMNS)
-    p = tl.exp2(s - lse[:, None])
+        bias = _load_bias(bias_ptr, m[:, None], n[None, :], first, inside, Nq, bias_strides, BIAS, ROWS, COLUMNS)
+        s = _add_bias(s, bias)
+    s -= lse[:, None]
+    p = tl.exp2(s - log_sum[:, None] if BIAS > 0 else s)
     if MASKED:
         p = tl.where((n < Nk)[None, :], p, 0.0)
     if CAUSAL:
@@ -186,8 +202,8 @@ def p_and_dp(
 
 @jit
 def dq_step(
-    q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides, m, n, first, offset, Nq, Nk, lse, delta,
-    dq0, dq1, scale,
+    q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides, m, n, first, offset, Nq, Nk,
+    lse, log_sum, delta, dq0, dq1, scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -195,8 +211,8 @@ def dq_step(
     """dQ step over one block of keys: dS of equation (6), and dS K added to dQ."""
     k0, k1 = load_tiles(k_ptr, n, k_stride, Nk, D, D0, D1, MASKED)
     p, dp = p_and_dp(
-        q0, q1, do0, do1, k0, k1, v_ptr, bias_ptr, v_stride, bias_strides, m, n, first, offset, Nq, Nk, lse, scale,
-        D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, MASKED, CAUSAL,
+        q0, q1, do0, do1, k0, k1, v_ptr, bias_ptr, v_stride, bias_strides, m, n, first, offset, Nq, Nk,
+        lse, log_sum, scale, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, MASKED, CAUSAL,
     )  # fmt: skip
     return add_product(p * (dp - delta[:, None]), k0, k1, dq0, dq1, D1, PRECISION)
 
@@ -217,8 +233,12 @@ def dkdv_step(
     s = dot_transposed(k0, k1, q0, q1, D1, PRECISION) * scale  # [BLOCK_N, BLOCK_M]
     if BIAS > 0:
         inside = (m < Nq)[None, :] & (n < Nk)[:, None] if MASKED else (n < Nk)[:, None]
-        s += _load_bias(bias_ptr, m[None, :], n[:, None], first, inside, Nq, bias_strides, BIAS, ROWS, COLUMNS)
-    p = tl.exp2(s - lse[None, :])  # (4); rows of keys past the end are not stored
+        bias = _load_bias(bias_ptr, m[None, :], n[:, None], first, inside, Nq, bias_strides, BIAS, ROWS, COLUMNS)
+        s = _add_bias(s, bias)
+    s -= lse[None, :]
+    if BIAS > 0:
+        s -= load_log_sum(l_ptr, m, Nq, BIAS)[None, :]
+    p = tl.exp2(s)  # (4); rows of keys past the end are not stored
     if CAUSAL:
         p = tl.where(n[:, None] <= m[None, :] + offset, p, 0.0)
     dv0, dv1 = add_product(p, do0, do1, dv0, dv1, V1, PRECISION)

@@ -17,7 +17,6 @@ Sources   Su et al., RoFormer, arXiv:2104.09864, eq. 34; Henry et al., Query-key
           normalization, arXiv:1910.07467, eq. 4.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -90,7 +89,7 @@ def attention_qkv(
         and (return_lse or attention.prefers_kernel(qkv, num_heads, (qkv.shape[1],) * 2, (D, D), bare, True, causal))
     ):
         o, lse = _apply(qkv, num_heads, scale, q_norm, k_norm, rope, prefix_tokens, bias, kv_lens, causal)
-        return (o, lse * math.log(2)) if return_lse else o
+        return (o, attention.natural(lse)) if return_lse else o
     options = prefix_tokens, bias, kv_lens, return_lse, None, causal
     return reference(qkv, num_heads, scale, q_norm, k_norm, rope, *options)
 
@@ -110,7 +109,7 @@ def _varlen(qkv, num_heads, scale, q_norm, k_norm, rope, others, varlen, causal)
 def _apply(
     qkv, num_heads, scale, q_norm, k_norm, rope, prefix_tokens, bias, kv_lens, causal, cu_seqlens=None, max_seqlen=0
 ):  # fmt: skip
-    """(o [B, N, H·D], L [B, H, N] to base 2) by the kernels."""
+    """(o [B, N, H·D], L in base 2) by the kernels."""
     packed = cast(qkv)[0].unflatten(-1, (3, num_heads, -1))
     q_norm_weight, q_norm_bias, q_eps = NO_NORM if q_norm is None else q_norm[:3]
     k_norm_weight, k_norm_bias, k_eps = NO_NORM if k_norm is None else k_norm[:3]

@@ -40,6 +40,7 @@ from .window_inner import (
     exp_minus,
     load_bias,
     load_tokens,
+    lse_place,
     places,
     readable,
     runs_of,
@@ -259,13 +260,18 @@ def _fwd_kernel(
                 o = tl.dot(p.to(v.dtype), v, o * decay[:, None], input_precision=PRECISION)
             row_max = new_max
         nonzero_sum = tl.where(row_sum == 0, 1.0, row_sum)  # a row without keys; its o is 0
-        lse = tl.where(row_sum == 0, float("-inf"), row_max + tl.log(nonzero_sum))
+        l_at = l_ptr + lse_place(b, head, y, x, heads, H, W, bias_ptr)
         store_tokens(o_ptr + head * D, o / nonzero_sum[:, None], ((b * H + y) * W + x) * C, real, D, WIDTH)
-        tl.store(l_ptr + ((b * heads + head) * H + y) * W + x, lse, mask=real)
+        row_max = tl.where(row_sum == 0, float("-inf"), row_max)
+        if bias_ptr is None:
+            tl.store(l_at, row_max + tl.log(nonzero_sum), mask=real)
+        else:  # apart, because a sum of a maximum of -1e9 and a logarithm is that maximum
+            tl.store(l_at, row_max, mask=real)
+            tl.store(l_at + H * W, tl.log(nonzero_sum), mask=real)
 
 
 def _fwd(qkv, bias, scales, pad, heads, window_size, shift_size, scale, pad_first):
-    """(o [B, H, W, heads·D], L [B, heads, H, W], natural log)."""
+    """(o [B, H, W, heads·D], L [B, heads, 1, H, W], natural log); see `window_inner.lse_place`."""
     o, lse = _fwd_fake(qkv, bias, scales, pad, heads, window_size, shift_size, scale, pad_first)
     qkv, bias = readable(qkv, bias, window_size)
     if o.numel():
@@ -290,7 +296,8 @@ def _prepare(tensors, *settings):
 
 def _fwd_fake(qkv, bias, scales, pad, heads, window_size, shift_size, scale, pad_first):
     B, H, W, width = qkv.shape
-    return qkv.new_empty(B, H, W, width // 3), qkv.new_empty(B, heads, H, W, dtype=torch.float32)
+    lse = qkv.new_empty(B, heads, 1 if bias is None else 2, H, W, dtype=torch.float32)
+    return qkv.new_empty(B, H, W, width // 3), lse
 
 
 _fwd_op = register("window_attention_fwd", f"({ARGUMENTS}) -> (Tensor, Tensor)", _fwd, _fwd_fake)

@@ -30,6 +30,7 @@ from .window_inner import (
     load_bias,
     load_lse,
     load_tokens,
+    lse_place,
     places,
     readable,
     runs_of,
@@ -85,7 +86,7 @@ def _bwd_kernel(
             _, m_y, m_x, m_real = places(m, window, layout, h, w, SHIFTED, PADDED, PAD_FIRST)
             m_at = ((m_y * qkv_strides[1] + m_x * qkv_strides[2]) * UNIT)[:, None]
             token = (b * H + m_y) * W + m_x
-            l_at = ((b * heads + head) * H + m_y) * W + m_x
+            l_at = lse_place(b, head, m_y, m_x, heads, H, W, bias_ptr)
             q = load_tokens(q_ptr, None, m_at, m_real[:, None], None, d, D, WIDTH)  # [BLOCK_M, WIDTH]
             do = load_tokens(do_ptr + head * D, None, (token * C)[:, None], m_real[:, None], None, d, D, WIDTH)
             if COSINE:
@@ -94,7 +95,8 @@ def _bwd_kernel(
             if not ONE:
                 bias = load_bias(bias_ptr, bias_strides, head, m[None, :], n[:, None], N)
             s = scores(s, scale, bias, m[None, :], n[:, None], window, layout, h, w, SHIFTED)
-            p = exp_minus(s, load_lse(l_ptr, l_at, m_real)[None, :])  # (5)
+            lse, log_sum = load_lse(l_ptr, l_at, m_real, H, W, bias_ptr)
+            p = exp_minus(s - lse[None, :], log_sum[None, :])  # (5)
             if PRECISION == "ieee":
                 if ONE:
                     total = tl.sum(p, 0)
@@ -158,7 +160,8 @@ def _bwd_kernel(
 
 @jit
 def _block(
-    q, do, lse, q_ptr, k_pad, v_pad, bias_ptr, qkv_strides, bias_strides, head, m, first, window, layout, scale,
+    q, do, lse, log_sum, q_ptr, k_pad, v_pad, bias_ptr, qkv_strides, bias_strides, head, m, first, window, layout,
+    scale,
     h: tl.constexpr, w: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, C,
     SHIFTED: tl.constexpr, PADDED: tl.constexpr, PAD_FIRST: tl.constexpr, COSINE: tl.constexpr,
     PRECISION: tl.constexpr, UNIT: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -175,7 +178,7 @@ def _block(
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [queries, BLOCK_N]
     bias = load_bias(bias_ptr, bias_strides, head, m[:, None], n[None, :], N)
     s = scores(s, scale, bias, m[:, None], n[None, :], window, layout, h, w, SHIFTED)
-    return k, exp_minus(s, lse[:, None]), tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    return k, exp_minus(s - lse[:, None], log_sum[:, None]), tl.dot(do, tl.trans(v), input_precision=PRECISION)
 
 
 @jit(do_not_specialize=["tiles"])
@@ -202,16 +205,17 @@ def _bwd_dq_kernel(
     at, token = (y * qkv_strides[1] + x * qkv_strides[2]) * UNIT, ((b * H + y) * W + x) * C
     q = load_tokens(q_ptr, None, at[:, None], real[:, None], None, d, D, WIDTH)  # [BLOCK_M, WIDTH]
     do = load_tokens(do_ptr + head * D, None, token[:, None], real[:, None], None, d, D, WIDTH)
-    l_at = ((b * heads + head) * H + y) * W + x
-    lse = load_lse(l_ptr, l_at, real)
+    l_at = lse_place(b, head, y, x, heads, H, W, bias_ptr)
+    lse, log_sum = load_lse(l_ptr, l_at, real, H, W, bias_ptr)
     if COSINE:
         q, q_norm = unit(q, 1)
     if PRECISION == "ieee":  # two passes: the errors of L and O, in all dS of a row, would exceed those of PyTorch
         total, delta = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
         for first in tl.range(0, N, BLOCK_N, disable_licm=True):
             _, p, dp = _block(
-                q, do, lse, q_ptr, k_pad, v_pad, bias_ptr, qkv_strides, bias_strides, head, m, first, window, layout,
-                scale, h, w, N, D, WIDTH, C, SHIFTED, PADDED, PAD_FIRST, COSINE, PRECISION, UNIT, BLOCK_N,
+                q, do, lse, log_sum, q_ptr, k_pad, v_pad, bias_ptr, qkv_strides, bias_strides, head, m, first,
+                window, layout, scale,
+                h, w, N, D, WIDTH, C, SHIFTED, PADDED, PAD_FIRST, COSINE, PRECISION, UNIT, BLOCK_N,
             )  # fmt: skip
             total += tl.sum(p, 1)
             delta += tl.sum(p * dp, 1)
@@ -225,8 +229,8 @@ def _bwd_dq_kernel(
     dq = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     for first in tl.range(0, N, BLOCK_N, disable_licm=True):
         k, p, dp = _block(
-            q, do, lse, q_ptr, k_pad, v_pad, bias_ptr, qkv_strides, bias_strides, head, m, first, window, layout,
-            scale, h, w, N, D, WIDTH, C, SHIFTED, PADDED, PAD_FIRST, COSINE, PRECISION, UNIT, BLOCK_N,
+            q, do, lse, log_sum, q_ptr, k_pad, v_pad, bias_ptr, qkv_strides, bias_strides, head, m, first,
+            window, layout, scale, h, w, N, D, WIDTH, C, SHIFTED, PADDED, PAD_FIRST, COSINE, PRECISION, UNIT, BLOCK_N,
         )  # fmt: skip
         ds = p * (dp - delta[:, None])  # (7)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -271,13 +275,14 @@ def _bwd_dbias_kernel(
         k = load_tokens(q_ptr + C, k_pad, n_at, n_real[:, None], padded, d, D, WIDTH)
         v = load_tokens(q_ptr + 2 * C, v_pad, n_at, n_real[:, None], padded, d, D, WIDTH)
         do = load_tokens(do_ptr + head * D, None, token[:, None], real[:, None], None, d, D, WIDTH)
-        l_at = ((b * heads + head) * H + y) * W + x
+        l_at = lse_place(b, head, y, x, heads, H, W, bias_ptr)
         if COSINE:
             q, _ = unit(q, 1)
             k, _ = unit(k, 1)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         s = scores(s, scale, bias, m[:, None], n[None, :], window, layout, h, w, SHIFTED)
-        p = exp_minus(s, load_lse(l_ptr, l_at, real)[:, None])
+        lse, log_sum = load_lse(l_ptr, l_at, real, H, W, bias_ptr)
+        p = exp_minus(s - lse[:, None], log_sum[:, None])
         if PRECISION == "ieee":
             p /= tl.load(sums_ptr + l_at, mask=real, other=1.0)[:, None]
         delta = tl.load(delta_ptr + l_at, mask=real, other=0.0)

@@ -119,10 +119,20 @@ def exp_minus(s, shift):
 
 
 @jit
-def load_lse(l_ptr, at, real):
-    """Loads L; gives +inf, so that P = 0, for padded queries and for rows without keys."""
+def lse_place(b, head, y, x, heads, H, W, bias_ptr):
+    """Where L is stored; if there is a bias, the row's maximum is, and the logarithm of its sum H · W further."""
+    planes: tl.constexpr = 1 if bias_ptr is None else 2
+    return ((b * heads + head) * planes * H + y) * W + x
+
+
+@jit
+def load_lse(l_ptr, at, real, H, W, bias_ptr):
+    """Loads (row maximum, log of row sum), or (L, 0); +inf, so that P = 0, for padded queries and rows without keys."""
     lse = tl.load(l_ptr + at, mask=real, other=float("inf"))
-    return tl.where(lse == float("-inf"), float("inf"), lse)
+    log_sum = tl.zeros(at.shape, tl.float32)
+    if bias_ptr is not None:
+        log_sum = tl.load(l_ptr + at + H * W, mask=real, other=0.0)
+    return tl.where(lse == float("-inf"), float("inf"), lse), log_sum
 
 
 def tuned_row(kernel: str, qkv: Tensor, arguments: dict[str, Any]) -> tuple[str, dict[str, int]]:
