@@ -5,7 +5,9 @@ import itertools
 import json
 import threading
 import weakref
+from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -18,8 +20,12 @@ from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, layers, optimize
 from fastvit_triton.convert.modules import attach
 from fastvit_triton.engine import ways
-from fastvit_triton.expected.count import traced
-from fastvit_triton.kernels import cost, depthwise, launch, mixed, op_cost, plan
+from fastvit_triton.expected.count import assumed, traced
+from fastvit_triton.expected.cuda_operators import as_on_cuda
+from fastvit_triton.expected.trace import tracing
+from fastvit_triton.expected.values import given
+from fastvit_triton.kernels import cost, depthwise, launch, layer_norm, linear, mixed, mlp, op_cost, plan
+from fastvit_triton.kernels.argument import Reader
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.plan import forcing
@@ -275,7 +281,7 @@ def test_products_have_the_dtype_of_autocast(dtype):
 def test_ops_have_the_dtype_of_autocast(op):
     """Oracle: the choice for 16-bit operands, and for float32 norms, which autocast does not cast, that of float32."""
     sizes = {
-        "linear": (12608, 384, 1152, False, True, False), "mlp": (12608, 192, 768, 768, False, True, False),
+        "linear": (12608, 384, 1152, 0, 0, 0, 1, 0, 0), "mlp": (12608, 192, 768, 768, 0, 0, 1, 1, 0, 0),
         "attention": (64, 6, 197, 197, 64, True), "window_attention": (25088, 384, 49, True, False),
         "patch_embed": (12544, 768, 384, True, True), "layer_norm": (12608, 384),
     }[op]  # fmt: skip
@@ -305,6 +311,98 @@ def test_bytes_of_a_block_under_autocast(way, training):
                           for p in layer.parameters()) * (2 if training else 1)  # fmt: skip
     want = sum(one.nbytes for one in cost.launches(gpu, sizes, way, training, False))
     assert totals[0] - totals[1] - casts == pytest.approx(want, rel=0.08 if training else 0.005)
+
+
+ENDS = list(itertools.product((None, "gelu", "swiglu"), (False, True), (False, True), (False, True)))
+
+
+def call_of(op, activation, norm, scales, residual, training):
+    """A call of an op for M = 4096 rows and 768 channels, without memory; parameters and x learn in training."""
+    M, K = 4096, 768
+    new = lambda *shape: given(torch.empty(shape, dtype=torch.bfloat16, device="meta"))  # noqa: E731
+    learned = lambda *shape: new(*shape).requires_grad_(training)  # noqa: E731
+    x, F_ = learned(2, M // 2, K), K // 2 if activation == "swiglu" else K
+    named = dict(norm=(learned(K), learned(K), 1e-6) if norm else None, activation=activation)
+    out = F_ if op == "linear" else K
+    named |= dict(layer_scale=learned(out), sample_scale=new(2)) if scales else {}
+    named |= dict(residual=new(2, M // 2, out)) if residual else {}
+    layer = learned(K, K), learned(K)
+    if op == "linear":
+        return partial(linear.linear, x, *layer, **named)
+    return partial(mlp.mlp, x, layer, (learned(K, F_), learned(K)), **named)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("op", ["linear", "mlp"])
+def test_an_op_is_counted_as_it_runs(op, training, monkeypatch):
+    """Oracle: launches of the call, all of them, and its bytes up to 2 % (biases, partial sums), in both ways."""
+    asked = []
+    prefers = plan.prefers_kernel
+    monkeypatch.setattr(plan, "prefers_kernel", lambda x, name, *sizes: asked.append(sizes) or prefers(x, name, *sizes))
+    for activation, *ends in ENDS[8:] if op == "mlp" else ENDS:
+        for i, way in enumerate(("fused", "plain")):
+            call = call_of(op, activation, *ends, training)
+            grads = torch.set_grad_enabled(training)
+            with (
+                using_backend("auto"),
+                assumed(cost.gpus()["h200"]),
+                forcing(way),
+                as_on_cuda(),
+                grads,
+                tracing() as seen,
+            ):
+                y = call()
+                if training:
+                    y.backward(torch.empty_like(y))
+            counted = op_cost.OPS[op](2, training, *asked[-1])[i]
+            assert (len(counted), sum(one.nbytes for one in counted)) == (
+                seen.count.launches,
+                pytest.approx(seen.count.nbytes, rel=0.02),
+            ), (activation, ends, way)
+
+
+@pytest.mark.parametrize("kernels", list(itertools.product((False, True), repeat=2)), ids=str)
+@pytest.mark.parametrize("op", ["linear", "mlp"])
+def test_statistics_are_made_only_for_a_reader_that_uses_them(op, kernels, monkeypatch):
+    """Oracle: by hand: both calls run by the kernels, with enough rows to fold the norm; else None, in each way."""
+    makes, reads = kernels
+    monkeypatch.setattr(plan, "prefers_kernel", lambda x, name, *sizes: makes if name == op else reads)
+    other = "mlp" if op == "linear" else "linear"
+    for rows, wide in ((4096, False), (16, False), (4096, True)):
+        x = given(torch.empty(2, rows // 2, 64, dtype=torch.bfloat16, device="meta"))
+        residual = x.float() if wide else x
+        weight, bias = x.new_empty(64, 64), x.new_empty(64)
+        reader = Reader(other, linear.plan_sizes(x, x.new_empty(256, 64), (None, None, 1e-6), "gelu", None, None, x))
+        layers = (weight, bias) if op == "linear" else ((weight, bias), (weight, bias))
+        call = linear.linear if op == "linear" else mlp.mlp
+        with torch.no_grad(), using_backend("auto"), assumed(cost.gpus()["h200"]), tracing():
+            y, stats = call(x, *layers, residual=residual, return_stats=reader)
+        assert y.dtype == residual.dtype and (stats is not None) == (makes and reads and rows > 256 and not wide)
+    x, layer = torch.randn(3, 64), (torch.randn(64, 64), None)
+    call = partial(call, x, *layer if op == "linear" else (layer, layer))
+    with using_backend("torch"):
+        assert call(return_stats=reader)[1] is None
+        assert torch.equal(call(return_stats=True)[1], layer_norm.row_stats(call()))
+        with pytest.raises(TypeError, match="return_stats must be True, False or a Reader, got str"):
+            call(return_stats="x")
+
+
+def test_activations_count_in_the_choice_of_a_product(unmeasured):
+    """Oracle: a product of every GPU and size with norm and GELU; PyTorch's pass for GELU decides 44 % of them."""
+    x, sizes = (
+        torch.empty(1, dtype=torch.bfloat16),
+        itertools.product((1, 8, 64, 256), (50, 197, 1025), (192, 384, 768, 1024)),
+    )
+    chosen = Counter()
+    for images, tokens, width in sizes:
+        for gpu in cost.gpus().values():
+            with assumed(gpu), torch.no_grad():
+                for passes in (0, 1):
+                    ends = passes, False, False, False
+                    chosen[passes] += plan.prefers_kernel(
+                        x, "linear", images * tokens, width, 4 * width, True, True, *ends
+                    )
+    assert chosen[0] == 0 < 200 < chosen[1]
 
 
 @torch.no_grad()

@@ -97,6 +97,8 @@ def add_branches_with_stats(
             x = plainly(_add_plainly, x, *pair)
             stats = None
             continue
+        if way in ("fused", "mixed") and x.stride(-1) != 1:
+            x = x.contiguous()  # once, since the norm, the residual and the backward pass read it
         entries = [_entry(branch, body) for branch, body in zip(pair, bodies, strict=True)]
         norms: Sequence[Before | NextNorm | None]
         after: Before | NextNorm | None
@@ -131,16 +133,17 @@ def _way(block: nn.Module | None, x: Tensor, branches: tuple[Branch, ...], bodie
     sizes = []
     for branch, body in zip(branches, bodies, strict=True):
         if body is not None:
-            sizes.append(body.sizes()._replace(scales=_scales(branch)))
+            layer_scales, drops = _scales(branch)
+            sizes.append(body.sizes()._replace(scales=layer_scales + drops, layer_scale=min(layer_scales, 1)))
     return choose_way(block, x, tuple(sizes), replays=True)
 
 
-def _scales(branch: Branch) -> int:
-    """Number of factors that scale the branch in this call (LayerScale, stochastic depth)."""
+def _scales(branch: Branch) -> tuple[int, int]:
+    """Numbers of factors that scale the branch in this call: of LayerScale, and of stochastic depth."""
     readable, factors = layer_scale_of(branch.scale)
     depth = branch.drop_path
     drops = depth is not None and depth.training and (getattr(depth, "p", None) or getattr(depth, "drop_prob", None))
-    return (not readable or factors is not None) + (branch.layer_scale is not None) + bool(drops)
+    return (not readable or factors is not None) + (branch.layer_scale is not None), int(bool(drops))
 
 
 def _fc2_bias(parts: object) -> Tensor | None:
@@ -158,7 +161,7 @@ def _late_bias(branch: Branch, body: Body | None, x: Tensor) -> Tensor | None:
     """Bias of fc2 that the previous branch adds in advance, so that fc2 can accumulate in place; else None."""
     if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return None
-    if branch.post_norm is not None or _scales(branch):
+    if branch.post_norm is not None or any(_scales(branch)):
         return None
     bare = is_inactive(branch.drop) and has_sample_scale(branch.drop_path)  # draws no random numbers
     return _fc2_bias(body) if bare else None

@@ -170,7 +170,7 @@ def traced(
     """
     inputs, named = tree_map_only(Tensor, given, (inputs, named))
     net = _unplanned(without_weights(copy.deepcopy(model)).train(training))
-    with using_backend("auto"), contextlib.nullcontext() if gpu is None else _assumed(gpu):
+    with using_backend("auto"), contextlib.nullcontext() if gpu is None else assumed(gpu):
         if frozen:
             freeze(net)
             _called(net, inputs, named)  # computes the folds
@@ -195,7 +195,7 @@ def _unplanned(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _assumed(gpu: Gpu) -> Iterator[None]:
+def assumed(gpu: Gpu) -> Iterator[None]:
     """Context in which tensors count as that GPU's, and Triton as installed; nothing is compiled in it."""
     before = tile.MISSING
     tile.MISSING = None

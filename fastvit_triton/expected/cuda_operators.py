@@ -2,7 +2,7 @@
 
 Differences between the devices: autocast computes norms, softmax and powers in float32 on CUDA
 (aten/src/ATen/autocast_mode.h, AT_FORALL_FP32); scaled_dot_product_attention is one kernel for a mask, too, and is
-written out for tensors that have not four axes; RMSNorm is one kernel.
+written out for tensors that have not four axes, or whose last axis is strided; RMSNorm is one kernel.
 """
 
 import math
@@ -79,7 +79,8 @@ def _attention(
         attn_mask = attn_mask.to(autocast) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -math.inf)
-    if query.dim() != 4:
+    # sdp_utils_cpp.h, check_last_dim_stride_equals_1
+    if query.dim() != 4 or any(t.stride(-1) != 1 for t in (query, key, value) if t.shape[-1] > 1):
         return _written_out(query, key, value, attn_mask, scale)
     operators = torch.ops.aten
     if attn_mask is None and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1] <= 256:

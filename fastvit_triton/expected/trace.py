@@ -41,6 +41,8 @@ FLASH = (
 # sums), layer_norm_kernel.cu (dx; dγ and dβ, up to 65,536 rows), Convolution.cpp (bias and its gradient are apart)
 LAUNCHES = {f"{name}_backward": 3 for name in FLASH} | {"native_layer_norm_backward": 2}
 
+# operators that copy their operands first, unless they are contiguous, by layer_norm_kernel.cu of torch 2.13
+CONTIGUOUS = ("native_layer_norm", "native_layer_norm_backward")
 IN_PLACE = ("addmm_", "baddbmm_")  # PyTorch's table of flops lacks them
 
 _storages = itertools.count()
@@ -163,6 +165,8 @@ class _Tracer(TorchDispatchMode):
             call = arguments, {k: torch.device("meta") if k == "device" and v else v for k, v in named.items()}
             call = tree_map_only(Tensor, described, call)
         outputs = results = function(*call[0], **call[1])
+        if name == "convolution" and suggest_memory_format(tensors[0]) == torch.channels_last:
+            outputs = results = results.to(memory_format=torch.channels_last)  # as cuDNN's, unlike on the meta device
         memory = {t.untyped_storage()._cdata for t in _tensors(call)}
         if function._schema.is_mutable:
             outputs = results if values_known else written_arguments(function, arguments, named, results)
@@ -173,10 +177,19 @@ class _Tracer(TorchDispatchMode):
         for t in _tensors(outputs):
             mark(t, values_known)
         written = outputs[:2] if name in FLASH else outputs  # the others hold the state of random numbers
+        if name in CONTIGUOUS:
+            for t in tensors:
+                if t.dim() > 1 and not t.is_contiguous():
+                    self._add("clone", (t,), (t,), 0)
         name += "_tanh" if named.get("approximate") == "tanh" else ""
         if name == "upsample_bilinear2d" and suggest_memory_format(tensors[0]) != torch.channels_last:
             name += "_channels_first"  # another kernel
-        self._add(name, tensors, _tensors(written), self._flops(function, arguments, named, outputs))
+        again, sums = [], []
+        if name == "_scaled_dot_product_flash_attention_backward":  # Δ reads dO and O; the sums of dQ are fp32
+            do, q, _, _, o, *_ = arguments
+            again, sums = [do, o], [reserved(torch.empty(q.shape, dtype=torch.float32, device="meta"))]
+        flops = self._flops(function, arguments, named, outputs)
+        self._add(name, [*tensors, *again, *sums], [*_tensors(written), *sums], flops)
         return outputs
 
     def _enter(self, name: str, arguments: tuple) -> object:
@@ -312,8 +325,9 @@ def _tensors(structure: object) -> list[Tensor]:
 
 @functools.cache
 def _is_composite(function: OpOverload) -> bool:
-    """True if the operator decomposes into others."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd")
+    """True if the operator decomposes into others, having no kernel of its own."""
+    has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, function.name())
+    return has_kernel("CompositeImplicitAutograd") and not has_kernel("CPU")
 
 
 @functools.cache

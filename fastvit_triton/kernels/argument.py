@@ -109,6 +109,18 @@ class NextNorm(NamedTuple):
     late_bias: Tensor | None = None
 
 
+class Reader(NamedTuple):
+    """The `linear` or `mlp` that normalises an output, for `return_stats`: statistics it will not read are not made.
+
+    Attributes:
+        op: "linear" or "mlp".
+        sizes: of the call, as `linear.plan_sizes` or `mlp.plan_sizes` returns them.
+    """
+
+    op: str
+    sizes: tuple[int, ...]
+
+
 class Epilogue(NamedTuple):
     """Operations fused after a matmul [..., F].
 
@@ -214,6 +226,12 @@ def expect_bool(argument: str, value: bool) -> None:
     """Raises TypeError unless the value is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{argument} must be True or False, got {type(value).__name__}")
+
+
+def expect_bool_or_reader(argument: str, value: bool | Reader) -> None:
+    """Raises TypeError unless the value is True, False or a `Reader`."""
+    if not isinstance(value, (bool, Reader)):
+        raise TypeError(f"{argument} must be True, False or a Reader, got {type(value).__name__}")
 
 
 def can_read_values(tensor: Tensor) -> bool:

@@ -72,6 +72,7 @@ class Branch(NamedTuple):
         keys: of attention in windows: tokens of a window; of reduced attention: tokens per key; else 0.
         decomposed: 1 if scores have a bias by row plus one by column, whose sum PyTorch stores for every key; else 0.
         wide: 1 if the residual is float32 and the matmuls are 16-bit, as under autocast; else 0.
+        layer_scale: 1 if one of the scales is LayerScale, else 0.
     """
 
     kind: str
@@ -86,6 +87,7 @@ class Branch(NamedTuple):
     keys: int = 0
     decomposed: int = 0
     wide: int = 0
+    layer_scale: int = 0
 
     @property
     def stream(self) -> int:
@@ -109,7 +111,7 @@ class Branch(NamedTuple):
         """Name of its shape in tables of measurements."""
         heads = f" H={self.heads}" if self.heads else ""
         heads += f" K={self.keys}" if self.keys else ""
-        heads += " decomposed bias" * self.decomposed
+        heads += " decomposed bias" * self.decomposed + " layer scale" * self.layer_scale
         wide = " fp32" if self.itemsize == 4 else " autocast" if self.wide else ""
         return f"{self.kind} C={self.channels} F={self.width}{heads} N={self.tokens} B={self.images}{wide}"
 
@@ -204,6 +206,7 @@ def launches(gpu: Gpu, branches: tuple[Branch, ...], way: str, training: bool, f
 def compiled_us(gpu: Gpu, branches: tuple[Branch, ...], training: bool) -> float:
     """Expected microseconds under torch.compile: as mixed, with PyTorch's attention and without the sum in place."""
     slow = gpu._replace(fused_attention_tflops=(1e-9, 1e-9))
+    branches = tuple(branch._replace(layer_scale=0) for branch in branches)  # without equation (10) of our backward
     return block_us(slow, branches, "mixed", training, False) + (0.0 if training else _saved_us(gpu, branches))
 
 
@@ -280,7 +283,18 @@ def attention_launch(branch: Branch, ours: bool, backward: bool = False) -> Laun
     flops = (10.0 if backward else 4.0) * M * branch.keys_per_query * branch.inner
     values = M * (branch.width + branch.inner) * (2 if backward else 1)
     values += 0 if ours else branch.decomposed * bias_values(branch) * (2 if backward else 1)
+    if backward and branch.kind != "window_attention":
+        D = branch.inner // max(branch.heads, 1)
+        if ours and not in_one_kernel(D, branch.keys_per_query, branch.itemsize, branch.decomposed > 0):
+            values += M * (branch.width + branch.inner)  # that of dQ reads all operands again
+        if not ours and branch.itemsize == 2 and not branch.decomposed:
+            values += 6 * M * branch.inner  # FlashAttention reads O and dO twice, and sums dQ in fp32
     return Launch("fused attention" if ours else "attention", flops, branch.itemsize * values, backward=backward)
+
+
+def in_one_kernel(D: int, keys: int, itemsize: int, bias: bool = False) -> bool:
+    """True if one kernel of ours computes the gradients of q, k and v, with most launch parameters in tuned/."""
+    return itemsize == 2 and D * itemsize <= 128 and D & (D - 1) == 0 and keys <= 256 and not bias
 
 
 def bias_values(branch: Branch) -> int:
@@ -420,7 +434,10 @@ def _backward(gpu: Gpu, b: Branch, way: str) -> list[Launch]:
     if attention:
         core = _faster_attention(gpu, b, True)
         middle = [core] if core.kind == "fused attention" else [core, small, small, one_pass(b, 2 * M * b.width)]
-    scaled = [one_pass(b, 2 * M * C)] if b.scales else []
+    scaled = [one_pass(b, 2 * M * C)] if b.scales > b.layer_scale else []
+    if b.layer_scale:  # equation (10) of `linear_backward` reads and writes matrices in fp32 and in the weight's dtype
+        weight, fp32 = C * b.inner, 4 / b.itemsize
+        scaled += [one_pass(b, 2 * weight), one_pass(b, (2 * fp32 + 1) * weight), small, small]
     norm = [one_pass(b, (2 + 3 * b.stream) * M * C), small]
     if b.wide and way == "fused":  # the norm is an operation of its own
         norm = [*casts, one_pass(b, 3 * b.stream * M * C), small, one_pass(b, 3 * b.stream * M * C)]

@@ -94,6 +94,10 @@ def add_layer_norm(
     dtype = dtype if layer_scale is None else torch.promote_types(dtype, layer_scale.dtype)
     expect_norm(x, dtype, (weight, bias, eps), D=x.shape[-1])
     if kernels_available(x) and kernels_available(residual) and x.shape[-1] <= MAX_D:
+        mixable = weight is None or weight.dtype == dtype  # otherwise PyTorch casts the sum
+        rows, scales = plan.rows_of(math.prod(x.shape[:-1])), (layer_scale is not None, sample_scale is not None)
+        if mixable and not plan.prefers_kernel(x, "add_layer_norm", rows, index(x.shape[-1]), *scales):
+            return reference_add(x, residual, weight, bias, eps, layer_scale, sample_scale)
         return _Fn.apply(x, residual, weight, bias, eps, layer_scale, sample_scale, False)
     return reference_add(x, residual, weight, bias, eps, layer_scale, sample_scale)
 

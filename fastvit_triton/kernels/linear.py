@@ -28,7 +28,7 @@ from torch import Tensor
 
 from . import check, cpu, fold, layer_norm, mixed, onednn, plan, rms_norm
 from .activation import GATED, activate, apply_activation, gate_of
-from .argument import NextNorm, Norm, Normalized, NormLike, Pair, expect_bool, kind_of
+from .argument import NextNorm, Norm, Normalized, NormLike, Pair, Reader, expect_bool_or_reader, kind_of
 from .backend import kernels_available
 from .fold import Folded
 from .launch import cdiv, config, launch, power_of_2, precision, product_dtype
@@ -68,7 +68,7 @@ def linear(
     layer_scale: Tensor | None = None,
     sample_scale: Tensor | None = None,
     residual: Tensor | None = None,
-    return_stats: bool = False,
+    return_stats: bool | Reader = False,
 ) -> Tensor | Any:
     """sample_scale · layer_scale · act(LN(x) Wᵀ + b) + residual.
 
@@ -85,10 +85,11 @@ def linear(
         layer_scale: [F], LayerScale.
         sample_scale: [B] for x [B, ..., K], drop-path factor of each image; it gets no gradient.
         residual: [..., F], added last; the output has the promoted dtype.
-        return_stats: also return equation (4) for the output, which has no gradient.
+        return_stats: also return equation (4) for the output, which has no gradient; for a `Reader` None instead,
+            unless both this call and the reader run by the kernels.
 
     Returns:
-        [..., F]; with `return_stats` also [M, tiles, 2] fp32.
+        [..., F]; with `return_stats` also [M, tiles, 2] fp32, or None.
 
     Raises:
         ValueError: a size or device does not fit, or the activation is unknown.
@@ -97,14 +98,18 @@ def linear(
     check.projection(x, weight, bias, activation)
     check.norm(x, norm, stats, weight)
     check.branch(x, output_channels(weight, activation), layer_scale, sample_scale, residual)
-    expect_bool("return_stats", return_stats)
-    if kernels_available(x) and x.shape[-1] <= layer_norm.MAX_D and _kernel_is_chosen(x, weight, norm, residual):
-        return run(
-            x, weight, bias, norm, stats, activation, layer_scale, sample_scale, residual, return_stats=return_stats
-        )
+    expect_bool_or_reader("return_stats", return_stats)
+    ends = layer_scale, sample_scale, residual
+    if kernels_available(x) and x.shape[-1] <= layer_norm.MAX_D:
+        sizes = plan_sizes(x, weight, norm, activation, *ends)
+        rows = plan.rows_of(math.prod(x.shape[:-1]))
+        if not plan.copies(x, residual) and plan.prefers_kernel(x, "linear", rows, *sizes):
+            wanted = reads_stats(return_stats, x, residual, output_channels(weight, activation))
+            y = run(x, weight, bias, norm, stats, activation, *ends, return_stats=wanted)
+            return (y, None) if return_stats and not wanted else y
     if cpu.takes(x, weight):
-        y = cpu.linear(x, weight, bias, norm, activation, layer_scale, sample_scale, residual)
-        return (y, layer_norm.row_stats(y)) if return_stats else y
+        y = cpu.linear(x, weight, bias, norm, activation, *ends)
+        return with_stats(y, return_stats)
     return reference(
         x,
         weight,
@@ -174,12 +179,49 @@ def handed_on(next_stats: list[Any], call: mixed.Call | None) -> Tensor | Normal
     return next_stats[0] if call is None or next_stats[0] is None else Normalized(*next_stats)
 
 
-def _kernel_is_chosen(x, weight, norm, residual):
-    """True if the plan selects our kernel for this matmul, not the reference."""
-    rows = plan.rows_of(math.prod(x.shape[:-1]))
+def plan_sizes(
+    x: Tensor,
+    weight: Tensor | Pair | Folded,
+    norm: NormLike | None,
+    activation: str | None,
+    layer_scale: Tensor | None,
+    sample_scale: Tensor | None,
+    residual: Tensor | None,
+) -> tuple[int, ...]:
+    """Arguments of "linear" in `op_cost.OPS` after the number of rows; of x only the dtype is used."""
     has_norm = norm is not None and can_fold_norm(x)
-    sizes = *product_shape(weight), has_norm, residual is not None, has_norm and not isinstance(weight, Folded)
-    return plan.prefers_kernel(x, "linear", rows, *sizes)
+    fold = has_norm and not isinstance(weight, Folded)
+    ends = residual is not None, layer_scale is not None, sample_scale is not None
+    return *product_shape(weight), has_norm, fold, passes_of(activation), *ends
+
+
+def passes_of(activation: str | None) -> int:
+    """Passes of PyTorch's operators for an activation: 0, 1, or 2 if it is gated."""
+    return 0 if activation is None else 2 if activation in GATED else 1
+
+
+def reads_stats(asked: bool | Reader, x: Tensor, residual: Tensor | None, width: int) -> bool:
+    """True if a `linear` or `mlp` that runs by the kernels should return row statistics of its output.
+
+    Args:
+        asked: `return_stats`.
+        x: [..., K], its input.
+        residual: [..., width], or None.
+        width: channels of the output.
+    """
+    if isinstance(asked, bool):
+        return asked
+    if width > layer_norm.MAX_D or not can_fold_norm(x) or (residual is not None and residual.dtype != x.dtype):
+        return False
+    rows = plan.rows_of(math.prod(x.shape[:-1]))
+    return fold.pays(x, asked.sizes[1]) and plan.prefers_kernel(x, asked.op, rows, *asked.sizes)
+
+
+def with_stats(y: Tensor, asked: bool | Reader) -> Tensor | Any:
+    """What PyTorch's operators return for `return_stats`: y alone, with row statistics, or for a reader with None."""
+    if isinstance(asked, Reader):
+        return y, None
+    return (y, layer_norm.row_stats(y)) if asked else y
 
 
 def reference(
@@ -193,7 +235,7 @@ def reference(
     layer_scale: Tensor | None = None,
     sample_scale: Tensor | None = None,
     residual: Tensor | None = None,
-    return_stats: bool = False,
+    return_stats: bool | Reader = False,
 ) -> Tensor | Any:
     """Equations (1) to (4); `stats` is ignored, because it can be computed from x."""
     if isinstance(weight, Folded) and weight.source is not None:
@@ -209,7 +251,7 @@ def reference(
     y = y if activation is None else apply_activation(y, activation)  # (2)
     y = layer_norm.scaled(y, layer_scale, sample_scale)
     y = y if residual is None else y + residual  # (3)
-    return (y, layer_norm.row_stats(y)) if return_stats else y
+    return with_stats(y, return_stats)
 
 
 class Settings(NamedTuple):

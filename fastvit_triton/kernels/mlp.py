@@ -21,14 +21,26 @@ from torch.utils.checkpoint import checkpoint
 
 from . import check, cpu, layer_norm, linear, mixed, plan
 from .activation import GATED, activate
-from .argument import NextNorm, Norm, NormLike, Pair, expect_bool, expect_floating, expect_nonempty, is_like, kind_of
+from .argument import (
+    NextNorm,
+    Norm,
+    NormLike,
+    Pair,
+    Reader,
+    expect_bool,
+    expect_bool_or_reader,
+    expect_floating,
+    expect_nonempty,
+    is_like,
+    kind_of,
+)
 from .attention_inner import dot_transposed, load_tiles, zero_tiles
 from .backend import constant, kernels_available
 from .fold import Folded
 from .launch import cdiv, config, launch, product_dtype, split_tiles
 from .linear import apply_epilogue, apply_norm_and_bias
 from .mlp_backward import bwd_op
-from .op import Op, can_fold_norm, expect, make_randn, once_differentiable, register
+from .op import Op, expect, make_randn, once_differentiable, register
 from .tile import jit, store_stats, tl, zero_stats
 
 # Default parameters of the single launch: (maximum width of x in bytes, counting whole tiles; parameters).
@@ -52,7 +64,7 @@ def mlp(
     sample_scale: Tensor | None = None,
     residual: Tensor | None = None,
     recompute: bool = False,
-    return_stats: bool = False,
+    return_stats: bool | Reader = False,
 ) -> Tensor | Any:
     """sample_scale · layer_scale · fc2(act(fc1(LN(x)))) + residual.
 
@@ -67,10 +79,10 @@ def mlp(
         sample_scale: [B], drop-path factor of each image; it gets no gradient.
         residual: [..., D], added last.
         recompute: recompute the hidden layer in the backward pass instead of saving it.
-        return_stats: also return the row statistics of the output.
+        return_stats: also return the row statistics of the output; see `linear`.
 
     Returns:
-        [..., D]; with `return_stats` also [M, tiles, 2] fp32.
+        [..., D]; with `return_stats` also [M, tiles, 2] fp32, or None.
 
     Raises:
         ValueError: a size or device does not fit, or the activation is unknown.
@@ -91,17 +103,18 @@ def mlp(
         expect_floating("fc2 bias", bias, x)
     check.branch(x, weight.shape[0], layer_scale, sample_scale, residual)
     expect_bool("recompute", recompute)
-    expect_bool("return_stats", return_stats)
-    if (
-        kernels_available(x)
-        and max(x.shape[-1], fc2[0].shape[1]) <= layer_norm.MAX_D
-        and _kernel_is_chosen(x, fc1[0], weight, norm, residual)
-    ):
-        ends = layer_scale, sample_scale, residual
-        return run(x, fc1, fc2, norm, stats, activation, *ends, recompute, return_stats=return_stats)
+    expect_bool_or_reader("return_stats", return_stats)
+    ends = layer_scale, sample_scale, residual
+    if kernels_available(x) and max(x.shape[-1], weight.shape[1]) <= layer_norm.MAX_D:
+        sizes = plan_sizes(x, fc1[0], weight, norm, activation, *ends)
+        rows = plan.rows_of(math.prod(x.shape[:-1]))
+        if not plan.copies(x, residual) and plan.prefers_kernel(x, "mlp", rows, *sizes):
+            wanted = linear.reads_stats(return_stats, x, residual, weight.shape[0])
+            y = run(x, fc1, fc2, norm, stats, activation, *ends, recompute, return_stats=wanted)
+            return (y, None) if return_stats and not wanted else y
     if cpu.takes(x, fc1[0]):
-        y = cpu.mlp(x, fc1, fc2, norm, activation, layer_scale, sample_scale, residual, recompute)
-        return (y, layer_norm.row_stats(y)) if return_stats else y
+        y = cpu.mlp(x, fc1, fc2, norm, activation, *ends, recompute)
+        return linear.with_stats(y, return_stats)
     return reference(
         x,
         fc1,
@@ -153,13 +166,19 @@ def run(
     return (y, linear.handed_on(next_stats, call)) if return_stats else y
 
 
-def _kernel_is_chosen(x, weight, fc2_weight, norm, residual):
-    """True if the plan selects our kernels for this MLP, not the reference."""
-    rows = plan.rows_of(math.prod(x.shape[:-1]))
-    has_norm = norm is not None and can_fold_norm(x)
-    fold = has_norm and not isinstance(weight, Folded)
-    sizes = *linear.product_shape(weight), fc2_weight.shape[1], has_norm, residual is not None, fold
-    return plan.prefers_kernel(x, "mlp", rows, *sizes)
+def plan_sizes(
+    x: Tensor,
+    fc1_weight: Tensor | Pair | Folded,
+    fc2_weight: Tensor,
+    norm: NormLike | None,
+    activation: str,
+    layer_scale: Tensor | None,
+    sample_scale: Tensor | None,
+    residual: Tensor | None,
+) -> tuple[int, ...]:
+    """Arguments of "mlp" in `op_cost.OPS` after the number of rows; of x only the dtype is used."""
+    first = linear.plan_sizes(x, fc1_weight, norm, activation, layer_scale, sample_scale, residual)
+    return *first[:2], fc2_weight.shape[1], *first[2:]
 
 
 def reference(
@@ -174,7 +193,7 @@ def reference(
     sample_scale: Tensor | None = None,
     residual: Tensor | None = None,
     recompute: bool = False,
-    return_stats: bool = False,
+    return_stats: bool | Reader = False,
 ) -> Tensor | Any:
     """Equations (1) and (2)."""
 
@@ -183,7 +202,7 @@ def reference(
         return linear.reference(h, *fc2, layer_scale=layer_scale, sample_scale=sample_scale, residual=residual)  # (2)
 
     y = checkpoint(hidden_to_out, x, use_reentrant=False) if recompute else hidden_to_out(x)
-    return (y, layer_norm.row_stats(y)) if return_stats else y
+    return linear.with_stats(y, return_stats)
 
 
 @jit(do_not_specialize=["M", "rows_per_image"])

@@ -6,17 +6,55 @@ Rates and the cost of single launches are in `cost`.
 import math
 from collections.abc import Callable
 
-from .cost import Branch, Launch, attention_launch, forward, one_pass, product, seen_pairs
+from .cost import NARROW, Branch, Launch, attention_launch, in_one_kernel, one_pass, product, seen_pairs
 
 Pair = tuple[list[Launch], list[Launch]]  # (launches of our kernels, launches of PyTorch's operators)
 
 
-def _linear(size: int, training: bool, M: int, K: int, F: int, norm: bool, residual: bool, fold: bool) -> Pair:
-    """`linear` of x [M, K] to F outputs."""
+def _linear(
+    size: int,
+    training: bool,
+    M: int,
+    K: int,
+    F: int,
+    norm: bool,
+    fold: bool,
+    passes: int,
+    residual: bool,
+    layer_scale: bool,
+    sample_scale: bool,
+    again: bool = False,
+) -> Pair:
+    """`linear` of x [M, K] by F rows of weights; PyTorch's activation takes 0, 1 or, if it is gated, 2 passes.
+
+    In training x, the weight and a bias get gradients. PyTorch sums those of the bias in a pass, we in that of
+    equation (7) of `linear_backward`, if there is one, which also computes the output `again`.
+    """
     b = Branch("linear", 1, M, K, F, K, itemsize=size)
-    ours = [product(b, M, F, K, True, M * F * residual)]
-    ours += [one_pass(b, M * K)] * norm + [one_pass(b, 2 * K * F)] * (norm and fold)
-    theirs = [product(b, M, F, K)] + [one_pass(b, 2 * M * K, "norm")] * norm + [one_pass(b, 3 * M * F)] * residual
+    small, fp32 = one_pass(b, 0), 4 / size
+    y, z, weight = M * (F // 2 if passes == 2 else F), M * F, K * F  # values of output, product and weight
+    pre = z * (training and passes > 0)
+    ours = [one_pass(b, M * K)] * norm + [one_pass(b, 2 * weight)] * (norm and fold)
+    ours += [product(b, M, F, K, True, y * (1 + residual) - z + pre)]
+    theirs = [one_pass(b, 2 * M * K, "norm")] * norm + [product(b, M, F, K)]
+    theirs += [one_pass(b, 2 * y), one_pass(b, 3 * y)][:passes]
+    theirs += [one_pass(b, 2 * y)] * (layer_scale + sample_scale) + [one_pass(b, 3 * y)] * residual
+    if not training:
+        return ours, theirs
+    dx, dw = product(b, M, K, F), product(b, F, K, M)
+    partial = 2 * fp32 * K * min(M, 512)  # sums of gradients of the norm's parameters
+    if layer_scale and not passes:  # equation (10)
+        dw_fp32 = product(b, F, K, M, extra=(fp32 - 1) * weight)
+        ours += [one_pass(b, 2 * weight), dx, dw_fp32, one_pass(b, (fp32 + 2) * weight), small, small]
+    else:
+        ours += [dx, dw] + [small] * (passes > 0 or sample_scale)
+    ours += [small] * (passes > 0 and layer_scale)
+    ours += [one_pass(b, y * (1 + again) + z + pre), small] if passes or sample_scale else [one_pass(b, z)]
+    ours += [one_pass(b, 4 * M * K + partial), one_pass(b, partial)] * norm
+    theirs += [dx, dw, one_pass(b, z)] + [one_pass(b, 2 * y)] * sample_scale
+    theirs += [one_pass(b, 2 * y), one_pass(b, 3 * y), one_pass(b, y)] * layer_scale
+    theirs += [one_pass(b, 3 * y)] * (0, 1, 3)[passes] + [one_pass(b, 2 * z)] * (passes == 2)
+    theirs += [one_pass(b, 3 * M * K, "norm backward"), small] * norm
     return ours, theirs
 
 
@@ -35,13 +73,16 @@ def _attention_pair(
     b = Branch("attention", images, keys, heads * D, (2 * keys + queries) * heads * D // max(keys, 1), heads * D, heads,
                itemsize=size)  # fmt: skip
     flops = 4.0 * images * heads * seen_pairs(queries, keys, causal) * D
-    pair = [Launch(kind, flops, attention_launch(b, False).nbytes) for kind in ("fused attention", "attention")]
-    ours, theirs = [[launch] for launch in pair]
+    nbytes = attention_launch(b, False).nbytes
+    ours, theirs = ([Launch(kind, flops, nbytes)] for kind in ("fused attention", "attention"))
     if training:
-        for launches, launch in ((ours, pair[0]), (theirs, pair[1])):
-            launches.append(launch._replace(flops=2.5 * flops, nbytes=2 * launch.nbytes, backward=True))
-        small = one_pass(b, 0)
-        theirs += [small, small] + [one_pass(b, 2 * images * keys * b.width)] * packed
+        back = ours[0]._replace(flops=2.5 * flops, nbytes=2 * nbytes, backward=True)
+        q, small = images * heads * queries * D * size, one_pass(b, 0)
+        again = 0 if in_one_kernel(D, keys, size) else nbytes
+        ours += [back._replace(nbytes=2 * nbytes + again)] + [small] * (again > 0)
+        sums = 6 * q if size == 2 else 0  # as in `attention_launch`
+        theirs += [back._replace(kind="attention", nbytes=2 * nbytes + sums), small, small]
+        theirs += [one_pass(b, 2 * images * keys * b.width)] * packed
     return ours, theirs
 
 
@@ -67,6 +108,21 @@ def _layer_norm(size: int, training: bool, M: int, D: int) -> Pair:
         sums = 8 / size * 2 * D * min(M, 512)  # fp32, written and read
         ours += [one_pass(b, 3 * M * D), one_pass(b, sums)]
         theirs += [one_pass(b, 3 * M * D, "norm backward"), small]
+    return ours, theirs
+
+
+def _add_layer_norm(size: int, training: bool, M: int, D: int, layer_scale: bool, sample_scale: bool) -> Pair:
+    """`add_layer_norm` of x and a residual [M, D], whose gradients are two tensors."""
+    b = Branch("norm", 1, M, D, D, D, itemsize=size)
+    y = M * D
+    small, scales = one_pass(b, 0), layer_scale + sample_scale
+    ours = [one_pass(b, 4 * y)]
+    theirs = [one_pass(b, 2 * y)] * scales + [one_pass(b, 3 * y), one_pass(b, 2 * y, "norm")]
+    if training:
+        sums = 4 / size * (2 + layer_scale) * D * min(M, 512)
+        ours += [one_pass(b, (5 + layer_scale) * y + sums), one_pass(b, sums)]
+        theirs += [one_pass(b, 3 * y, "norm backward"), small, one_pass(b, 3 * y)] + [one_pass(b, 2 * y)] * scales
+        theirs += [one_pass(b, 3 * y), one_pass(b, y)] * layer_scale
     return ours, theirs
 
 
@@ -99,12 +155,33 @@ def _depthwise(
     return ours, theirs
 
 
-def _mlp(size: int, training: bool, M: int, C: int, F: int, inner: int, norm: bool, residual: bool, fold: bool) -> Pair:
-    """`mlp` of x [M, C]: F outputs of the first layer, `inner` inputs of the second."""
-    b = Branch("mlp", 1, M, C, F, inner, itemsize=size)
-    ours, theirs = (forward(None, b, way, norm, True, training, not fold) for way in ("fused", "plain"))
-    theirs = theirs[not norm :]
-    return ours, theirs if residual else theirs[:-1]
+def _mlp(
+    size: int,
+    training: bool,
+    M: int,
+    C: int,
+    F: int,
+    inner: int,
+    norm: bool,
+    fold: bool,
+    passes: int,
+    residual: bool,
+    layer_scale: bool,
+    sample_scale: bool,
+) -> Pair:
+    """`mlp` of x [M, C]: F outputs of the first layer, `inner` inputs of the second.
+
+    Our backward pass computes the hidden layer again, where it reads the pre-activation.
+    """
+    first = _linear(size, training, M, C, F, norm, fold, passes, False, False, False, again=True)
+    second = _linear(size, training, M, inner, C, False, False, 0, residual, layer_scale, sample_scale)
+    ours, theirs = (a + b for a, b in zip(first, second, strict=True))
+    if not training and size == 2 and C * size <= NARROW and passes == 1:
+        b = Branch("mlp", 1, M, C, F, inner, itemsize=size)
+        values = M * C * (2 + residual) + C * (F + inner)
+        one = Launch("fused product", 2.0 * M * C * (F + inner), size * values, (M, F + inner, C))
+        ours = [one_pass(b, 2 * C * F)] * (norm and fold) + [one]
+    return ours, theirs
 
 
 def _window_attention(size: int, training: bool, M: int, C: int, N: int, shifted: bool, padded: bool) -> Pair:
@@ -153,7 +230,8 @@ def _batch_norm_act(size: int, training: bool, M: int, C: int, activation: bool,
 
 
 OPS: dict[str, Callable[..., Pair]] = dict(
-    linear=_linear, attention=_attention_pair, patch_embed=_patch_embed, layer_norm=_layer_norm, mlp=_mlp,
+    linear=_linear, attention=_attention_pair, patch_embed=_patch_embed, layer_norm=_layer_norm,
+    add_layer_norm=_add_layer_norm, mlp=_mlp,
     depthwise=_depthwise, window_attention=_window_attention, deformable_attention=_deformable_attention,
     batch_norm_act=_batch_norm_act,
 )  # fmt: skip

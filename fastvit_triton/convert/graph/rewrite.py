@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ...kernels import onednn, plan
+from ...kernels import linear, mlp, onednn, plan
+from ...kernels.argument import Reader
 from ...kernels.backend import why_not
 from .attention_patterns import attend, attend_packed, why_not_expanded
 from .nodes import equal, kind, operands, order, outside, read, shape, tensors, value
@@ -368,21 +369,32 @@ class Rewriter:
             self.graph.erase_node(node)
 
     def _hand_on_statistics(self) -> None:
-        """Passes the row statistics of a linear layer's or MLP's output to the next call that normalises it."""
+        """Passes the row statistics of a linear layer's or MLP's output to the first call that normalises it."""
         stats: dict[fx.Node, fx.Node] = {}
         for node in list(self.graph.nodes):
             if kind(node) not in FUSED or read(node).get("norm") is None or self.regions.casts(node):
                 continue
             x = read(node)["x"]
             if kind(x) in FUSED and self.regions.alike(x, node) and not self.regions.writes(x, x, node):
-                x, stats[x] = self._with_statistics(x)
+                x, stats[x] = self._with_statistics(x, self._reader(node))
             if x in stats:
                 node.kwargs = {**node.kwargs, "stats": stats[x]}
 
-    def _with_statistics(self, maker: Any) -> tuple[fx.Node, fx.Node]:
+    def _reader(self, node: fx.Node) -> Reader:
+        """What the call that makes x asks before it returns the statistics that this call reads."""
+        with self.fake, self.regions.modes(node):
+            call = _values(read(node))
+            ends = [call.get(name) for name in ("layer_scale", "sample_scale", "residual")]
+            if kind(node) == "fused_linear":
+                layer = call["weight"], call["norm"], call.get("activation")
+                return Reader("linear", linear.plan_sizes(call["x"], *layer, *ends))
+            layers = call["fc1"][0], call["fc2"][0], call["norm"], call.get("activation", "gelu")
+            return Reader("mlp", mlp.plan_sizes(call["x"], *layers, *ends))
+
+    def _with_statistics(self, maker: Any, reader: Reader) -> tuple[fx.Node, fx.Node]:
         """Makes a call return row statistics; returns (output node, statistics node) and updates all readers."""
         users = list(maker.users)
-        maker.kwargs = {**maker.kwargs, "return_stats": True}
+        maker.kwargs = {**maker.kwargs, "return_stats": reader}
         with self.fake, self.regions.modes(maker):
             maker.meta["example_value"] = maker.target(*_values(maker.args), **_values(maker.kwargs))
         pair = []
@@ -412,4 +424,6 @@ def _values(argument: Any) -> Any:
         return argument.function(*_values(argument.args))
     if isinstance(argument, dict):
         return {name: _values(a) for name, a in argument.items()}
+    if isinstance(argument, Reader):
+        return argument
     return type(argument)(_values(a) for a in argument) if isinstance(argument, (tuple, list)) else argument

@@ -26,8 +26,10 @@ from ...engine.leaves import (
 from ...engine.mlp import MlpBody
 from ...engine.replay import call_branches
 from ...engine.ways import plainly
+from ...kernels import fold
 from ...kernels.attention import attention
 from ...kernels.attention_qkv import attention_qkv
+from ...kernels.backend import kernels_available
 from ...kernels.depthwise import depthwise
 from ...kernels.linear import linear
 from ...kernels.patch_embed import patch_embed, whole_patches
@@ -189,7 +191,8 @@ def sequence_pool(self: Foreign, x: Tensor) -> Tensor:
     gives with a smaller error.
     """
     score = self.classifier.attention_pool
-    if torch.is_grad_enabled() or not (can_fuse(x) and is_readable(score)):
+    runs = can_fuse(x) and kernels_available(x, x.shape[-1]) and is_readable(score)
+    if torch.is_grad_enabled() or not runs:
         return type(self).sequence_pool(self, x)
     return attend_to_all(x, score)
 
@@ -289,7 +292,9 @@ def restoration_decoder_layer(self: Foreign, x: Tensor, memory: Tensor, task: Te
         Branch(cross_attention._replace(drops=(self.dropout2,)), self.norm2),
         Branch(hidden, self.norm3),
     )
-    if runs_plain(x, *branches, block=self):
+    few = not fold.pays(x, 3 * D)  # products of the task then read more than the sums that they save
+    few |= torch.is_grad_enabled()  # and the gradients of the parts of the weights are padded and added
+    if few or runs_plain(x, *branches, block=self):
         return original(self, x, memory, task)
     return add_branches(x, *branches, block=self)
 

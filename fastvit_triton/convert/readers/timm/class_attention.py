@@ -8,6 +8,7 @@ from ....engine.body import finish, fold_or_normalize, normalize, project
 from ....engine.branch import Branch, add_branches
 from ....engine.hooks import PACKAGE, has_hooks, is_our_forward, type_name
 from ....engine.leaves import Foreign, Layer, has_sample_scale, is_inactive, is_readable, sample_scale_of
+from ....kernels import fold
 from ....kernels.attention import attention
 from ....layers.scaled_block import times
 from ...forwards import fused_forward, original
@@ -45,6 +46,8 @@ def class_attention(self: Foreign, x: Tensor) -> Tensor:
     if not is_fusable(self, x) or _dropped(self) is not None:
         return original(self, x)
     query, keys = projections(self)
+    if torch.is_grad_enabled() and len(keys) > 1 and not fold.pays(x, 2 * x.shape[-1]):
+        return original(self, x)  # packing the weights and splitting their gradient would move more than it saves
     (q,) = heads_of(project(x[:, :1], (query,)), self.num_heads, 1)
     o = _one_query(self, q, *heads_of(project(x, keys), self.num_heads, 2))
     if is_own(self) and hasattr(self, "q"):  # CaiT's, whose last layer, with one row an image, is called
