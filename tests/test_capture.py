@@ -428,6 +428,27 @@ def test_sizes_of_tables(nested):
                 assert_close(model(x), want)
 
 
+class Lazy(research.DinoBlock):
+    """A block that makes a table in its first call."""
+
+    def forward(self, x):
+        if not hasattr(self, "table") or self.table.shape[0] != x.shape[1]:
+            self.table = torch.ones(x.shape[1], 1, dtype=x.dtype)
+        return super().forward(x + self.table)
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_tables_that_a_first_call_makes(backend):
+    """Oracle: the blocks themselves; the second one lacks the table that the graph of the first one reads."""
+    model = nn.Sequential(Lazy(), Lazy()).double().eval()
+    plain, x = copy.deepcopy(model), torch.randn(2, 5, D, dtype=torch.float64)
+    with using_backend(backend), torch.no_grad():
+        optimize(model, example=x)
+        for tokens in (5, 3):
+            x = torch.randn(2, tokens, D, dtype=torch.float64)
+            assert_close(model(x), plain(x))
+
+
 class DropPath(nn.Module):
     """Stochastic depth, as research code has it."""
 

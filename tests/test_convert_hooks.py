@@ -26,6 +26,7 @@ from fastvit_triton.engine import hooks
 from fastvit_triton.engine.leaves import LAYER_NORMS
 from fastvit_triton.explain import capture
 from fastvit_triton.kernels import fold
+from fastvit_triton.kernels.backend import using_backend
 
 FAMILIES = ["timm_vit", "timm_eva02", "hf_vit", "hf_siglip", "torchvision_vit", "vit_pytorch_vit"]
 IN_PLACE = "swin_v2", "swinv2", "twins"  # on the output of a module, which backward hooks forbid
@@ -329,6 +330,19 @@ def test_fx_traces_the_original(name, references):
     got, want = torch.fx.symbolic_trace(model), torch.fx.symbolic_trace(plain)
     assert str(got.graph) == str(want.graph)
     assert same(got(given), plain(given))
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+@pytest.mark.parametrize("name", ["test_vit_relpos", "swinv2_cr_tiny_ns_224"])
+def test_fx_traces_modules_that_are_called_with_buffers(name, backend):
+    """Oracle: the original's results. Their MLPs of positions take a buffer, while parameters are proxies."""
+    timm = pytest.importorskip("timm")
+    options = dict(img_size=64) if name == "test_vit_relpos" else dict(img_size=64, depths=(1, 1, 1, 1), window_size=2)
+    model = timm.create_model(name, **options).eval()
+    plain, given = copy.deepcopy(model), torch.randn(1, 3, 64, 64)
+    with using_backend(backend):
+        optimize(model)
+        assert same(torch.fx.symbolic_trace(model)(given), plain(given))
 
 
 def test_feature_extractors(references):

@@ -6,6 +6,7 @@ submodule has a hook, and the arguments have the form, and the sizes, that the g
 module's own forward runs. Modules of the same structure share graphs; copies do too, and capture none themselves.
 """
 
+import contextlib
 import gc
 import re
 import threading
@@ -29,7 +30,7 @@ from ..kernels import plan, settings
 from ..kernels.backend import constant, kernels_available, transparent
 from .example import arguments, unchanged
 from .flop_shares import enclosing
-from .third_party import can_run, is_rate
+from .third_party import can_run, gives_proxies, is_rate
 
 if TYPE_CHECKING:
     from .capture import Capture
@@ -102,8 +103,9 @@ class Graphs:
     def fitting(self, module: nn.Module, args: tuple, named: dict) -> "Capture | None":
         """The capture that holds for a call; None if there is none."""
         for capture in self.captures:
-            if capture.fits(module, args, named) and _has_constants(module, capture):
-                return capture
+            with contextlib.suppress(AttributeError):  # of what another module made in its first call
+                if capture.fits(module, args, named) and _has_constants(module, capture):
+                    return capture
         return None
 
 
@@ -140,7 +142,8 @@ def run(module: nn.Module, *args: Any, **named: Any) -> Any:
     if torch.compiler.is_compiling():
         return _traced(module, args, named)
     x = first_tensor((*args, *named.values()))
-    if type(x) is not Tensor or not (state.example or can_run(x)) or has_global_hooks():
+    traced = has_global_hooks() or gives_proxies(module)
+    if type(x) is not Tensor or not (state.example or can_run(x)) or traced:
         return type(module).forward(module, *args, **named)
     # on a CPU a record has no second derivatives, which the graph has
     if kernels_available(x) or (plan.has_ways(x) and not torch.is_grad_enabled()):

@@ -1,9 +1,11 @@
 """Third-party modules: the types whose weights may be read, and conversion of their attention masks."""
 
+import itertools
 from functools import cache
 from typing import Any
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 
 from ..engine import leaves as parts
@@ -14,7 +16,6 @@ from ..kernels.backend import backend, constant, kernels_available
 from .recognition import recognised
 
 FUSED: set[str] = set()  # types that have a fused forward; `forwards.register` adds them
-MASKED = -1e30  # scores below count as masked: rounding would lose the log-sum-exp of a row
 _HF = "transformers.models"
 
 parts.LAYER_NORMS.update(("timm.layers.norm.LayerNorm", "timm.models.layers.norm.LayerNorm"))
@@ -91,7 +92,15 @@ def can_run(x: Tensor, module: nn.Module | None = None, products: bool = True) -
 
 def is_fusable(module: nn.Module, x: Tensor) -> bool:
     """True if this module's fused forward may run on x: no global hooks, and its own code is what that replaces."""
-    return can_run(x, module) and not has_global_hooks() and runs_original(module)
+    return can_run(x, module) and not has_global_hooks() and runs_original(module) and not gives_proxies(module)
+
+
+def gives_proxies(module: nn.Module) -> bool:
+    """True under torch.fx.symbolic_trace, in which parameters are read as proxies although an input may be a tensor."""
+    if torch.compiler.is_compiling() or not torch.fx._symbolic_trace._is_fx_tracing_flag:
+        return False
+    named = ((owner, name) for owner in module.modules() for name, p in owner._parameters.items() if p is not None)
+    return any(isinstance(getattr(owner, name), torch.fx.Proxy) for owner, name in itertools.islice(named, 1))
 
 
 def runs_original(module: nn.Module) -> bool:
@@ -127,16 +136,6 @@ def inherited(cls: type[nn.Module]) -> str | None:
 def four_axes(bias: Tensor | None) -> Tensor | None:
     """Adds leading axes to a bias that broadcasts to [B, H, Nq, Nk], so that it has four."""
     return bias if bias is None else bias[(None,) * (4 - bias.dim())]
-
-
-def scores_mask(mask: Tensor | None) -> Tensor | None:
-    """The mask with four axes and large negative values (finfo.min) replaced by −inf.
-
-    A fully masked query then gives 0 and no gradient.
-    """
-    if mask is None or mask.dtype == torch.bool:
-        return four_axes(mask)
-    return four_axes(mask.masked_fill(mask < MASKED, float("-inf")))
 
 
 def head_norms(q_norm: nn.Module, k_norm: nn.Module) -> tuple[nn.Module, nn.Module] | None:

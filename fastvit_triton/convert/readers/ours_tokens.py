@@ -292,8 +292,8 @@ def restoration_decoder_layer(self: Foreign, x: Tensor, memory: Tensor, task: Te
         Branch(cross_attention._replace(drops=(self.dropout2,)), self.norm2),
         Branch(hidden, self.norm3),
     )
-    few = not fold.pays(x, 3 * D)  # products of the task then read more than the sums that they save
-    few |= torch.is_grad_enabled()  # and the gradients of the parts of the weights are padded and added
+    # few rows: products of the task read more than the sums that they save; gradients of parts of a weight are padded
+    few = kernels_available(x) and (torch.is_grad_enabled() or not fold.pays(x, 3 * D))
     if few or runs_plain(x, *branches, block=self):
         return original(self, x, memory, task)
     return add_branches(x, *branches, block=self)

@@ -35,7 +35,7 @@ from ...kernels.layer_norm import layer_norm
 from ...kernels.patch_embed import patch_embed
 from ...kernels.rms_norm import rms_norm
 from ..forwards import Forward, forward_for, fused_body, fused_forward, original
-from ..third_party import is_fusable, scores_mask
+from ..third_party import four_axes, is_fusable
 
 MULTIHEAD = "torch.nn.modules.activation.MultiheadAttention"
 OTHER_NORMS = {"vit_pytorch.na_vit.LayerNorm"}  # which are called
@@ -170,8 +170,8 @@ def _allowed(self: nn.MultiheadAttention, mask: Tensor | None, padding: Tensor |
     """Combines both masks into one [1 or B, 1 or H, Nq, Nk]: boolean with True for "attend", or added to the scores."""
     if mask is not None and mask.dim() == 3:
         mask = mask.unflatten(0, (-1, self.num_heads))
-    mask = scores_mask(mask)
-    padding = scores_mask(None if padding is None else padding[:, None, None])
+    mask = four_axes(mask)
+    padding = four_axes(None if padding is None else padding[:, None, None])
     mask, padding = (~m if m is not None and m.dtype == torch.bool else m for m in (mask, padding))
     if mask is None or padding is None:
         return padding if mask is None else mask

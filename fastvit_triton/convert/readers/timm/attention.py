@@ -27,7 +27,7 @@ from ....engine.mlp import MlpBody, gated_mlp_body
 from ....kernels.attention_qkv import attention_qkv
 from ....layers.fusable import Fusable
 from ...forwards import fused_body, fused_forward, original
-from ...third_party import four_axes, head_norms, is_fusable, scores_mask
+from ...third_party import four_axes, head_norms, is_fusable
 from ...windows import table_bias
 
 
@@ -83,7 +83,7 @@ def attention_parts(self: Foreign, attn_mask: Tensor | None = None, is_causal: b
         self.proj,
         self.num_heads,
         scale_of(self),
-        bias=scores_mask(attn_mask),
+        bias=four_axes(attn_mask),
         norms=_norms(self),
         last=_present(self),
         drops=(self.proj_drop,),
@@ -163,7 +163,7 @@ def rope_parts(
         self.proj,
         self.num_heads,
         scale_of(self),
-        bias=scores_mask(attn_mask),
+        bias=four_axes(attn_mask),
         rope=table,
         norms=_norms(self),
         last=_present(self),

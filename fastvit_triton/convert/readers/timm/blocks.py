@@ -12,7 +12,7 @@ from ....kernels.attention import attention
 from ....kernels.patch_embed import patch_embed
 from ....layers.scaled_block import ScaledBlock
 from ...forwards import arguments, fused_forward, original
-from ...third_party import is_fusable, scores_mask
+from ...third_party import four_axes, is_fusable
 from .attention import scale_of
 
 
@@ -139,7 +139,7 @@ def _attention_pool(self: Foreign, x: Tensor, attn_mask: Tensor | None = None) -
     k, v = project(x, (self.kv,)).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     q = self.q_norm(q)
     k = self.k_norm(k)
-    o = attention(q, k, v, scores_mask(attn_mask), scale_of(self)).transpose(1, 2).flatten(2)
+    o = attention(q, k, v, four_axes(attn_mask), scale_of(self)).transpose(1, 2).flatten(2)
     x = finish(o, self.proj, drop=self.proj_drop)
     x = x if self.mlp is None else add_branches(x, Branch(self.mlp, self.norm))
     return x[:, 0] if self.pool == "token" else x.mean(1) if self.pool == "avg" else x

@@ -10,6 +10,7 @@ from ....engine.hooks import PACKAGE, has_hooks, is_our_forward, type_name
 from ....engine.leaves import Foreign, Layer, has_sample_scale, is_inactive, is_readable, sample_scale_of
 from ....kernels import fold
 from ....kernels.attention import attention
+from ....kernels.backend import kernels_available
 from ....layers.scaled_block import times
 from ...forwards import fused_forward, original
 from ...third_party import is_fusable
@@ -46,7 +47,8 @@ def class_attention(self: Foreign, x: Tensor) -> Tensor:
     if not is_fusable(self, x) or _dropped(self) is not None:
         return original(self, x)
     query, keys = projections(self)
-    if torch.is_grad_enabled() and len(keys) > 1 and not fold.pays(x, 2 * x.shape[-1]):
+    few = kernels_available(x) and not fold.pays(x, 2 * x.shape[-1])
+    if few and torch.is_grad_enabled() and len(keys) > 1:
         return original(self, x)  # packing the weights and splitting their gradient would move more than it saves
     (q,) = heads_of(project(x[:, :1], (query,)), self.num_heads, 1)
     o = _one_query(self, q, *heads_of(project(x, keys), self.num_heads, 2))

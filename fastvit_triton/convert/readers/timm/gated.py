@@ -11,7 +11,7 @@ from ....engine.leaves import Foreign, Layer, is_readable
 from ....engine.mlp import MlpBody, gated_mlp_body
 from ....kernels.attention import attention
 from ...forwards import fused_body
-from ...third_party import scores_mask
+from ...third_party import four_axes
 from .attention import dropped
 
 CLIPPABLE = "timm.models.gemma4_vit.Gemma4ClippableLinear"
@@ -68,7 +68,7 @@ def _gemma_heads(self: Foreign, qkv: Tensor, rope: tuple[Tensor | None, ...], ma
     v = self.v_norm(v).transpose(1, 2)
     if self.num_kv_groups > 1:
         k, v = (t.repeat_interleave(self.num_kv_groups, 1) for t in (k, v))
-    return attention(q, k, v.to(q.dtype), scores_mask(mask), 1.0).transpose(1, 2).flatten(2)
+    return attention(q, k, v.to(q.dtype), four_axes(mask), 1.0).transpose(1, 2).flatten(2)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from ....engine.leaves import Foreign
 from ....engine.source import is_written
 from ....kernels.attention import attention, varlen_attention
 from ....kernels.backend import constant
-from ...third_party import can_run, scores_mask
+from ...third_party import can_run, four_axes
 
 NAME = "fastvit_triton"  # in transformers' AttentionInterface
 FLASH = f"{NAME}_flash"
@@ -102,7 +102,7 @@ def attention_forward(
     if padding is not None:
         attention_mask = padding[:, None, None].bool()
     if not unsupported and can_run(query):
-        mask = scores_mask(attention_mask)
+        mask = four_axes(attention_mask)
         return attention(query, key, value, mask, scaling, causal=bool(causal)).transpose(1, 2), None
     _warn(module, unsupported)
     if causal and (packed or padding is not None):

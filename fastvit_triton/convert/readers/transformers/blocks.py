@@ -24,7 +24,7 @@ from ...forwards import (
     original,
     register,
 )
-from ...third_party import is_fusable, scores_mask
+from ...third_party import four_axes, is_fusable
 from .vit import attention_reason, checkpointed, classes, heads_reason
 
 
@@ -180,7 +180,7 @@ def _attention_parts(self: Foreign, *inputs: Any, **named: Any) -> Body | str:
         return why
     heads = inner.num_attention_heads
     scale = getattr(inner, "scaling", inner.attention_head_size**-0.5)
-    mask = scores_mask(call.get("attention_mask"))
+    mask = four_axes(call.get("attention_mask"))
     q = inner.query
     k = inner.key
     v = inner.value

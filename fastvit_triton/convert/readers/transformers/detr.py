@@ -20,7 +20,7 @@ from ....kernels.attention import attention
 from ....kernels.backend import kernels_available
 from ....kernels.linear import linear
 from ...forwards import INNER, arguments, fused_body, fused_forward, inner_reason, original
-from ...third_party import can_run, is_fusable, scores_mask
+from ...third_party import can_run, four_axes, is_fusable
 from .deformable import WHOLE, sampled
 from .vit import attention_reason, checkpointed, classes
 
@@ -82,7 +82,7 @@ def _attend(
         y, _ = inner(hidden_states=x, attention_mask=mask, position_embeddings=positions, **more)
         return x + F.dropout(y, self.dropout, self.training)
     placed = _plus(x, positions)
-    y = attended(inner, (placed, placed, x), inner.head_dim, scores_mask(mask))
+    y = attended(inner, (placed, placed, x), inner.head_dim, four_axes(mask))
     return added(inner.o_proj, y, x, self)
 
 
@@ -102,7 +102,7 @@ def _attend_memory(self: Foreign, x: Tensor, call: dict[str, Any], more: dict[st
         )
         return x + F.dropout(y, self.dropout, self.training)
     inputs = _plus(x, positions), _plus(memory, places), memory
-    y = attended(inner, inputs, inner.head_dim, scores_mask(mask))
+    y = attended(inner, inputs, inner.head_dim, four_axes(mask))
     return added(inner.o_proj, y, x, self)
 
 
@@ -300,7 +300,7 @@ def old_attended(inner: Foreign, x: Tensor, call: dict[str, Any]) -> Tensor:
     q = x + call["object_queries"]
     k = q if memory is None else memory + call["spatial_position_embeddings"]
     if mask is not None:
-        mask = ~mask if mask.dtype == torch.bool else scores_mask(mask)  # True is a masked key
+        mask = ~mask if mask.dtype == torch.bool else four_axes(mask)  # True is a masked key
     return attended(inner, (q, k, x if memory is None else memory), inner.head_dim, mask)
 
 

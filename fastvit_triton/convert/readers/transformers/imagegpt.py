@@ -19,7 +19,7 @@ from ....engine.mlp import MlpBody
 from ....kernels.attention import attention
 from ....kernels.rms_norm import rms_norm
 from ...forwards import fused_body, fused_forward, original
-from ...third_party import is_fusable, scores_mask
+from ...third_party import four_axes, is_fusable
 from .vit import classes
 
 CONV1D = ("transformers.pytorch_utils.Conv1D",)
@@ -66,7 +66,7 @@ def imagegpt_parts(
     scale /= self.layer_idx + 1 if self.scale_attn_by_inverse_layer_idx else 1
     if not _is_triangular(self.bias):
         return "a mask of its own"
-    bias = scores_mask(attention_mask)
+    bias = four_axes(attention_mask)
     projections = (linear_of(self.c_attn),)
     proj = linear_of(self.c_proj)
     drops = (self.resid_dropout,)

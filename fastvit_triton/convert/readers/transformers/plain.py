@@ -18,7 +18,7 @@ from ....engine.leaves import DROP_PATHS, DROPOUTS, Foreign, activation_of, is_i
 from ....engine.mlp import MlpBody, gated_mlp_body
 from ....engine.replay import call_block
 from ...forwards import INNER, fused_body, fused_forward, original
-from ...third_party import is_fusable, scores_mask
+from ...third_party import four_axes, is_fusable
 from ..torch import multihead_parts, multihead_reason
 from .rotary import weights_reason
 from .vit import attention_reason, checkpointed, classes
@@ -203,7 +203,7 @@ def phi4_parts(self: Foreign, attention_mask: Tensor | None = None, **more: obje
         return why
     projections = (self.q_proj, self.k_proj, self.v_proj)
     causal = self.is_causal and attention_mask is None and kind != "eager"
-    bias = scores_mask(attention_mask)
+    bias = four_axes(attention_mask)
     return attention_body(projections, self.out_proj, self.num_heads, self.scaling, bias, causal=causal)
 
 
@@ -220,7 +220,7 @@ def pix2struct_parts(self: Foreign, attention_mask: Tensor | None = None, **more
         return "its attention weights have a hook"
     why = attention_reason(self, self.dropout, attention_mask, None, more) or weights_reason(self)
     projections = self.query, self.key, self.value
-    return why or attention_body(projections, self.output, self.n_heads, self.scaling, scores_mask(attention_mask))
+    return why or attention_body(projections, self.output, self.n_heads, self.scaling, four_axes(attention_mask))
 
 
 @fused_body(

@@ -12,7 +12,7 @@ from ....engine.leaves import Foreign, activation_of
 from ....engine.mlp import MlpBody
 from ....kernels.attention import attention
 from ...forwards import INNER, fused_forward, original
-from ...third_party import is_fusable, scores_mask
+from ...third_party import four_axes, is_fusable
 from .vit import attention_reason, checkpointed, classes
 
 BLIP2 = classes("blip_2.Blip2QFormer")[0]
@@ -58,12 +58,12 @@ def qformer_attention(
     heads, scale = inner.num_attention_heads, inner.scaling
     if images is None:
         layers = (inner.query, inner.key, inner.value)
-        bias = scores_mask(attention_mask)
+        bias = four_axes(attention_mask)
         parts = attention_body(layers, outer.dense, heads, scale, bias, drops=(outer.dropout,))
         return normalize(parts(hidden_states, residual=hidden_states), outer.LayerNorm)
     k, v = project(images, (inner.key, inner.value)).chunk(2, -1)
     q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (project(hidden_states, (inner.query,)), k, v))
-    o = attention(q, k, v, scores_mask(encoder_attention_mask), scale).transpose(1, 2).flatten(2)
+    o = attention(q, k, v, four_axes(encoder_attention_mask), scale).transpose(1, 2).flatten(2)
     return normalize(finish(o, outer.dense, None, outer.dropout, residual=hidden_states), outer.LayerNorm)
 
 

@@ -17,7 +17,7 @@ from ....engine.mlp import MlpBody, gated_mlp_body
 from ....kernels.attention import attention
 from ....kernels.attention_qkv import attention_qkv, rotate
 from ...forwards import fused_body, fused_forward, original
-from ...third_party import is_fusable, scores_mask
+from ...third_party import four_axes, is_fusable
 from .vit import attention_reason, classes
 
 Tables = tuple[Tensor, Tensor] | None
@@ -177,7 +177,7 @@ def deepseek_parts(
     if why is not None:
         return why
     rope = None if position_embeddings is None else (position_embeddings[0][:, None], position_embeddings[1][:, None])
-    bias = scores_mask(attention_mask)
+    bias = four_axes(attention_mask)
     groups = self.num_key_value_groups
     width = self.head_dim
 
@@ -215,7 +215,7 @@ def gemma4_parts(
         why = "grouped-query attention"
     if why is not None:
         return why
-    bias = scores_mask(attention_mask)
+    bias = four_axes(attention_mask)
     norms = (self.q_norm, self.k_norm, self.v_norm)
 
     def attend(qkv: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from ....engine.mlp import MlpBody
 from ....kernels.argument import Varlen
 from ....kernels.attention import attention
 from ...forwards import arguments, fused_body, fused_forward, original
-from ...third_party import head_norms, is_fusable, scores_mask
+from ...third_party import four_axes, head_norms, is_fusable
 from .vit import attention_parts, attention_reason, classes, gated_parts
 
 LAYER_SCALES |= dict.fromkeys(
@@ -90,7 +90,7 @@ def wide_norm_parts(self: Foreign, attention_mask: Tensor | None = None, **more:
         for layer, norm in zip((self.q_proj, self.k_proj), norms, strict=True)
     )
     projections = (q, k, self.v_proj)
-    mask = scores_mask(attention_mask)
+    mask = four_axes(attention_mask)
     drops = (self.projection_dropout,)
     return attention_body(projections, self.projection_layer, self.num_heads, self.scale, mask, drops=drops)
 
@@ -138,7 +138,7 @@ def _head_dim_parts(
         self.o_proj if hasattr(self, "o_proj") else self.out_proj,
         width // self.head_dim,
         self.scaling if hasattr(self, "scaling") else self.scale,
-        None if varlen is not None else scores_mask(attention_mask),
+        None if varlen is not None else four_axes(attention_mask),
         rope,
         head_norms(self.q_norm, self.k_norm) if hasattr(self, "q_norm") else None,
         varlen=varlen,
@@ -178,7 +178,7 @@ def written_out_parts(self: Foreign, attention_mask: Tensor | None = None, **mor
         return "its attention weights have a hook"
     why = attention_reason(self, self.dropout, attention_mask, False, more)
     projections = self.q_proj, self.k_proj, self.v_proj
-    return why or attention_body(projections, self.out_proj, self.num_heads, self.scale, scores_mask(attention_mask))
+    return why or attention_body(projections, self.out_proj, self.num_heads, self.scale, four_axes(attention_mask))
 
 
 @fused_body(

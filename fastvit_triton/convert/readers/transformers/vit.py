@@ -12,7 +12,7 @@ from ....engine.hooks import has_hooks
 from ....engine.leaves import Foreign, activation_of
 from ....engine.mlp import MlpBody, gated_mlp_body
 from ...forwards import arguments, fused_body, fused_forward, original
-from ...third_party import is_fusable, scores_mask
+from ...third_party import four_axes, is_fusable
 from ..torch import STEMS, cross_attend, multihead_reason
 from .attention_interface import NAME, function_reason
 
@@ -67,7 +67,7 @@ def attention_parts(
         self.o_proj if hasattr(self, "o_proj") else self.out_proj,
         self.num_attention_heads if hasattr(self, "num_attention_heads") else self.num_heads,
         self.scaling if hasattr(self, "scaling") else self.scale,
-        scores_mask(attention_mask),
+        four_axes(attention_mask),
         rope,
         causal=causal,
     )
