@@ -497,6 +497,42 @@ def test_reduced_precision_of_frozen_models(precision, vit, calls):
     assert model.blocks[0].mlp.fc1.weight.grad is not None and not calls
 
 
+@pytest.mark.few(6)
+@pytest.mark.parametrize("backend", ["auto", "onednn"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("precision", onednn.PRECISIONS)
+def test_a_frozen_model_may_change_its_dtype(precision, dtype, backend, vit):
+    """Oracle: the model that was not frozen, within the budget of its dtype around float64."""
+    model, x = vit
+    truth, own = copy.deepcopy(model).double(), copy.deepcopy(model).to(dtype)
+    with using_backend(backend), torch.no_grad():
+        want = {"output": truth(x.double())}
+        freeze(model, precision=precision)
+        for _ in range(2):
+            model(x)
+        model.to(dtype)
+        for _ in range(3):  # as it is, recorded and replayed
+            got = model(x.to(dtype))
+    assert got.dtype == dtype
+    assert_within_budget({"output": got.double()}, {"output": own(x.to(dtype)).detach().double()}, want, dtype)
+
+
+@pytest.mark.parametrize("backend", ["auto", "onednn"])
+def test_weights_of_a_frozen_model_may_be_swapped(backend, vit):
+    """Oracle: the model with the other weight, which was not frozen; PyTorch swaps no tensor with weak references."""
+    model, x = vit
+    with using_backend(backend), torch.no_grad():
+        freeze(model)
+        for _ in range(3):
+            before = model(x)
+        weight = model.blocks[0].mlp.fc1.weight
+        torch.utils.swap_tensors(weight, nn.Parameter(torch.randn_like(weight)))
+        want = copy.deepcopy(model)(x)
+        for _ in range(3):
+            assert torch.allclose(model(x), want, rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(before, want, rtol=1e-2)
+
+
 @pytest.mark.parametrize("activation", [None, "gelu", "quick_gelu"])
 def test_post_operations_in_every_combination(activation):
     """Oracle: float64 by PyTorch: activation, then gate, then residual; eight roundings of a sum of nine terms."""

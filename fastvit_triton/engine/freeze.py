@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..kernels import onednn, settings
@@ -54,10 +55,13 @@ class Entry(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A cached fold, packed weight or tensor of `derived`; weak references to its sources, and their state."""
+    """A cached fold, packed weight or tensor of `derived`; weak references to its sources' storages, and their state.
+
+    Weak references to the tensors themselves would keep `torch.utils.swap_tensors` from swapping them.
+    """
 
     folded: Any  # a `Folded`, an `onednn.Packed` or the tensors of `derived`
-    sources: tuple[weakref.ref, ...]
+    sources: tuple[StorageWeakRef, ...]
     state: tuple
 
 
@@ -277,7 +281,7 @@ def packed_weight(layers: tuple, x: Tensor, layer_scale: Tensor | None = None) -
     store = _frozen.get(layers[0])  # another thread may unfreeze concurrently
     if store is None:
         return None
-    precision = _precisions.get(layers[0], "float32")
+    precision = _precisions.get(layers[0], "float32") if x.dtype == torch.float32 else "float32"  # after `.half()`
     sources = tuple(t for layer in layers for t in (layer.weight, layer.bias) if t is not None)
     sources = sources if layer_scale is None else (*sources, layer_scale)
     if any(t.dtype != x.dtype for t in sources) or onednn.refusal(x.dtype, "packed") is not None:
@@ -289,7 +293,7 @@ def packed_weight(layers: tuple, x: Tensor, layer_scale: Tensor | None = None) -
             weight, bias = packed(tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers))
             reordered = onednn.pack(weight, bias, layer_scale, x.numel() // x.shape[-1], precision)
         _forget_lost(store)
-        store[key] = Kept(reordered, tuple(map(weakref.ref, sources)), _state(sources))
+        store[key] = Kept(reordered, _storages(sources), _state(sources))
     cached: onednn.Packed = store[key].folded
     return cached
 
@@ -347,7 +351,7 @@ def _store(store: dict, key: tuple, new: Folded | tuple[Tensor, ...], sources: t
             a.copy_(b)
         new = old.folded
     _forget_lost(store)
-    store[key] = Kept(new, tuple(map(weakref.ref, sources)), _state(sources))
+    store[key] = Kept(new, _storages(sources), _state(sources))
 
 
 def _pairs(old: tuple, new: tuple) -> list[tuple[Tensor, Tensor]]:
@@ -357,7 +361,7 @@ def _pairs(old: tuple, new: tuple) -> list[tuple[Tensor, Tensor]]:
 
 def _forget_lost(store: dict) -> None:
     """Removes what was computed from tensors that no longer exist."""
-    for key in [k for k, v in store.items() if any(ref() is None for ref in v.sources)]:
+    for key in [k for k, v in store.items() if any(storage.expired() for storage in v.sources)]:
         del store[key]
 
 
@@ -371,12 +375,21 @@ def _is_fresh(entry: Kept | None, sources: tuple[Tensor, ...]) -> bool:
     """True if it was computed from these tensors and PyTorch records no change of them."""
     if entry is None or entry.state != _state(sources):
         return False
-    return all(ref() is t for ref, t in zip(entry.sources, sources, strict=True))
+    pairs = zip(entry.sources, sources, strict=True)
+    return all(storage.cdata == t.untyped_storage()._cdata for storage, t in pairs)
+
+
+def _storages(sources: tuple[Tensor, ...]) -> tuple[StorageWeakRef, ...]:
+    return tuple(StorageWeakRef(t.untyped_storage()) for t in sources)
 
 
 def _state(sources: tuple[Tensor, ...]) -> tuple:
-    """(address, version, dtype, device) of each source; inference tensors have no version."""
-    return tuple((t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype, t.device) for t in sources)
+    """(address, version, layout, dtype, device) of each source; inference tensors have no version."""
+    versions = (0 if t.is_inference() else t._version for t in sources)
+    return tuple(
+        (t.data_ptr(), version, t.shape, t.stride(), t.dtype, t.device)
+        for t, version in zip(sources, versions, strict=True)
+    )
 
 
 def _like(a: Tensor, b: Tensor) -> bool:

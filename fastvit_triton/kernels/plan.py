@@ -108,6 +108,7 @@ def _way(
         if device.type == "cpu" and launch.target is None and switch != "triton":
             phase = "training" if training else "frozen" if frozen else "inference"
             reduced = frozen not in (None, "float32") and phase == "frozen" and forced is None
+            reduced = reduced and dtypes[1] == torch.float32  # not after `.half()`
             choice = _choose_on_cpu(dtypes[1], branches, phase, traced, "onednn" if reduced else forced, switch)
         else:
             choice = choose(device, branches, training, traced, replayed, forced, switch, exact)

@@ -99,8 +99,7 @@ class Recorded:
             checks.append(f"{names.bind('condition', read)}(module) == {names.bind('value', value, object())}")
         for store, key, entry in self.folds:  # those that `freeze` holds now
             checks.append(f"{names.bind('store', store)}.get({names.bind('key', key)}) is {names.bind('kept', entry)}")
-        sources = {id(t): t for *_, entry in self.folds for ref in entry.sources if (t := ref()) is not None}
-        for t in sources.values():
+        for t in recording.sources:
             name = names.bind("source", t)
             checks.append(f"{name}.data_ptr() == {t.data_ptr()} and {_kind(names, name, t)}")
             if not t.is_inference():  # inference tensors have no version

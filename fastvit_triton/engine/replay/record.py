@@ -25,6 +25,7 @@ class Record(NamedTuple):
         guard: snapshot of the modules.
         held: tensors passed to it after the inputs: those of the modules, and those that `freeze` keeps, by name.
         folds: those cached by `freeze` that it reads.
+        sources: the tensors that these are computed from.
         conditions: what else it depends on.
         result: return value of the recorded call; None if it had gradients.
     """
@@ -33,6 +34,7 @@ class Record(NamedTuple):
     guard: Guard
     held: list[tuple[str, Tensor]]
     folds: list[CachedFold]
+    sources: list[Tensor]
     conditions: list[Condition]
     result: object
 
@@ -176,7 +178,18 @@ def _made(
     named = [(names.get(id(t), "constant"), t) for t in state]
     grads = [gradients.get(id(t)) for t in tensors]
     plan = Plan(recorder, [*(("x", t) for t in tensors[:inputs]), *named], result, marks, incoming, grads)
-    return Record(emit(plan), guard, named, folds, [], result if marks is None else None)
+    sources = _sources(folds, modules)
+    return Record(emit(plan), guard, named, folds, sources, [], result if marks is None else None)
+
+
+def _sources(folds: list[CachedFold], modules: list[nn.Module]) -> list[Tensor]:
+    """The parameters and buffers that these folds are computed from; raises Refusal if there are others."""
+    wanted = {storage.cdata for fold in folds for storage in fold.kept.sources}
+    every = {id(t): t for m in modules for t in (*m.parameters(), *m.buffers())} if wanted else {}
+    found = [t for t in every.values() if storage_of(t) in wanted]
+    if wanted.difference(map(storage_of, found)):
+        raise Refusal("a fold is computed from a tensor that is no parameter or buffer")
+    return found
 
 
 def _parts(fold: CachedFold) -> list[Tensor]:
