@@ -517,6 +517,19 @@ def test_a_frozen_model_may_change_its_dtype(precision, dtype, backend, vit):
     assert_within_budget({"output": got.double()}, {"output": own(x.to(dtype)).detach().double()}, want, dtype)
 
 
+def test_code_for_few_numbers_of_rows(monkeypatch, calls):
+    """Oracle: the products that oneDNN runs: those of the first numbers of rows, also when these come again."""
+    monkeypatch.setattr(onednn, "MAX_ROWS", 3)
+    monkeypatch.setattr(onednn, "_rows", set())
+    weight, ran = torch.randn(5, 8), []
+    with using_backend("onednn"), torch.no_grad():
+        for rows in (1, 2, 3, 4, 2, 5, 3):
+            calls.clear()
+            linear.linear(torch.randn(rows, 8), weight)
+            ran.append(bool(calls))
+    assert ran == [True, True, True, False, True, False, True]
+
+
 @pytest.mark.parametrize("backend", ["auto", "onednn"])
 def test_weights_of_a_frozen_model_may_be_swapped(backend, vit):
     """Oracle: the model with the other weight, which was not frozen; PyTorch swaps no tensor with weak references."""

@@ -48,6 +48,7 @@ LEAST = 2.0**-100  # of a row's largest value in int8, so that a row of zeros di
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TABLE = Path(__file__).parent / "tuned" / "cpu.json"
 PHASES = ("inference", "frozen", "training")
+MAX_ROWS = 64  # numbers of rows for which oneDNN makes its code: 0.5 MB for each product of them is kept
 PRECISIONS = ("float32", "bf16", "int8")  # of the products of frozen models
 REMEDY = "run `fastvit-triton tune`, or set FASTVIT_TRITON_BACKEND=onednn"  # without a row
 
@@ -318,7 +319,20 @@ def usable(x: Tensor) -> bool:
     if type(x) not in PLAIN:  # sharded, quantised or traced
         return False
     dtype = launch.product_dtype(x)
-    return unlisted(x.device, dtype) is None and not is_observed() and why_not(x.device, dtype) is None
+    if unlisted(x.device, dtype) is not None or is_observed() or why_not(x.device, dtype) is not None:
+        return False
+    return _has_code(x.numel() // max(x.shape[-1], 1)) if x.dim() else True
+
+
+_rows: set[int] = set()
+
+
+def _has_code(rows: int) -> bool:
+    """True for the first MAX_ROWS numbers of rows in this process; further ones are left to PyTorch."""
+    if rows not in _rows and len(_rows) >= MAX_ROWS:
+        return False
+    _rows.add(rows)
+    return True
 
 
 def _call(
