@@ -675,6 +675,7 @@ def bench(folder, *runs, only="layer_norm-small-forward and eager and not add"):
     fixed = [str(ROOT / "benchmarks"), "-k", only, "-p", "no:cacheprovider"]
     command = [sys.executable, "-c", BENCH, json.dumps([[run[0], *fixed, *run[1:]] for run in runs])]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    environment.pop("PYTEST_XDIST_WORKER", None)  # in a worker pytest-benchmark times nothing
     done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     text = done.stdout.decode()
     assert done.returncode == 0 and "INTERNALERROR" not in text and "machine_info is different" not in text, text
