@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
+import research
 import timm
 import torch
 import transformers
@@ -22,7 +23,7 @@ from fastvit_triton.convert import flop_shares as shares
 from fastvit_triton.convert.chosen import located, with_ways
 from fastvit_triton.convert.flop_shares import Shares, Subject, stated_input
 from fastvit_triton.convert.reporting import NOTHING, OURS, Report, Row
-from fastvit_triton.expected.count import predict
+from fastvit_triton.expected.count import predict, traced
 from fastvit_triton.kernels import cost
 from fastvit_triton.kernels.plan import forcing
 
@@ -296,7 +297,7 @@ def test_fused_is_said_of_what_runs_fused():
     unit = "of the weights of linear and convolution layers"
     assert known("fused", "fused", "fused").headline() == f"3 of 3 blocks run fused, 75 % {unit}."
     assert known("plain", "fused", "mixed", None).headline() == (
-        f"1 of 4 blocks run fused, 20 % {unit}; 1 run mixed, 20 % {unit}; 1 run plain, 20 % {unit}."
+        f"1 of 4 blocks runs fused, 20 % {unit}; 1 runs mixed, 20 % {unit}; 1 runs plain, 20 % {unit}."
     )
     assert "fused" not in str(known("plain", "mixed"))
     norm = Row("norm", "LayerNorm", "LayerNorm kernel", bare=True, way="fused")
@@ -329,7 +330,7 @@ def test_the_ends_of_the_range_are_exact(part: float, text: str):
     rows = (Row("a", "Block", "fused pre-norm block", way="fused"),)
     subject = Subject(nn.Linear(1, 1))
     subject._shares = Shares("FLOPs", {"a": round(part * 10000)}, 10000)
-    assert Report(rows, subject=subject).headline() == f"1 of 1 block run fused, {text} of the FLOPs."
+    assert Report(rows, subject=subject).headline() == f"1 of 1 block runs fused, {text} of the FLOPs."
 
 
 @pytest.mark.parametrize("way", ["fused", "mixed", "plain"])
@@ -388,6 +389,69 @@ def test_the_guide_shows_what_is_printed():
     page = (Path(__file__).parents[1] / "docs" / "accelerate.md").read_text(encoding="utf-8")
     model = timm.create_model("vit_base_patch16_224")
     assert f"```text\n{optimize(model)}\n```" in page
+
+
+class Experts(nn.Module):
+    """A block with a list of MLPs, as a mixture of experts has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.gate = timm.layers.Attention(C, HEADS), nn.Linear(C, 2)
+        self.experts = nn.ModuleList(timm.layers.Mlp(C, HIDDEN) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(x)
+        return x + sum(
+            g * expert(x) for g, expert in zip(self.gate(x).softmax(-1).split(1, -1), self.experts, strict=True)
+        )
+
+
+def lora() -> nn.Module:
+    peft = pytest.importorskip("peft")
+    small = dict(image_size=SIDE, patch_size=PATCH, hidden_size=C, num_hidden_layers=2, num_attention_heads=HEADS)
+    model = transformers.ViTModel(transformers.ViTConfig(**small, intermediate_size=HIDDEN)).eval()
+    names = ["query" if any("query" in name for name, _ in model.named_modules()) else "q_proj"]
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=names)).eval()
+
+
+LEVIT = {"LevitBlock", "LevitDownsample"}  # without `freeze`, which folds the BatchNorms of its linear layers
+# name → (model, input, types of the outer rows that are converted in part)
+PARTLY = {
+    "vit": (vit, image, set()),
+    "convolutions": (lambda: timm.create_model("convnext_atto", num_classes=5).eval(), image, set()),
+    "batch norms": (lambda: timm.create_model("levit_128s").eval(), lambda: torch.zeros(1, 3, 224, 224), LEVIT),
+    "lora": (lora, image, {"ViTLayer"}),
+    "experts": (lambda: nn.Sequential(Experts(), Experts()).eval(), lambda: torch.zeros(1, N, C), set()),
+    "captured": (
+        lambda: nn.Sequential(research.DinoBlock(), research.DinoBlock()).eval(),
+        lambda: torch.zeros(2, N, research.D),
+        set(),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in peft
+@pytest.mark.parametrize("name", PARTLY)
+def test_shares_are_those_of_operators_that_disappear(name):
+    """Oracle: FLOPs of the operators of PyTorch before and after, counted where every kernel is launched."""
+    make, given, in_part = PARTLY[name]
+    model, gpu = make(), cost.gpus()["h200"]
+    before = traced(model, None, False, (given(),), {}).count.flops
+    report = optimize(model, example=given() if name in ("experts", "captured") else None)
+    if name not in ("experts", "captured"):
+        report.subject._example = (given().to("meta"),)
+    with forcing("fused"):
+        events = traced(model, gpu, False, (given(),), {}).events
+    left = sum(event.flops for event in events if not (event.ours or event.op))
+    found = report.shares()
+    assert found.of == "FLOPs" and found.total == before
+    assert found.replaced_share("") == pytest.approx(1 - left / before, abs=1e-6)
+    rows = [row for row in report.rows if report._shown(row) == "in part"]
+    assert {row.type for row in rows if row.within is None} == in_part
+    linear = {path.rpartition(".")[0] for path, m in model.named_modules() if type(m) is nn.Linear} - {""}
+    named = {row.path for row in report.rows}
+    ours = [path for path in linear if named.isdisjoint(shares.enclosing(path))]
+    assert all(type(model.get_submodule(path)).__module__.startswith(("torch.", "peft.")) for path in ours)
 
 
 def test_counting_compiles_nothing():

@@ -24,16 +24,18 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import _config as shapes_config
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils._sympy.symbol import SymT, symbol_is_type
+from torch.utils.flop_counter import FlopCounterMode
 
 from ..engine.freeze import all_derived, keeps
 from ..engine.hooks import PACKAGE
 from ..kernels.backend import kernels_available
 from .backend import copied, path_of, rewrite
-from .flop_shares import enclosing
+from .flop_shares import ATTENTION_FLOPS, enclosing
 from .graph.nodes import kind, read, same, up
 from .graph.regions import Memory, memory
 from .graph.weights import Split, split
@@ -96,6 +98,7 @@ class Capture(NamedTuple):
         calls: of the graph to the kernels' public functions, by name.
         left: what the patterns look for and did not fuse, with the reasons.
         launches: of the graph before and after it was rewritten.
+        replaced: the part of the graph's FLOPs that its calls to the kernels' public functions do, in [0, 1].
     """
 
     run: Callable[[nn.Module, tuple, dict], Any]
@@ -105,6 +108,7 @@ class Capture(NamedTuple):
     calls: Counter[str]
     left: tuple[Row, ...]
     launches: Launches
+    replaced: float
 
 
 def capture(module: nn.Module, args: tuple, named: dict[str, Any], outputs: Any) -> Capture:
@@ -218,6 +222,7 @@ def _captured(
     result = _result(outputs, args, named, len(returned))
     writes = any(_is_write(node) for node in graph.graph.nodes)
     before = _launching(graph.graph)
+    work = {node.name: _flops(node) for node in before}
     unfused = rewrite(graph, anywhere=True).left
     left = {node.name for node in graph.graph.nodes}
     functions = [node.target for node in graph.graph.nodes if callable(node.target)]
@@ -240,7 +245,8 @@ def _captured(
             node.meta.clear()  # fake tensors and stack traces
     if WRAP is None and module.training and any(is_rate(*fact) for m in module.modules() for fact in vars(m).items()):
         unfused += (Row("", "rate", why=RATES),)
-    return Capture(_runner(graph, texts, result, parts), fits, constants, writes, calls, unfused, launches)
+    replaced = sum(n for name, n in work.items() if name not in left) / max(sum(work.values()), 1)
+    return Capture(_runner(graph, texts, result, parts), fits, constants, writes, calls, unfused, launches, replaced)
 
 
 def _launching(graph: fx.Graph) -> list[fx.Node]:
@@ -252,6 +258,19 @@ def _launching(graph: fx.Graph) -> list[fx.Node]:
     calls = (node for node in graph.nodes if node.op.startswith("call_") and same(node) is None)
     new = (node for node in calls if not held([node]) <= held(node.all_input_nodes))
     return [node for node in new if kind(node) not in ("contiguous", "reshape")]
+
+
+def _flops(node: fx.Node) -> int:
+    """FLOPs of an operator for the sizes of the example."""
+    example = next((t for t in tree_leaves(node.meta.get("example_value")) if isinstance(t, FakeTensor)), None)
+    if example is None:
+        return 0
+    args, named = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("example_value"))
+    target = node.target if callable(node.target) else getattr(args[0], str(node.target))
+    with example.fake_mode, FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS) as counter:
+        target(*(args if callable(node.target) else args[1:]), **named)
+    total: Any = counter.get_total_flops()
+    return int(total.node.hint) if isinstance(total, torch.SymInt) else int(total)
 
 
 def _products(node: fx.Node) -> int:

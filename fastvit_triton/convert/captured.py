@@ -137,7 +137,7 @@ state = State()
 @transparent
 def run(module: nn.Module, *args: Any, **named: Any) -> Any:
     """Forward that `optimize` binds: runs a captured graph, or the forward of the module's class."""
-    if ways.state.inside_plain:
+    if ways.state.inside_plain and not state.example:
         return type(module).forward(module, *args, **named)
     if torch.compiler.is_compiling():
         return _traced(module, args, named)
@@ -331,7 +331,7 @@ def candidates(
         number = sum(2 * isinstance(m, nn.MultiheadAttention) + isinstance(m, nn.Linear) for m in layers)
         parts = (part for m in below.values() if isinstance(m, STACKS) for part in m.children())
         named = any(NAMES.search(type(m).__name__) for m in below.values())
-        return _is_foreign(module) and number > 1 and named and not any(map(_is_block, parts))
+        return is_foreign(module) and number > 1 and named and not any(map(_is_block, parts))
 
     def visit(path: str, module: nn.Module) -> Iterator[str]:
         if path in free and path != inside and is_candidate(path, module):
@@ -344,13 +344,14 @@ def candidates(
     yield from visit(top, model.get_submodule(top))
 
 
-def _is_foreign(module: nn.Module) -> bool:
+def is_foreign(module: nn.Module) -> bool:
+    """True for a module whose class is not PyTorch's."""
     return not type(module).__module__.startswith("torch.")
 
 
 def _is_block(module: nn.Module) -> bool:
     """True for a module with layers whose class is not PyTorch's."""
-    return _is_foreign(module) and any(isinstance(m, LAYERS) for m in module.modules())
+    return is_foreign(module) and any(isinstance(m, LAYERS) for m in module.modules())
 
 
 def read(module: nn.Module) -> Reading:

@@ -1,8 +1,9 @@
 """Shares of a model's work by module: of its FLOPs if the form of its input is known, otherwise of its weights.
 
 FLOPs are those that PyTorch's `FlopCounterMode` counts in one call of a copy of the model on fake tensors, which have
-shapes and no values: nothing is computed, and neither the model, its hooks nor any random number generator is used.
-Weights are those of linear and convolution layers.
+shapes and no values: nothing is computed, and neither the model, its hooks nor any random number generator is used. A
+second call, of the converted code, counts those that the kernels replace: of the operators in their references. Weights
+are those of linear and convolution layers.
 """
 
 import contextlib
@@ -11,16 +12,20 @@ import logging
 import sys
 import warnings
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .. import kernels
 from ..engine.hooks import has_global_hooks
 from ..kernels.backend import using_backend
 from .example import arguments
@@ -29,8 +34,8 @@ LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
 PACKED = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")  # of nn.MultiheadAttention
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 WRAPPERS = ("torch.nn.parallel", "torch.distributed")  # their calls communicate
-# PyTorch's counter knows the attention kernels of GPUs, not the one of CPUs, which fake tensors on a CPU select
-CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+KERNELS = str(Path(kernels.__file__).parent)
 
 log = logging.getLogger(__name__)
 
@@ -43,15 +48,21 @@ class Shares(NamedTuple):
         amounts: path in the model → FLOPs of a call, or number of weights; modules without any may be missing. A shared
             module counts at its first path.
         total: of the model.
+        replaced: path → the part of its amount that the kernels, or oneDNN, can replace; None if it is not known.
     """
 
     of: str
     amounts: Mapping[str, int]
     total: int
+    replaced: Mapping[str, int] | None = None
 
     def share(self, path: str) -> float:
         """The part of the total in [0, 1] that a module does; 0 if it is not in the model."""
         return self.amounts.get(path, 0) / self.total if self.total else 0.0
+
+    def replaced_share(self, path: str) -> float:
+        """The part of the total that operators do which the kernels can replace, in a module."""
+        return (self.replaced or {}).get(path, 0) / self.total if self.total else 0.0
 
 
 class Subject:
@@ -124,17 +135,10 @@ def flops(model: nn.Module, example: Any) -> Shares | None:
         return None
     from torch.utils.flop_counter import FlopCounterMode  # here, as it takes a quarter of a second
 
-    inputs, named = arguments(example)
-    try:
-        with _isolated(), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
-            twin = _twin(model)
-            inputs, named = tree_map_only(Tensor, _fake, (inputs, named))
-            with FlopCounterMode(display=False, custom_mapping={CPU_ATTENTION: _attention}) as counter:
-                twin(*inputs, **named)
-    # Any error: the code is the user's, and a report must print. The cause is logged.
-    except Exception as error:
-        log.debug("the FLOPs of %s cannot be counted: %r", type(model).__name__, error)
-        return None
+    counter = FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        if not _ran(model, example, counter):
+            return None
     root = type(model).__name__
     counts = {name: sum(of.values()) for name, of in counter.get_flop_counts().items()}
     amounts = {n.removeprefix(root).removeprefix("."): c for n, c in counts.items() if f"{n}.".startswith(f"{root}.")}
@@ -142,7 +146,91 @@ def flops(model: nn.Module, example: Any) -> Shares | None:
         inside = sum(amounts.get(f"{path}.{name}", 0) for name, _ in module.named_children())
         if inside and path not in amounts:
             amounts[path] = inside
-    return Shares("FLOPs", amounts, counter.get_total_flops()) if counter.get_total_flops() else None
+    total = counter.get_total_flops()
+    return Shares("FLOPs", amounts, total, _replaced(model, example, amounts)) if total else None
+
+
+def _replaced(model: nn.Module, example: Any, amounts: Mapping[str, int]) -> Mapping[str, int] | None:
+    """The amounts without what the converted model leaves to other operators; None if it cannot be called."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # it is one operator for an encoder layer
+    left = _Left()
+    try:
+        with torch.no_grad():
+            if not _ran(model, example, left):
+                return None
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+    for path, part in _captured_parts(model).items():
+        more = round((1 - part) * amounts.get(path, 0)) - left.amounts[path]
+        for place in enclosing(path):
+            left.amounts[place] += more
+    return {path: max(amount - left.amounts[path], 0) for path, amount in amounts.items()}
+
+
+def _ran(model: nn.Module, example: Any, mode: Any) -> bool:
+    """True if a copy of the model could be called with tensors of the example's form in this mode."""
+    try:
+        with _isolated():
+            twin = _twin(model)
+            args, named = tree_map_only(Tensor, _fake, arguments(example))
+            if isinstance(mode, _Left):
+                mode.paths = {module: path for path, module in reversed(list(twin.named_modules()))}
+            with mode:
+                twin(*args, **named)
+    # Any error: the code is the user's, and a report must print. The cause is logged.
+    except Exception as error:
+        log.debug("the FLOPs of %s cannot be counted: %r", type(model).__name__, error)
+        return False
+    return True
+
+
+def _captured_parts(model: nn.Module) -> dict[str, float]:
+    """Path of each block that was captured → the part of its FLOPs that its graph gives to the kernels."""
+    from . import captured  # here, as it imports this file
+
+    bound = {path: module for path, module in model.named_modules() if captured.is_bound(module)}
+    parts = {path: [one.replaced for one in captured.captures_of(module)] for path, module in bound.items()}
+    return {path: max(found) for path, found in parts.items() if found}
+
+
+class _Left(TorchDispatchMode):
+    """Runs a model on shapes alone; counts FLOPs of operators that no reference of a kernel calls, by module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.amounts: Counter[str] = Counter()
+        self.paths: dict[nn.Module, str] = {}
+
+    def __torch_dispatch__(self, function: Any, kinds: object, arguments: tuple = (), named: dict | None = None) -> Any:
+        from torch.utils.flop_counter import flop_registry
+
+        named = named or {}
+        tensors = [t for t in tree_leaves((arguments, named)) if isinstance(t, Tensor)]
+        if function.is_view or not any(t.is_floating_point() for t in tensors):
+            return function(*arguments, **named)
+        on_meta = tree_map_only(Tensor, _described, (arguments, named))
+        results = function(*on_meta[0], **on_meta[1])
+        count = (flop_registry | ATTENTION_FLOPS).get(function.overloadpacket)
+        if count is not None and (path := self._place()) is not None:
+            flops = count(*on_meta[0], **on_meta[1], out_val=results)
+            for place in enclosing(path):
+                self.amounts[place] += flops
+        if function._schema.is_mutable:
+            return named["out"] if "out" in named else arguments[0]
+        return tree_map_only(Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype), results)
+
+    def _place(self) -> str | None:
+        """Path of the innermost module that calls; None if a reference of a kernel is called on the way."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(KERNELS):
+                return None
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and module in self.paths:
+                return self.paths[module]
+            frame = frame.f_back
+        return ""
 
 
 def stated_input(model: nn.Module) -> tuple | dict[str, Any] | None:
@@ -181,10 +269,16 @@ def stated_input(model: nn.Module) -> tuple | dict[str, Any] | None:
     return (image,) if name is None else {name: image}
 
 
-def _attention(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **named: Any) -> int:
+def attention_flops(q: Any, k: Any, v: Any, *_: Any, **named: Any) -> int:
+    """FLOPs of attention of queries, keys and values, tensors or their sizes."""
     from torch.utils.flop_counter import sdpa_flop_count
 
-    return sdpa_flop_count(q, k, v)
+    return sdpa_flop_count(*(t.shape if isinstance(t, Tensor) else t for t in (q, k, v)))
+
+
+# PyTorch's counter knows the attention kernels of GPUs, not the one of CPUs, which fake tensors on a CPU select
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+ATTENTION_FLOPS = {CPU_ATTENTION: attention_flops}
 
 
 def enclosing(path: str) -> Iterator[str]:

@@ -17,6 +17,7 @@ from ..engine.freeze import freeze as freeze_weights
 from ..engine.freeze import is_frozen, unfreeze
 from ..engine.hooks import PACKAGE, are_plain_tensors, has_hooks, has_type, is_our_forward, type_name
 from ..engine.leaves import CONVOLUTIONS, LINEARS, VOLUME_CONVOLUTIONS, is_readable, norm_of
+from ..engine.mlp import MlpBody
 from ..engine.source import code_of
 from ..engine.ways import SIZES
 from ..kernels import onednn
@@ -25,7 +26,7 @@ from . import (
     captured,
     readers,  # noqa: F401  (registers the fused forwards)
 )
-from .flop_shares import Subject
+from .flop_shares import Subject, enclosing
 from .forwards import FORWARDS, INNER, METHODS, Forward, Parts, bind, forward_for, known_type
 from .readers.torch import STEMS, stems_of
 from .readers.transformers import attention_interface
@@ -116,7 +117,7 @@ def optimize(
             freeze_weights(model)
         with as_gathered(model):
             rows = _rows(model, filter_fn)
-        rows = _with_captured(model, rows, filter_fn, example)
+        rows = _with_others(model, _with_captured(model, rows, filter_fn, example))
         if verify is not None:
             rows = _verified(model, rows, verify)
     parameter = next(model.parameters(), None)
@@ -313,6 +314,18 @@ def _merged(model: nn.Module, rows: tuple[Row, ...], captured_rows: dict[str, Ro
     return tuple(by_path[path] for path in order if f"{path}." in tops or not path.startswith(tops))
 
 
+def _with_others(model: nn.Module, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The rows, and one for each other module inside the model with linear layers of its own, which stay PyTorch's."""
+    named, by_path = {row.path for row in rows}, dict(model.named_modules())
+    others = {}
+    for path, module in by_path.items():
+        layers = any(isinstance(child, (nn.Linear, nn.MultiheadAttention)) for child in module.children())
+        apart = path and captured.is_foreign(module) and not is_ours(path, by_path)
+        if apart and layers and named.isdisjoint(enclosing(path)):
+            others[path] = Row(path, type(module).__name__, why=UNKNOWN)
+    return _merged(model, rows, others)
+
+
 def _verified(model: nn.Module, rows: tuple[Row, ...], inputs: Any) -> tuple[Row, ...]:
     """The rows after undoing the conversions whose outputs differ from the originals'."""
     original = as_double(model)
@@ -379,6 +392,8 @@ def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str],
     if isinstance(forward, str):
         return Row(path, cls, why=forward)
     parts = _changed_code(module) or _parts(forward, module)
+    if isinstance(parts, MlpBody) and not any(is_readable(m) or has_type(m, NORMED) for m in parts.layers()):
+        parts = "; ".join(dict.fromkeys(f"{type(m).__name__} is called: {_why_called(m)}" for m in parts.layers()))
     if isinstance(module, nn.Sequential) and isinstance(parts, str):
         return None
     if filter_fn is not None and not filter_fn(module, path):
@@ -444,6 +459,8 @@ def _notes(forward: Forward, module: nn.Module, parts: Parts | None) -> Iterator
 
 def _why_called(layer: Any) -> str:
     """Why a linear layer is called, when its weight cannot be read."""
+    if isinstance(layer, nn.modules.conv._ConvNd) and not has_hooks(layer):
+        return "it is a convolution"
     if has_type(layer, NORMED) and not has_hooks(layer):
         return "its BatchNorm is folded after `freeze`"
     weight = getattr(layer, "weight", None)

@@ -10,6 +10,7 @@ from .flop_shares import Shares, Subject, enclosing
 OURS = "it calls the kernels itself"  # why a module of ours is not converted
 UNKNOWN = "unknown type"
 VERBS = {"converted": "are converted", "fused": "run fused", "mixed": "run mixed", "plain": "run plain"}
+OF_ONE = {"converted": "is converted", "fused": "runs fused", "mixed": "runs mixed", "plain": "runs plain"}
 NOTHING = "has no Transformer blocks and no other module that the kernels replace"
 
 
@@ -107,7 +108,8 @@ class Report:
         parts: list[str] = []
         for way in (way for way in VERBS if way in numbers):
             of = "" if parts else f" of {_several(len(counted), noun)}"
-            parts.append(f"{numbers[way]}{of} {VERBS[way]}{self._share(way, counted)}")
+            verb = (OF_ONE if numbers[way] == 1 else VERBS)[way]
+            parts.append(f"{numbers[way]}{of} {verb}{self._share(way, counted)}")
         return f"{'; '.join(parts)}.{more}"
 
     def __str__(self) -> str:
@@ -128,7 +130,7 @@ class Report:
         table = [("module", "way", *([f"share of {shares.of}"] if shares else []), "reason")]
         for (path, name, way, reason), rows in lines.items():
             number = f" ×{len(rows)}" if len(rows) > 1 else ""
-            share = [_percent(sum(shares.share(row.path) for row in rows))] if shares else []
+            share = [_percent(sum(self._part(row) for row in rows))] if shares else []
             table.append((f"{path}{number} ({name})", way, *share, reason))
         wide = [max(len(line[i]) for line in table) for i in range(len(table[0]) - 1)]
         aligned = [[*map(str.ljust, line[:2], wide), *map(str.rjust, line[2:-1], wide[2:]), line[-1]] for line in table]
@@ -147,15 +149,32 @@ class Report:
         """The way of a row in the table."""
         if row.became is None:
             return "ours" if row.why == OURS else self.unfused
+        shares = self.shares()
+        if shares is not None and row.way is None and self._part(row) < shares.share(row.path) * (1 - 1e-9):
+            return "in part"
         return "own kernel" if row.bare and row.way == "fused" else _way(row)
+
+    def _part(self, row: Row) -> float:
+        """The share of a row: of what the kernels can replace in a converted module, else of the whole module."""
+        shares = self.shares()
+        if shares is None:
+            return 0.0
+        known = row.became is not None and row.way is None and shares.replaced is not None
+        return shares.replaced_share(row.path) if known else shares.share(row.path)
 
     def _share(self, way: str, counted: list[Row]) -> str:
         """The share of those of these rows with this way, and of all rows with this way if it differs, in words.
 
-        A row counts without the rows inside it, so an unchanged module in a converted one is not part of the share.
+        A row counts without the rows inside it, so an unchanged module in a converted one is not part of the share. Of
+        converted modules only the FLOPs of operators count that the kernels can replace.
         """
         if (shares := self.shares()) is None:
             return ""
+        unit = "FLOPs" if shares.of == "FLOPs" else "weights of linear and convolution layers"
+        if shares.replaced is not None and way == "converted":
+            tops = {row.path for row in counted if row.became}
+            outer = (path for path in tops if tops.isdisjoint([*enclosing(path)][1:]))
+            return _shares_text(way, unit, sum(map(shares.replaced_share, outer)), shares.replaced_share(""))
         rows = {row.path: row for row in reversed(self.rows)}
         tops = {row.path for row in counted if row.became}
         counted_share = way_share = 0.0
@@ -165,10 +184,13 @@ class Report:
                 if part is not None and part.became is not None and _way(part) == way:
                     way_share += sign * shares.share(path)
                     counted_share += sign * shares.share(path) * (not tops.isdisjoint(enclosing(part.path)))
-        unit = "FLOPs" if shares.of == "FLOPs" else "weights of linear and convolution layers"
-        text = f", {_rounded(counted_share)} of the {unit}"
-        same = _rounded(way_share) == _rounded(counted_share)
-        return text if same else f"{text} ({_rounded(way_share)} with the other modules that {VERBS[way]})"
+        return _shares_text(way, unit, counted_share, way_share)
+
+
+def _shares_text(way: str, unit: str, counted: float, every: float) -> str:
+    """The share of some modules, and of all with this way if it differs."""
+    text, same = f", {_rounded(counted)} of the {unit}", _rounded(every) == _rounded(counted)
+    return text if same else f"{text} ({_rounded(every)} with the other modules that {VERBS[way]})"
 
 
 def _way(row: Row) -> str:
@@ -194,7 +216,8 @@ def _several(number: int, noun: str) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{share:.1%}".replace("%", " %")
+    """One decimal; nothing for what computes no products."""
+    return f"{share:.1%}".replace("%", " %") if share else ""
 
 
 def _rounded(share: float) -> str:
