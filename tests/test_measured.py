@@ -6,6 +6,7 @@ The GPU is a stand-in: its properties are given, and CPU tensors count as its ow
 import json
 import os
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from interpreter import interpreting
 
 from fastvit_triton import linear
+from fastvit_triton.expected.count import assumed
 from fastvit_triton.kernels import launch, measured, onednn, plan
 from fastvit_triton.kernels.cost import Branch, gpus
 from fastvit_triton.kernels.measured import Measured
@@ -261,3 +263,35 @@ def test_ways_on_a_cpu_by_phase(cpu_path):
     row = {"float32": dict.fromkeys(onednn.PHASES, 0.0)}
     with onednn.using_row(row):  # measurements come first
         assert ways() == dict(training="onednn", inference="onednn", frozen="plain")
+
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+
+
+def test_measured_rows_are_the_fastest_or_say_why_not():
+    """Oracle: the least median of the candidates that were right, in the committed file that a row names."""
+    for table in sorted(launch.TUNED.glob("*.json")):
+        rows = json.loads(table.read_text())
+        named = {
+            row["source"] for row in rows.values() if isinstance(row, dict) and row.get("provenance") == "measured"
+        }
+        for source in named:
+            for timed in (row for row in json.loads((RESULTS / source).read_text())["rows"] if row.get("tried")):
+                right = [one for one in timed["tried"] if one.get("match") and "us" in one]
+                fastest, row = min(right, key=lambda one: one["us"])["config"], rows[timed["row"]]
+                assert (row["config"] == fastest) != ("why" in row), (table.name, timed["row"], fastest)
+
+
+def test_attention_is_pytorchs_where_it_measured_faster():
+    """Oracle: the medians of the committed rows of the H200, inference and training, for sizes of ViT-S and ViT-B."""
+    rows = json.loads((RESULTS / "nvidia-h200-2026-11-26-ops.json").read_text())["rows"]
+    x, seen = torch.empty(1, dtype=torch.bfloat16), set()
+    for name, heads in (("ViT-S/16", 6), ("ViT-B/16", 12)):
+        for phase, training in (("forward", False), ("backward", True)):
+            us = {r["arm"]: r["us"] for r in rows if r["case"] == f"attention {name} batch 256" and r.get("us")
+                  and r["phase"] == phase}  # fmt: skip
+            with assumed(gpus()["h200"]), torch.set_grad_enabled(training):
+                chosen = plan.prefers_kernel(x, "attention", 256, heads, 197, 197, 64, True)
+            assert chosen == (us["ours eager"] < us["eager"])
+            seen.add(chosen)
+    assert seen == {False, True}

@@ -15,7 +15,7 @@ Limits    D, Dv ≤ 256, held as two power-of-two tiles (80 = 64 + 16). Tensors 
           contiguous. Without a bias the backward pass computes the weights as exp(S − L) from L rounded to fp32, so
           their relative error, and that of the gradients of q, k and v, grows as 2⁻²⁴·|S|: 6e-3 for scores of 1e5,
           where PyTorch's unfused attention keeps the weights and loses nothing. With one, the maximum and the sum of
-          a row are stored apart, so a row masked whole by finite numbers has PyTorch's weights; scores below −2e38
+          a row are stored apart, so a row masked whole by finite numbers has PyTorch's weights; biases below −2e38
           count as equal.
 Sources   Dao, FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2; running maximum: Milakov & Gimelshein,
           arXiv:1805.02867.

@@ -104,10 +104,20 @@ def add_product(p, x0, x1, sum0, sum1, D1: tl.constexpr, PRECISION: tl.constexpr
 
 
 @jit
+def _in_base_2(bias):
+    """bias · log₂e; finite unless the bias is −inf, since a row that finite numbers mask whole has weights.
+
+    The least, -2.9e38, leaves room for the score that is added.
+    """
+    scaled = bias * 1.4426950408889634
+    return tl.where((scaled < -2.9e38) & (bias > float("-inf")), -2.9e38, scaled)
+
+
+@jit
 def _load_bias(
     bias_ptr, m, n, first, inside, Nq, bias_strides, BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """The bias of queries m and keys n = first, …; m, n and inside broadcast to the shape of the scores."""
+    """The bias of queries m and keys n = first, … in base 2; m, n and inside broadcast to the shape of the scores."""
     at = bias_ptr + m.to(tl.int64) * bias_strides[2]
     if COLUMNS > 0:  # the biases of all rows, then of all columns
         if tl.constexpr(COLUMNS) % n.numel == 0:  # all keys are in one row
@@ -115,18 +125,11 @@ def _load_bias(
         else:
             row = tl.load(at + n // COLUMNS, mask=inside, other=0.0)
         column = tl.load(at + ROWS + n % COLUMNS, mask=inside, other=0.0)
-        return row.to(tl.float32) + column.to(tl.float32)
+        return _in_base_2(row.to(tl.float32) + column.to(tl.float32))
     at += n.to(tl.int64) * bias_strides[3]
     if BIAS == 2:  # boolean: True means attend
         return tl.where(tl.load(at, mask=inside, other=0) != 0, 0.0, float("-inf"))
-    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
-
-
-@jit
-def _add_bias(s, bias):
-    """s + bias · log₂e; finite unless the bias is −inf, since a row that finite numbers mask whole has weights."""
-    s += bias * 1.4426950408889634
-    return tl.where((s < -3e38) & (bias > float("-inf")), -3e38, s)
+    return _in_base_2(tl.load(at, mask=inside, other=0.0).to(tl.float32))
 
 
 @jit
@@ -159,7 +162,7 @@ def fwd_step(
     if SAFE:  # scores are scaled first: a bias is added to them, or the scale may be negative
         s *= scale
         if BIAS > 0:
-            s = _add_bias(s, bias)
+            s += bias
         scale = 1.0
     if MASKED:
         s = tl.where((n < Nk)[None, :], s, float("-inf"))
@@ -188,8 +191,7 @@ def p_and_dp(
     s = dot_transposed(q0, q1, k0, k1, D1, PRECISION) * scale  # [BLOCK_M, BLOCK_N]
     if BIAS > 0:
         inside = (m < Nq)[:, None] & (n < Nk)[None, :] if MASKED else (m < Nq)[:, None]
-        bias = _load_bias(bias_ptr, m[:, None], n[None, :], first, inside, Nq, bias_strides, BIAS, ROWS, COLUMNS)
-        s = _add_bias(s, bias)
+        s += _load_bias(bias_ptr, m[:, None], n[None, :], first, inside, Nq, bias_strides, BIAS, ROWS, COLUMNS)
     s -= lse[:, None]
     p = tl.exp2(s - log_sum[:, None] if BIAS > 0 else s)
     if MASKED:
@@ -233,8 +235,7 @@ def dkdv_step(
     s = dot_transposed(k0, k1, q0, q1, D1, PRECISION) * scale  # [BLOCK_N, BLOCK_M]
     if BIAS > 0:
         inside = (m < Nq)[None, :] & (n < Nk)[:, None] if MASKED else (n < Nk)[:, None]
-        bias = _load_bias(bias_ptr, m[None, :], n[:, None], first, inside, Nq, bias_strides, BIAS, ROWS, COLUMNS)
-        s = _add_bias(s, bias)
+        s += _load_bias(bias_ptr, m[None, :], n[:, None], first, inside, Nq, bias_strides, BIAS, ROWS, COLUMNS)
     s -= lse[None, :]
     if BIAS > 0:
         s -= load_log_sum(l_ptr, m, Nq, BIAS)[None, :]
