@@ -29,12 +29,14 @@ class Variant:
         reason: why it cannot run here, or None.
         call: function of the case's arguments by name; None if it cannot run.
         reduced: True if it computes with lower precision on request: it is timed also if its result does not match.
+        eager: call that launches the same kernels of ours without compiling; None: `call`.
     """
 
     name: str
     reason: str | None
     call: Any = None
     reduced: bool = False
+    eager: Any = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class Case:
         inputs: seed → arguments by name; tensors whose gradients are measured require gradients.
         variants: ways to compute it, the baseline first.
         truth: computes the expected result from arguments in float64.
-        phases: of "forward" (without gradients), "backward" (the backward pass alone) and "training" (both passes).
+        phases: of "forward" (without gradients), "backward" (the backward pass alone), "training" (both passes) and
+            "step" (both, and AdamW).
         facts: columns of every row, such as op, model and batch.
         work: flops and bytes that any implementation of the forward pass needs; None if not counted.
         deep: a whole model; see `verdict`.
@@ -128,8 +131,12 @@ def absent(module: str, package: str | None = None) -> str | None:
 
 
 def step_of(case: Case, call: Callable, sets: list[dict], phase: str) -> Setup:
-    """Set-up of a variant for one phase, which does the untimed work and returns the call to time."""
+    """Set-up of a variant for one phase, which does the untimed work and returns the call to time.
+
+    A call that writes to an argument has a method `prepare`, which gets the arguments before each timed call.
+    """
     grads: list[torch.Tensor] = []
+    optimizers: list[torch.optim.Optimizer] = []
 
     def outputs(copy: int) -> list[torch.Tensor]:
         differentiable = [t for t in leaves(call(**sets[copy])) if t.requires_grad]
@@ -140,6 +147,9 @@ def step_of(case: Case, call: Callable, sets: list[dict], phase: str) -> Setup:
         return torch.autograd.grad(of, list(case.learning(call, sets[copy]).values()), grads, allow_unused=True)
 
     def forward(copy: int) -> Callable[[], object]:
+        if hasattr(call, "prepare"):
+            call.prepare(**sets[copy])
+
         def timed() -> object:
             with torch.no_grad():
                 return call(**sets[copy])
@@ -153,7 +163,19 @@ def step_of(case: Case, call: Callable, sets: list[dict], phase: str) -> Setup:
     def training(copy: int) -> Callable[[], object]:
         return lambda: gradients(copy, outputs(copy))
 
-    return {"forward": forward, "backward": backward, "training": training}[phase]
+    def step(copy: int) -> Callable[[], object]:
+        learning = [t for t in case.learning(call, sets[copy]).values() if isinstance(t, torch.nn.Parameter)]
+        if not optimizers:  # a rate of 0 leaves the weights as they are for the variants that share them
+            optimizers.append(torch.optim.AdamW(learning, lr=0.0, fused=learning[0].is_cuda))
+
+        def timed() -> None:
+            torch.autograd.backward(outputs(copy), grads, inputs=learning)
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+
+        return timed
+
+    return {"forward": forward, "backward": backward, "training": training, "step": step}[phase]
 
 
 def compare_variants(
@@ -228,7 +250,14 @@ def measure(
 
 
 def rows_of(
-    case: Case, phase: str, device: torch.device, deadline: Deadline, seconds: float, copies: int = 3
+    case: Case,
+    phase: str,
+    device: torch.device,
+    deadline: Deadline,
+    seconds: float,
+    copies: int = 3,
+    latency: bool = False,
+    sampler: Callable = samples_of,
 ) -> Iterator[dict]:
     """Yields the row of each variant as soon as it was compared with float64 and timed beside the baseline.
 
@@ -238,8 +267,9 @@ def rows_of(
     Args:
         case: the computation.
         phase: one of its phases.
-        device, deadline, copies: as in `samples_of`.
+        device, deadline, copies, latency: as in `samples_of`.
         seconds: about how long to time each variant.
+        sampler: takes the place of `samples_of`.
     """
     sets = _prepare(case, phase, device, copies)
     rows = {variant.name: _row(case, phase, variant) for variant in case.variants}
@@ -248,7 +278,7 @@ def rows_of(
         rows[name] |= _compared(case, name, compared, sets[0], phase, device)
         if _is_timed(case, name, compared):
             steps = {each: step_of(case, _call(case, each), sets, phase) for each in dict.fromkeys((base, name))}
-            samples, failed = samples_of(steps, device, deadline, seconds, copies=copies)
+            samples, failed = sampler(steps, device, deadline, seconds, copies=copies, latency=latency)
             if name in samples:
                 rows[name] |= _timing_columns(case, samples[name], samples.get(base), phase)
             if name in failed:
@@ -313,7 +343,7 @@ def _row(case: Case, phase: str, variant: Variant) -> dict:
 def _memory(case: Case, call: Callable, arguments: dict, device: torch.device, phase: str) -> dict:
     """Peak memory of the phase (for "backward" including the forward pass), and memory saved for the backward pass."""
     backward = phase != "forward"
-    run = step_of(case, call, [arguments], "training" if backward else "forward")(0)
+    run = step_of(case, call, [arguments], "training" if phase == "backward" else phase)(0)
     columns = dict(peak_bytes=peak_bytes(run, device))
     if backward:
         inputs = [*named_leaves(arguments).values(), *case.learning(call, arguments).values()]
