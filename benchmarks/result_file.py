@@ -8,12 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
-
 from fastvit_triton.files import replacing
 from fastvit_triton.measure.machine import device_answers, driver, gpu_name, provenance
 from fastvit_triton.measure.timeout import Deadline, TimedOut, one_line
-from fastvit_triton.measure.variants import Case, measure
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,7 +28,8 @@ class ResultFile:
         deadline: no row starts after it, and a running row is interrupted by it.
         dry: mark the file as a dry run's.
         show: called with a line for each row.
-        resume: keep the rows of the file if it exists, and do not measure them again.
+        resume: keep the rows of the file if it exists, and do not measure those cases again.
+        stamp: columns that a new row gets unless it has them.
     """
 
     def __init__(
@@ -42,24 +40,26 @@ class ResultFile:
         dry: bool = False,
         show: Callable = print,
         resume: bool = False,
+        stamp: Callable[[dict], dict] = lambda row: {},
     ) -> None:
         self.name, self.deadline, self.dry, self._show = name, deadline, dry, show
         kind = "dry-run" if dry else re.sub(r"[^a-z0-9]+", "-", gpu_name().lower()).strip("-")
         self.path = folder / f"{kind}-{datetime.date.today()}-{name}.json"
         self.rows: list[dict] = []
+        self._lines: list[str] = []  # rows as text; a row that was added does not change
         self.not_reached: list[str] = []
         self._facts = provenance() | dict(part=name, dry_run=dry)
         self._start = time.monotonic()
-        self.done: set[str] = set()
+        self.done: set[str] = set()  # cases
+        self.stamp = stamp
         if resume and self.path.exists():
             before = json.loads(self.path.read_text())
             self.rows, self._start = before["rows"], self._start - before["seconds"]
-            self.deadline = deadline.sooner(deadline.left - before["seconds"])
             self.done = {row["case"] for row in self.rows}
 
     def add(self, *rows: dict) -> None:
         """Adds rows and rewrites the file."""
-        self.rows += rows
+        self.rows += [self.stamp(row) | row for row in rows]
         for row in rows:
             self._show(_line(row))
         self.write()
@@ -68,7 +68,8 @@ class ResultFile:
         """Writes the file; it is replaced as a whole."""
         facts = self._facts | dict(seconds=round(time.monotonic() - self._start, 1), not_reached=self.not_reached)
         head = json.dumps(facts, indent=1)
-        body = ",\n".join("  " + json.dumps(row) for row in self.rows)
+        self._lines += [f"  {json.dumps(row)}" for row in self.rows[len(self._lines) :]]
+        body = ",\n".join(self._lines)
         with replacing(self.path) as temporary:
             temporary.write_text(f'{head[:-2]},\n "rows": [\n{body}\n ]\n}}\n')
 
@@ -78,8 +79,13 @@ class ResultFile:
         self.write()
 
     @contextlib.contextmanager
-    def row(self, name: str, **facts: object) -> Iterator[bool]:
+    def row(self, name: str, seconds: float | None = None, **facts: object) -> Iterator[bool]:
         """Context that measures one or more rows; an exception inside becomes a row with "error".
+
+        Args:
+            name: of the rows.
+            seconds: time limit.
+            facts: columns of a row with an error.
 
         Yields:
             False if the row is already in the file or there is no time left for it.
@@ -96,7 +102,7 @@ class ResultFile:
             return
         before = len(self.rows)
         try:
-            with self.deadline:
+            with self.deadline if seconds is None else self.deadline.sooner(seconds):
                 yield True
         except TimedOut:
             self.not_reached.append(f"{name} (begun)")
@@ -106,14 +112,6 @@ class ResultFile:
             self.add(dict(case=name, **facts, error=one_line(error)))
         if any("error" in row for row in self.rows[before:]) and not device_answers():
             raise DeviceLost(f"the device was lost at {name}")
-
-
-def measure_case(
-    case: Case, result: ResultFile, device: torch.device, seconds: float, copies: int = 3, latency: bool = False
-) -> None:
-    """Measures a case and adds one row for each phase and variant."""
-    for phase in case.phases:
-        result.add(*measure(case, phase, device, result.deadline, seconds, copies, latency).rows.values())
 
 
 def _line(row: dict) -> str:
