@@ -1,6 +1,6 @@
 """Measures this tree against another commit, alternating between them, with the benchmarks of this tree.
 
-    python -m benchmarks.compare_commits REF [--only ops,models] [--rounds 2] [--seconds 240] [--dry-run]
+    python -m benchmarks.compare_commits REF [--only blocks,ops] [--rounds 2] [--seconds 240] [--dry-run]
 
 REF is checked out as a git worktree in a temporary folder, with this tree's benchmarks in place of its own.
 """
@@ -46,7 +46,7 @@ def main(words: list[str] | None = None) -> dict[tuple[str, str, str], tuple[flo
     """Measures both trees in alternation and prints the speedups of our variants, smallest first."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("ref", help="the commit to compare with")
-    parser.add_argument("--only", default="ops,models")
+    parser.add_argument("--only", default="blocks,ops")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=240.0, help="for one tree in one round")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
@@ -64,7 +64,7 @@ def main(words: list[str] | None = None) -> dict[tuple[str, str, str], tuple[flo
                 for side, root in sides if turn % 2 == 0 else sides[::-1]:
                     out = Path(scratch) / f"{side}-{turn}"
                     options = ["--out", str(out), "--only", arguments.only, "--seconds", str(arguments.seconds)]
-                    options += ["--quiet"] + ["--dry-run"] * arguments.dry_run
+                    options += ["--quiet", "--again"] + ["--dry-run"] * arguments.dry_run
                     subprocess.run(
                         [sys.executable, "-m", "benchmarks.gpu", *options],
                         cwd=root,

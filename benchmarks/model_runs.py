@@ -2,7 +2,7 @@
 
 from fastvit_triton.measure.model_cases import Run, case, variant_names
 
-__all__ = ["FULL", "LATENCY", "SMALL", "TINY", "Run", "case", "variant_names"]
+__all__ = ["FULL", "SMALL", "TINY", "Run", "case", "variant_names"]
 
 OFFICIAL = "open_clip ViT-B-16"  # whose blocks are captured
 
@@ -25,11 +25,6 @@ FULL = (
     Run("vit_tiny_patch16_224", 256, True),
     Run("vit_huge_patch14_224", 32, True),
     Run("vit_base_patch16_224", 256, modes=("max-autotune-no-cudagraphs",)),
-)
-LATENCY = tuple(
-    Run(f"vit_{size}_patch16_224", batch, modes=("reduce-overhead",))  # with CUDA graphs
-    for size in ("base", "tiny", "small", "large")
-    for batch in (1, 8, 64)
 )
 SHORT = dict(img_size=64, depth=2)
 SMALL = (

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastvit_triton.kernels import OPS
+from fastvit_triton.kernels import OPS, launch
 from fastvit_triton.kernels.op import Op
 from fastvit_triton.measure.variants import Case, Variant, absent, compiled, with_backend
 
@@ -52,9 +52,14 @@ SMALL = Shape("small", 4, 50, 96, 3, 16, 112)
 TINY = Shape("tiny", 2, 5, 32, 2, 8, 16)
 
 
+def on_gpu(device: torch.device) -> bool:
+    """True on a GPU, and where the CPU stands for one, see `launch.targeting`."""
+    return device.type == "cuda" or launch.target is not None
+
+
 def kernel_backend(device: torch.device) -> str:
     """The backend that forces our kernels on this device, instead of what the plan would choose."""
-    return "triton" if device.type == "cuda" else "auto"
+    return "triton" if on_gpu(device) else "auto"
 
 
 def case(name: str, s: Shape, dtype: torch.dtype, device: torch.device) -> Case:
@@ -72,7 +77,7 @@ def case(name: str, s: Shape, dtype: torch.dtype, device: torch.device) -> Case:
         return make(new)
 
     run, reference = partial(op.run, **fixed), partial(op.reference, **fixed)
-    gpu, kernels = device.type == "cuda", kernel_backend(device)
+    gpu, kernels = on_gpu(device), kernel_backend(device)
     variants = [
         Variant("eager", None, reference),
         Variant("ours eager", None, with_backend(kernels, run)),

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from interpreter import interpreting
 from patience import HANG
 
-from benchmarks import compare_commits, cpu, gpu, model_runs, op_cases, plot, result_file
+from benchmarks import compare_commits, cpu, model_runs, op_cases, plot
 from benchmarks.conftest import against_compile
 from benchmarks.result_file import ROOT, ResultFile
 from fastvit_triton.kernels import launch, onednn
@@ -42,25 +42,6 @@ CPU = torch.device("cpu")
 def part(tmp_path):
     """A factory of result files that print no rows."""
     return lambda **named: ResultFile("x", tmp_path, Deadline(HANG), True, lambda line: None, **named)
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("default")  # warnings of other libraries
-def test_dry_run_executes_every_part(tmp_path):
-    """Oracle: the files. Every part writes a complete one, with its provenance and without missing rows or errors."""
-    words, apart = ["--out", str(tmp_path), "--dry-run", "--quiet", "--only"], ("correctness", "hardware")
-    command = [sys.executable, "-m", "benchmarks.gpu", *words, ",".join(apart)]  # in a second process, to save time
-    with subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}) as other:
-        gpu.main([*words, ",".join(part for part in gpu.PARTS if part not in apart)])
-    paths = list(tmp_path.iterdir())
-    assert other.returncode == 0 and len(paths) == len(gpu.PARTS)
-    assert sum(seconds is not None for _, seconds in gpu.PARTS.values()) <= 8  # files of the default command
-    for path in paths:
-        held = json.loads(path.read_text())
-        assert held["rows"] and not held["not_reached"] and held["dry_run"], path
-        assert {"gpu", "commit", "date", "command", "packages"} <= held.keys()
-        assert [row for row in held["rows"] if "error" in row or row.get("match") is False] == [], path
-        assert all(row["match"] for row in held["rows"] if "speedup" in row)
 
 
 @pytest.mark.fast
@@ -282,56 +263,6 @@ def test_peak_memory_is_what_a_call_adds(monkeypatch):
 
 
 @pytest.mark.fast
-def test_a_lost_device_restarts_the_script_after_the_row(tmp_path, monkeypatch):
-    """Oracle: the second process's command (remaining parts and time, kept rows), and the watchdog's time limit."""
-
-    def lost(part, device):
-        with part.row("bad"):
-            raise RuntimeError("an illegal memory access was encountered")
-
-    asked = {}
-    monkeypatch.setattr(gpu, "PARTS", {"one": (lambda part, device: part.add(dict(case="x")), 10), "two": (lost, 10)})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A GPU")
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(result_file, "device_answers", lambda: False)
-    monkeypatch.setattr(gpu.faulthandler, "dump_traceback_later", lambda *a, **k: asked.update(watchdog=(a, k)))
-    monkeypatch.setattr(gpu.os, "closerange", lambda *a: asked.update(closed=a))
-
-    def again(program, words):
-        asked.update(words=words)
-        raise SystemExit
-
-    monkeypatch.setattr(gpu.os, "execv", again)
-    with pytest.raises(SystemExit):
-        gpu.main(["--out", str(tmp_path), "--quiet", "--seconds", "50", "--only", "one,two=20"])
-    assert asked["watchdog"] == ((70.0,), dict(exit=True)) and asked["closed"][0] == 3
-    words = asked["words"]
-    assert words[1:3] == ["-m", "benchmarks.gpu"] and "--resume" in words
-    assert words[words.index("--only") + 1] == "two=20"
-    assert 0 < float(words[words.index("--seconds") + 1]) <= 50
-    (held,) = tmp_path.glob("a-gpu-*-two.json")
-    assert json.loads(held.read_text())["rows"] == [
-        dict(case="bad", error="RuntimeError: an illegal memory access was encountered")
-    ]
-
-
-@pytest.mark.full
-def test_models_are_measured_eager_before_any_is_compiled(monkeypatch, part):
-    """Oracle: the order of the measured variants; eager PyTorch is measured each time."""
-    seen = []
-    monkeypatch.setattr(
-        gpu, "measure_case", lambda case, *_, **__: seen.append([variant.name for variant in case.variants])
-    )
-    gpu.run_models(part(), CPU)
-    half = len(seen) // 2
-    assert half == len(model_runs.TINY) and all(names[0] == "eager" for names in seen)
-    assert not any("compile" in name for names in seen[:half] for name in names)
-    assert all("compile" in name for names in seen[half:] for name in names[1:])
-
-
-@pytest.mark.fast
 def test_a_slow_variant_leaves_time_for_the_others():
     """Oracle: the process's timer while a variant runs that ends by its alarm: a fifth of the time is left after it."""
     left = []
@@ -423,15 +354,6 @@ def test_ways_are_timed_and_compared():
         assert row["way"] in WAYS and row["rule"] == "fused"  # forced by the interpreter's switch
         assert row["shape"].startswith("~attention C=16 F=48 H=2 N=8 B=2 + mlp C=16 F=64 N=8 B=2")
         assert all(row[f"{way}_match"] and row[f"{way}_us"] > 0 for way in WAYS)
-
-
-@pytest.mark.fast
-def test_limits_of_parts_are_read(tmp_path, capsys):
-    """Oracle: by hand; what is no number is refused in one sentence."""
-    assert gpu.limits_of("ops,models=60") == dict(ops=None, models=60.0)
-    with pytest.raises(SystemExit):
-        gpu.main(["--out", str(tmp_path), "--dry-run", "--only", "models=x"])
-    assert "--only is models=x; after = it needs seconds, as in models=60" in capsys.readouterr().err
 
 
 @pytest.mark.fast
@@ -644,13 +566,10 @@ def test_rounds_alternate_in_both_orders(monkeypatch):
 
 
 @pytest.mark.fast
-def test_unknown_markers_and_parts_raise(tmp_path, capsys):
-    """Oracle: the sentence names the unknown marker or part."""
+def test_unknown_markers_raise(tmp_path):
+    """Oracle: the sentence names the unknown marker."""
     with pytest.raises(ValueError, match="nonsense"):
         plot.fill("<!-- measured: nonsense -->", plot.load(tmp_path))
-    with pytest.raises(SystemExit):
-        gpu.main(["--out", str(tmp_path), "--dry-run", "--only", "nonsense"])
-    assert "--only names nonsense" in capsys.readouterr().err
 
 
 BENCH = """

@@ -101,7 +101,7 @@ def adopt(path: Path, folder: Path = launch.TUNED) -> list[str]:
             return _adopt_exported(measured.parse(json.dumps(content)), path.name, folder)
         except ValueError as error:
             raise ValueError(f"{path} cannot be adopted: {error}") from error
-    if content.get("part") not in ("tuning", "ways") or content.get("dry_run") or not content.get("gpu"):
+    if content.get("part") not in ("tuning", "ways", "rows") or content.get("dry_run") or not content.get("gpu"):
         raise ValueError(
             f"{path} is not a tuning result of a GPU; python -m benchmarks.gpu --only tuning makes one, and so does "
             "fastvit-triton tune --export"
