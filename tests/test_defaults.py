@@ -129,8 +129,8 @@ def structures() -> list[str]:
 
 
 def batches_of(names: Iterable[str]) -> list:
-    """(name, batches): all four of those that run by default, two of the others in turn."""
-    turns = itertools.cycle((BATCHES[::2], BATCHES[1::2]))
+    """(name, batches): all four of those that run by default, one of the others in turn."""
+    turns = itertools.cycle((batch,) for batch in BATCHES)
     pairs = [(name, BATCHES if name in SHOWN else next(turns)) for name in names]
     return marked(pairs, pytest.mark.full(one_in=4), lambda name, batches: name not in SHOWN)
 
