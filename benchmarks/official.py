@@ -3,9 +3,10 @@
     python -m benchmarks.coverage official --sources FOLDER [--only PATTERN] [--out benchmarks/results]
 
 FOLDER holds a checkout of each repository under its name, such as FOLDER/dinov2. Each model is built at a small width
-with random weights. Counted: the weights of linear layers inside blocks that run in fused calls, and the attention
-products that do. Compared: outputs and all gradients in float64 with those of the original, as the largest difference
-divided by the largest value, in evaluation and in training mode, where stochastic depth and dropout are 0.
+with random weights. Counted: the FLOPs of operators that the kernels replace, of all of the model's, as in the report;
+the weights of linear layers in fused calls, of all of the model's; and the attention products in them. Compared:
+outputs and all gradients in float64 with those of the original, as the largest difference divided by the largest value,
+in evaluation and in training mode, where stochastic depth and dropout are 0.
 """
 
 import contextlib
@@ -418,13 +419,14 @@ def difference(got: list[Tensor], want: list[Tensor]) -> float:
 
 
 def fused(model: nn.Module, report: Report) -> dict[str, Any]:
-    """Weights of linear layers inside blocks, those in fused calls, and the same for attention products."""
+    """The share of FLOPs that the kernels replace; weights of linear layers, and those and attention in fused calls."""
     paths = {row.path for row in report.rows if row.became is not None and not row.bare}
-    blocks = {row.path for row in report.rows if row.within is None and "Norm" not in row.type}
 
     def inside(path: str, tops: set[str]) -> bool:
         return any(path == top or path.startswith(f"{top}.") or not top for top in tops)
 
+    shares = report.shares()
+    assert shares is not None and shares.replaced is not None  # as there is an example
     uncaptured: dict[str, None] = {}
     attention_left: list[str] = []
     attention = 0
@@ -439,7 +441,7 @@ def fused(model: nn.Module, report: Report) -> dict[str, Any]:
     total = weights = 0
     unfused: list[str] = []
     for path, module in model.named_modules():
-        if isinstance(module, (nn.Linear, nn.MultiheadAttention)) and inside(path, blocks):
+        if isinstance(module, (nn.Linear, nn.MultiheadAttention)):
             size = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 2)
             total += size
             if inside(path, paths) and path not in uncaptured:
@@ -447,7 +449,8 @@ def fused(model: nn.Module, report: Report) -> dict[str, Any]:
             else:
                 unfused.append(path)
     return dict(
-        weights=total, fused_weights=weights, left=unfused, attention=attention, attention_left=attention_left
+        flops=round(shares.replaced_share(""), 4), weights=total, fused_weights=weights, left=unfused,
+        attention=attention, attention_left=attention_left,
     )  # fmt: skip
 
 

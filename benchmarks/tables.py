@@ -153,24 +153,29 @@ def capture_markdown(result: dict) -> str:
 
 
 def official_markdown(result: dict) -> str:
-    """The table of `benchmarks.coverage official`: weights and GEMMs of attention that are fused, and the errors."""
+    """The table of `benchmarks.coverage official`: FLOPs, weights and GEMMs of attention that are fused; the errors."""
     lines = [
         f"Written by `{result['command']}` on {result['date']}.",
-        "Linear: share of the weights of linear layers inside blocks that run in fused calls. Attention: GEMMs that",
-        "do. Error: the largest difference of an output or gradient from the original's in float64 (OpenAI's CLIP:",
-        "float32), divided by the largest value, in evaluation and in training.",
+        "FLOPs: share of the model's that the kernels can replace. Linear: share of the weights of its linear layers",
+        "in fused calls. Attention: GEMMs in them. Error: the largest difference of an output or gradient from the",
+        "original's in float64 (OpenAI's CLIP: float32), divided by the largest value, in evaluation and in training.",
         "",
-        "| repository | model | commit | linear | attention | error |",
-        "| --- | --- | --- | --: | --: | --: |",
+        "| repository | model | commit | FLOPs | linear | attention | error |",
+        "| --- | --- | --- | --: | --: | --: | --: |",
     ]
     for r in result["rows"]:
         cells = [r["repository"], r["model"], r["commit"][:7]]
         if "error" in r:
-            cells += [r["error"], "", ""]
+            cells += [r["error"], "", "", ""]
         else:
             unfused = f", {len(r['attention_left'])} not" if r["attention_left"] else ""
             worst = max(r["eval"], r["train"])
             share = r["fused_weights"] / max(r["weights"], 1)
-            cells += [f"{share:.0%}", f"{r['attention']}{unfused}", f"{worst:.0e}" if worst else "0"]
+            cells += [
+                f"{r['flops']:.0%}",
+                f"{share:.0%}",
+                f"{r['attention']}{unfused}",
+                f"{worst:.0e}" if worst else "0",
+            ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

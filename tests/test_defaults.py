@@ -5,7 +5,7 @@ set of choices: for another GPU the plan is asked the same questions, and only o
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sampling import marked
-from test_fake_device import SIZES, catalogued, kind
+from test_fake_device import catalogued, kind
 from torch import Tensor, nn
 
 import fastvit_triton
@@ -37,6 +37,10 @@ EXCESS = {
     ("image_transformer", True): (1.0, 1.03),
     ("t2t", True): (1.01, 1.07),
     ("cvt", False): (1.05, 1.0),
+    ("timm:beit", True): (1.05, LIMIT),
+    ("vit_pytorch:deepvit", True): (LIMIT, 1.09),
+    ("vit_pytorch:cait", False): (LIMIT, 1.08),
+    ("vit_pytorch:levit", True): (1.04, LIMIT),
 }
 SHOWN = ("vit_base_patch16_224", "deit3_large_patch16_224", "swin_tiny_patch4_window7_224", "cct_14_7x2_224")
 
@@ -109,48 +113,57 @@ def questions(monkeypatch):
     plan.forget()
 
 
+def limits_of(name: str, training: bool) -> tuple[float, float]:
+    """How many times eager's launches and bytes a model may have."""
+    found = (limits for (family, phase), limits in EXCESS.items() if name.startswith(family) and phase == training)
+    return next(found, (LIMIT, LIMIT))
+
+
 def structures() -> list[str]:
-    """One of our models for each configuration whose blocks differ from those before it, also in width."""
-    found = {}
+    """One of our models for each kind of block, and in another width where there is one of 1,024 channels or more."""
+    found: dict[tuple, str] = {}
     for name in fastvit_triton.list_models():
-        options = vars(model_config(name))
-        sizes = str(
-            {key: options.get(key) for key in SIZES if key not in ("depth", "depths", "img_size", "num_classes")}
-        )
-        found.setdefault((str(kind(name)), sizes), name)
+        widths = torch.tensor(getattr(model_config(name), "embed_dim", 0)).flatten()
+        found.setdefault((str(kind(name)), bool(widths.max() >= 1024)), name)
     return list(found.values())
 
 
-MODELS = marked(structures(), pytest.mark.full(one_in=8), lambda name: name not in SHOWN)
+def batches_of(names: Iterable[str]) -> list:
+    """(name, batches): all four of those that run by default, one of the others in turn."""
+    turns = itertools.cycle((batch,) for batch in BATCHES)
+    pairs = [(name, BATCHES if name in SHOWN else next(turns)) for name in names]
+    return marked(pairs, pytest.mark.full(one_in=4), lambda name, batches: name not in SHOWN)
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("name", MODELS)
-def test_our_models(name, training, questions):
+@pytest.mark.parametrize("name, batches", batches_of(dict.fromkeys([*structures(), *SHOWN])), ids=str)
+def test_our_models(name, batches, training, questions):
     """Oracle: the operators of eager PyTorch."""
     model, image = catalogued(name)
-    limits = next((EXCESS[key] for key in EXCESS if name.startswith(key[0]) and key[1] == training), (LIMIT, LIMIT))
     model = model.bfloat16().to("meta")
-    for batch in BATCHES:
+    for batch in batches:
         if training and batch == 1 and name.startswith("levit"):
             continue  # its BatchNorms need two images
         images = torch.empty(batch, *image.shape[1:], dtype=torch.bfloat16, device="meta")
-        assert_at_most_eager(questions, partial(cost_of, model, training, (images,), {}), limits)
+        assert_at_most_eager(questions, partial(cost_of, model, training, (images,), {}), limits_of(name, training))
 
 
 ENTRIES = {entry.name: entry for entry in coverage.entries(coverage.MODELS.read_text())}
 
 
-@pytest.mark.full(one_in=8)
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("name", ENTRIES)
-def test_converted_models(name, training, questions, monkeypatch):
+@pytest.mark.parametrize("name, batches", batches_of(ENTRIES), ids=str)
+def test_converted_models(name, batches, training, questions, monkeypatch):
     """Oracle: the operators of eager PyTorch."""
+    if training and name == "vit_pytorch:cct.CCT":
+        pytest.skip("its stochastic depth returns float32, which its norms in bfloat16 refuse")
     model = coverage.build(ENTRIES[name])
     fastvit_triton.optimize(model)
-    for batch in BATCHES[1:]:
-        monkeypatch.setattr(coverage, "BATCH", batch)
-        assert_at_most_eager(questions, partial(cost_of, model, training, *coverage.inputs_of(ENTRIES[name], model)))
+    for batch in batches:
+        if batch > 1 or not training:  # BatchNorms need two images
+            monkeypatch.setattr(coverage, "BATCH", batch)
+            inputs = coverage.inputs_of(ENTRIES[name], model)
+            assert_at_most_eager(questions, partial(cost_of, model, training, *inputs), limits_of(name, training))
 
 
 class Block(nn.Module):

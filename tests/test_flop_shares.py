@@ -406,6 +406,19 @@ class Experts(nn.Module):
         )
 
 
+class Padded(nn.Module):
+    """A block whose attention has a mask of padded keys; PyTorch adds it to the scores in the product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.linear1, self.linear2 = nn.MultiheadAttention(C, HEADS), nn.Linear(C, C), nn.Linear(C, C)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(x.shape[1], x.shape[0], dtype=torch.bool)
+        x = x + self.attn(x, x, x, key_padding_mask=mask)[0]
+        return x + self.linear2(self.linear1(x).relu())
+
+
 def lora() -> nn.Module:
     peft = pytest.importorskip("peft")
     small = dict(image_size=SIDE, patch_size=PATCH, hidden_size=C, num_hidden_layers=2, num_attention_heads=HEADS)
@@ -422,6 +435,7 @@ PARTLY = {
     "batch norms": (lambda: timm.create_model("levit_128s").eval(), lambda: torch.zeros(1, 3, 224, 224), LEVIT),
     "lora": (lora, image, {"ViTLayer"}),
     "experts": (lambda: nn.Sequential(Experts(), Experts()).eval(), lambda: torch.zeros(1, N, C), set()),
+    "padded": (lambda: nn.Sequential(Padded(), Padded()).eval(), lambda: torch.zeros(N, 2, C), set()),
     "captured": (
         lambda: nn.Sequential(research.DinoBlock(), research.DinoBlock()).eval(),
         lambda: torch.zeros(2, N, research.D),
@@ -437,8 +451,8 @@ def test_shares_are_those_of_operators_that_disappear(name):
     make, given, in_part = PARTLY[name]
     model, gpu = make(), cost.gpus()["h200"]
     before = traced(model, None, False, (given(),), {}).count.flops
-    report = optimize(model, example=given() if name in ("experts", "captured") else None)
-    if name not in ("experts", "captured"):
+    report = optimize(model, example=given() if name in ("experts", "padded", "captured") else None)
+    if name not in ("experts", "padded", "captured"):
         report.subject._example = (given().to("meta"),)
     with forcing("fused"):
         events = traced(model, gpu, False, (given(),), {}).events

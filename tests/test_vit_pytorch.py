@@ -68,5 +68,4 @@ def test_mae():
     """All blocks of MAE, whose loss needs PyTorch's default dtype, are those of ViT."""
     model = vit_pytorch("mae.MAE", encoder=sized("vit.ViT", pool="mean")(), decoder_dim=16, decoder_heads=2)
     report = optimize(model)
-    assert {"encoder.transformer", "decoder"} <= {row.path for row in report.fused}
-    assert [row.path for row in report.left] == ["encoder"]  # its head, which a masked model does not call
+    assert {"encoder.transformer", "decoder"} <= {row.path for row in report.fused} and not report.left

@@ -24,10 +24,10 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._dynamo.variables.builder import VariableBuilder
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import _config as shapes_config
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -261,16 +261,26 @@ def _launching(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _flops(node: fx.Node) -> int:
-    """FLOPs of an operator for the sizes of the example."""
-    example = next((t for t in tree_leaves(node.meta.get("example_value")) if isinstance(t, FakeTensor)), None)
-    if example is None:
-        return 0
+    """FLOPs of an operator for the sizes of the example; 0 for one that does not run without values."""
     args, named = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("example_value"))
-    target = node.target if callable(node.target) else getattr(args[0], str(node.target))
-    with example.fake_mode, FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS) as counter:
-        target(*(args if callable(node.target) else args[1:]), **named)
-    total: Any = counter.get_total_flops()
-    return int(total.node.hint) if isinstance(total, torch.SymInt) else int(total)
+    args, named = tree_map(_concrete, (args, named))
+    function = node.target if callable(node.target) else getattr(type(args[0]), str(node.target))
+    with _disable_current_modes(), FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS) as counter:
+        try:
+            function(*args, **named)
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return 0
+    return int(counter.get_total_flops())
+
+
+def _concrete(value: Any) -> Any:
+    """A number without its symbol, or a tensor of the sizes of the example on the meta device."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value.node.hint
+    if not isinstance(value, Tensor):
+        return value
+    sizes, strides = ([_concrete(n) for n in each] for each in (value.shape, value.stride()))
+    return torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
 
 
 def _products(node: fx.Node) -> int:

@@ -322,7 +322,7 @@ def _with_others(model: nn.Module, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         layers = any(isinstance(child, (nn.Linear, nn.MultiheadAttention)) for child in module.children())
         apart = path and captured.is_foreign(module) and not is_ours(path, by_path)
         if apart and layers and named.isdisjoint(enclosing(path)):
-            others[path] = Row(path, type(module).__name__, why=UNKNOWN)
+            others[path] = Row(path, type(module).__name__, why=UNKNOWN, other=True)
     return _merged(model, rows, others)
 
 

@@ -26,6 +26,7 @@ class Row:
         why: why it is unchanged, why it runs in its way, or when its original code runs; or None.
         bare: True for a LayerNorm that is not folded: our kernel replaces PyTorch's without saving a launch.
         way: "fused", "mixed" or "plain", where it is known for a call; else None, as each call chooses.
+        other: True for a module that is no candidate but has linear layers of its own, which stay PyTorch's.
     """
 
     path: str
@@ -35,6 +36,7 @@ class Row:
     why: str | None = None
     bare: bool = False
     way: str | None = None
+    other: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Report:
     @property
     def left(self) -> tuple[Row, ...]:
         """Candidates that are unchanged."""
-        return tuple(row for row in self.rows if row.became is None)
+        return tuple(row for row in self.rows if row.became is None and not row.other)
 
     def shares(self) -> Shares | None:
         """The work of each module: FLOPs if an example was given or the model states its input size, else weights.
@@ -94,7 +96,8 @@ class Report:
         if all(row.why == OURS for row in self.rows):
             return "The model calls the kernels itself; nothing needs to be converted."
         blocks = [row for row in self.rows if _is_block(row) and row.why != OURS]
-        outer = [row for row in self.rows if row.within is None and "Norm" not in row.type and row.why != OURS]
+        outer = [row for row in self.rows if not (row.within is not None or "Norm" in row.type or row.other)]
+        outer = [row for row in outer if row.why != OURS]
         ours = sum(row.why == OURS for row in self.rows)
         fuse = f"fuse{'s' * (ours == 1)}"
         more = f" {_several(ours, 'module')} of this package {fuse} without conversion." if ours else ""

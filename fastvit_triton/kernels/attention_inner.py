@@ -109,8 +109,8 @@ def _in_base_2(bias):
 
     The least, -2.9e38, leaves room for the score that is added.
     """
-    scaled = bias * 1.4426950408889634
-    return tl.where((scaled < -2.9e38) & (bias > float("-inf")), -2.9e38, scaled)
+    least = tl.where(bias > float("-inf"), -2.9e38, float("-inf"))
+    return tl.maximum(bias * 1.4426950408889634, least, propagate_nan=tl.PropagateNan.ALL)
 
 
 @jit

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..convert import captured
 from ..convert.example import arguments
@@ -96,11 +96,12 @@ def expected(
     inputs, named = arguments(tree_map_only(Tensor, lambda t: _images(t, batch, dtype), example))
     model = copy.deepcopy(model).eval().to(dtype)
     with contextlib.nullcontext() if autocast is None else torch.autocast("cpu", autocast):
-        if blocks := [module for module in model.modules() if captured.is_bound(module)]:
+        blocks = [module for module in model.modules() if captured.is_bound(module)]
+        if blocks and all(t.is_floating_point() for t in tree_leaves(example) if isinstance(t, Tensor)):
             model = model.cpu()  # where it is counted; captures are of a device and a dtype
             for block in blocks:
                 captured.ask(block)
-            captured.call(model, tree_map_only(Tensor, lambda t: _with_values(t, dtype), example))
+            captured.call(model, tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=dtype), example))
         prediction = predict(model, rates, False, *inputs, **named)
     numbers = "bfloat16" if autocast is None else f"autocast to {str(autocast).removeprefix('torch.')}"
     return of_prediction(prediction, report, batch, numbers)
@@ -127,11 +128,6 @@ def _timms_name(model: nn.Module | None) -> str | None:
     """The name of one of timm's models, or of ours of the same name."""
     cfg: Any = getattr(model, "pretrained_cfg", None) or {}
     return cfg.get("architecture") if isinstance(cfg, Mapping) else None
-
-
-def _with_values(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros of the same form for images in `dtype`; integers as they are."""
-    return torch.zeros(t.shape, dtype=dtype) if t.is_floating_point() else t
 
 
 def _images(t: Tensor, batch: int, dtype: torch.dtype) -> Tensor:

@@ -183,13 +183,14 @@ def _made(
 
 
 def _sources(folds: list[CachedFold], modules: list[nn.Module]) -> list[Tensor]:
-    """The parameters and buffers that these folds are computed from; raises Refusal if there are others."""
+    """The tensors of these modules that the folds are computed from; raises Refusal if one is not found."""
     wanted = {storage.cdata for fold in folds for storage in fold.kept.sources}
-    every = {id(t): t for m in modules for t in (*m.parameters(), *m.buffers())} if wanted else {}
-    found = [t for t in every.values() if storage_of(t) in wanted]
-    if wanted.difference(map(storage_of, found)):
-        raise Refusal("a fold is computed from a tensor that is no parameter or buffer")
-    return found
+    held = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values(), *vars(m).values()))
+    dense = (t for t in held if isinstance(t, Tensor) and t.layout is torch.strided)
+    found = {id(t): t for t in dense if storage_of(t) in wanted} if wanted else {}
+    if wanted.difference(map(storage_of, found.values())):
+        raise Refusal("a fold is computed from a tensor that no module has")
+    return list(found.values())
 
 
 def _parts(fold: CachedFold) -> list[Tensor]:
