@@ -3,10 +3,10 @@
     python -m benchmarks.coverage official --sources FOLDER [--only PATTERN] [--out benchmarks/results]
 
 FOLDER holds a checkout of each repository under its name, such as FOLDER/dinov2. Each model is built at a small width
-with random weights. Counted: the FLOPs of operators that the kernels replace, of all of the model's, as in the report;
-the weights of linear layers in fused calls, of all of the model's; and the attention products in them. Compared:
-outputs and all gradients in float64 with those of the original, as the largest difference divided by the largest value,
-in evaluation and in training mode, where stochastic depth and dropout are 0.
+with random weights. Counted: the FLOPs of operators that the kernels replace, of all of the model's, as in the report,
+if its calls can be traced; the weights of linear layers in fused calls, of all of the model's; and the attention
+products in them. Compared: outputs and all gradients in float64 with those of the original, as the largest difference
+divided by the largest value, in evaluation and in training mode, where stochastic depth and dropout are 0.
 """
 
 import contextlib
@@ -426,7 +426,8 @@ def fused(model: nn.Module, report: Report) -> dict[str, Any]:
         return any(path == top or path.startswith(f"{top}.") or not top for top in tops)
 
     shares = report.shares()
-    assert shares is not None and shares.replaced is not None  # as there is an example
+    assert shares is not None  # as there is a model
+    flops = None if shares.replaced is None else round(shares.replaced_share(""), 4)
     uncaptured: dict[str, None] = {}
     attention_left: list[str] = []
     attention = 0
@@ -449,7 +450,7 @@ def fused(model: nn.Module, report: Report) -> dict[str, Any]:
             else:
                 unfused.append(path)
     return dict(
-        flops=round(shares.replaced_share(""), 4), weights=total, fused_weights=weights, left=unfused,
+        flops=flops, weights=total, fused_weights=weights, left=unfused,
         attention=attention, attention_left=attention_left,
     )  # fmt: skip
 

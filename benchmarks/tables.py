@@ -156,9 +156,10 @@ def official_markdown(result: dict) -> str:
     """The table of `benchmarks.coverage official`: FLOPs, weights and GEMMs of attention that are fused; the errors."""
     lines = [
         f"Written by `{result['command']}` on {result['date']}.",
-        "FLOPs: share of the model's that the kernels can replace. Linear: share of the weights of its linear layers",
-        "in fused calls. Attention: GEMMs in them. Error: the largest difference of an output or gradient from the",
-        "original's in float64 (OpenAI's CLIP: float32), divided by the largest value, in evaluation and in training.",
+        "FLOPs: share of the model's that the kernels can replace; – if its calls cannot be traced. Linear: share of",
+        "the weights of its linear layers in fused calls. Attention: GEMMs in them. Error: the largest difference of",
+        "an output or gradient from the original's in float64 (OpenAI's CLIP: float32), divided by the largest value,",
+        "in evaluation and in training.",
         "",
         "| repository | model | commit | FLOPs | linear | attention | error |",
         "| --- | --- | --- | --: | --: | --: | --: |",
@@ -172,7 +173,7 @@ def official_markdown(result: dict) -> str:
             worst = max(r["eval"], r["train"])
             share = r["fused_weights"] / max(r["weights"], 1)
             cells += [
-                f"{r['flops']:.0%}",
+                "–" if r["flops"] is None else f"{r['flops']:.0%}",
                 f"{share:.0%}",
                 f"{r['attention']}{unfused}",
                 f"{worst:.0e}" if worst else "0",
