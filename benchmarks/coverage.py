@@ -175,7 +175,7 @@ def row_of(entry: Entry, capturing: bool = False) -> dict[str, object]:
         model = model._apply(lambda t: torch.zeros_like(t, device="cpu") if t.is_meta else t)
         example = example_of(inputs_of(entry, model)[1])
     report = optimize(model, freeze=True, example=example)
-    unfused = Counter((r.type, r.why) for r in report.left).most_common()
+    unfused = Counter((r.type, r.why) for r in report.rows if r.became is None).most_common()
     return dict(
         model=entry.name,
         parameters=sum(p.numel() for p in model.parameters()),
