@@ -1,7 +1,7 @@
 """What was compiled for a GPU: filled in processes before anything is timed, and carried from one machine to the next.
 
 Triton's and Inductor's caches lie in caches/, which git ignores. `archive` packs them; archives that were copied into
-caches/ are unpacked by `use`.
+caches/ are unpacked by `use`. `compile_ahead` fills the folder where there is no GPU.
 """
 
 import contextlib
@@ -14,13 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from triton.errors import TritonError
 
 from fastvit_triton.measure.timeout import Deadline, TimedOut
 from fastvit_triton.measure.variants import compiling, step_of
 from fastvit_triton.measure.workers import count
 
+from .launch_recorder import Launch, compiled, specialization
 from .result_file import ROOT
-from .rows import Line
+from .rows import Line, traced
 
 CACHES = ROOT / "caches"
 FOLDERS = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
@@ -80,6 +82,23 @@ def archive(out: Path, folder: Path = CACHES, largest: int = ARCHIVE, most: int 
 def _packed(path: Path, folder: Path) -> int:
     """Bytes of a file in an archive, at most."""
     return len(zlib.compress(path.read_bytes())) + 2 * len(str(path.relative_to(folder))) + HEAD
+
+
+def compile_ahead(lines: list[Line], arch: str, show: Callable) -> int:
+    """Compiles the kernels of ours that the lines launch, without a GPU, into Triton's cache; returns how many.
+
+    Code that cannot be traced is left out. A GPU finds them if its Triton is of the same wheel.
+    """
+    found: dict[tuple, Launch] = {}
+    for line in lines:
+        arms = traced(line, arch).values() if line.build is not None else ()
+        for launch in (launch for arm in arms for launch in arm.launches):
+            found.setdefault((launch.kernel, *specialization(launch, arch)), launch)
+    for number, launch in enumerate(found.values(), 1):
+        with contextlib.suppress(TritonError):  # the measurement has a row for it
+            compiled(launch, arch)
+        show(f"{number} of {len(found)}: {launch.name}")
+    return len(found)
 
 
 def prepare(lines: list[Line], device: torch.device, dry: bool, deadline: Deadline, show: Callable) -> int:

@@ -1,6 +1,7 @@
 """Measures on a GPU what no committed file has yet, the most valuable first, within nine minutes.
 
     python -m benchmarks.gpu --plan                            # prints the list; needs no GPU
+    python -m benchmarks.gpu --compile-ahead --out DIR         # compiles our kernels for it; needs no GPU
     python -m benchmarks.gpu --prepare --out DIR [--only blocks,latency] [--seconds 530]
     python -m benchmarks.gpu --dry-run --out DIR               # all of it on a CPU with tiny shapes and invented times
 
@@ -135,7 +136,10 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder for the result file and the archives")
     parser.add_argument("--plan", action="store_true", help="print the list with what would be reached; needs no GPU")
-    parser.add_argument("--gpu", default="NVIDIA H200", help="with --plan: whose rows exist (default: %(default)s)")
+    parser.add_argument(
+        "--compile-ahead", action="store_true", help="compile our kernels for sm_90 and archive them; needs no GPU"
+    )
+    parser.add_argument("--gpu", default="NVIDIA H200", help="without a GPU: whose rows exist (default: %(default)s)")
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"sections, of {','.join(SECTIONS)}")
     parser.add_argument("--prepare", action="store_true", help="compile first, in processes, and archive the caches")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes and invented times on the CPU")
@@ -148,8 +152,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     if unknown:
         parser.error(f"--only names {', '.join(sorted(unknown))}; the sections are {', '.join(SECTIONS)}")
     if not arguments.plan and arguments.out is None:
-        parser.error("--out is missing; it needs the folder for the result file")
-    if not arguments.plan and not arguments.dry_run and not torch.cuda.is_available():
+        parser.error("--out is missing; it needs the folder for the result file and the archives")
+    if not (arguments.plan or arguments.compile_ahead or arguments.dry_run) and not torch.cuda.is_available():
         parser.error("no GPU was found; --dry-run executes everything on the CPU, and --plan prints the list")
     return arguments
 
@@ -178,9 +182,16 @@ def main(words: list[str] | None = None) -> Path | None:
     earlier = committed()
     found = done([] if arguments.again else earlier, False)
     sections = arguments.only.split(",")
-    if arguments.plan:
+    if arguments.plan or arguments.compile_ahead:
         of_gpu = [row for row in earlier if row["gpu"] == arguments.gpu and "kernels" in row]
-        print_plan(planned(sections, earlier, found, of_gpu[-1] if of_gpu else {}, "sm_90"), arguments.seconds)
+        order = planned(sections, earlier, found, of_gpu[-1] if of_gpu else {}, "sm_90")
+        if arguments.plan:
+            print_plan(order, arguments.seconds)
+        if arguments.compile_ahead:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            caches.use()
+            caches.compile_ahead([line for line, *_ in order], "sm_90", print)
+            print(caches.archive(arguments.out))
         return None
     dry, end = arguments.dry_run, Deadline(arguments.seconds)
     arguments.out.mkdir(parents=True, exist_ok=True)

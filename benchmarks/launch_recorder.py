@@ -97,6 +97,13 @@ class Launch:
         return " ".join(named + [f"{n}={v}" for n, v in self.options.items() if n != "enable_fp_fusion"])
 
 
+def launch_of(kernel: JITFunction, grid: tuple[int, ...], arguments: tuple, fixed: dict[str, object]) -> Launch:
+    """The launch of these arguments of `launch.run`; tensors are not kept."""
+    options = {n: value for n, value in fixed.items() if n not in kernel.arg_names}
+    values = fixed | dict(zip(kernel.arg_names, arguments, strict=False))
+    return Launch(kernel, grid, {n: _pointers(v) for n, v in values.items() if n not in options}, options)
+
+
 @contextlib.contextmanager
 def recording(arch: str) -> Iterator[list[Launch]]:
     """In this context launches are recorded as on `arch` and not run.
@@ -105,13 +112,6 @@ def recording(arch: str) -> Iterator[list[Launch]]:
     """
     launches: list[Launch] = []
 
-    def run(self, *positional, grid, warmup=False, **named):
-        values = {n: named.pop(n) for n in self.arg_names if n in named}
-        values |= dict(zip(self.arg_names, positional, strict=False))
-        values = {n: _pointers(v) for n, v in values.items()}
-        grid = grid(values) if callable(grid) else grid
-        launches.append(Launch(self, tuple(grid), values, named))
-
     def product(a, b, out_dtype=None):
         return a.new_empty(*a.shape[:-1], b.shape[-1], dtype=out_dtype)
 
@@ -119,7 +119,7 @@ def recording(arch: str) -> Iterator[list[Launch]]:
         return a.new_empty(a.shape, dtype=torch.float32)
 
     patches = [
-        (launcher, "run", lambda kernel, grid, arguments, fixed: run(kernel, *arguments, grid=grid, **fixed)),
+        (launcher, "run", lambda *given: launches.append(launch_of(*given))),
         (torch.Tensor, "__matmul__", product),
         (torch, "mm", product),
         (torch.Tensor, "float", widened),

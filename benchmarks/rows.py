@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from triton.runtime.jit import JITFunction
@@ -25,6 +26,7 @@ from fastvit_triton.measure.machine import gpu_name, installed, provenance
 from fastvit_triton.measure.variants import Case, step_of
 
 from .fingerprint import code
+from .launch_recorder import Launch, launch_of
 from .result_file import ROOT, ResultFile
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -67,10 +69,17 @@ def stamp(dry: bool) -> dict:
 
 @dataclass(frozen=True)
 class Traced:
-    """What a call would launch: a fingerprint of our kernels, "" if there are none; flops of products going forward."""
+    """What a call would launch.
+
+    Attributes:
+        kernels: fingerprint of our kernels; "" if there are none.
+        flops: of products going forward.
+        launches: of our kernels; none if the call cannot be traced.
+    """
 
     kernels: str
     flops: int
+    launches: tuple[Launch, ...] = ()
 
 
 def traced(line: "Line", arch: str) -> dict[str, Traced]:
@@ -96,8 +105,7 @@ def _traced(case: Case, call: Callable, phase: str) -> Traced:
 
     That of code that cannot be traced covers all kernels.
     """
-    found: set[str] = set()
-    with tracing() as events, _seeing(found):
+    with tracing() as events, _seeing() as found:
         try:
             inputs = [case.inputs(0)]
             step_of(case, call, inputs, "forward")(0)()
@@ -108,21 +116,22 @@ def _traced(case: Case, call: Callable, phase: str) -> Traced:
         # Any error: code that reads values or is captured from an example, so that its kernels are not known.
         except Exception:
             return Traced(every_kernel(), 0)
-    return Traced(_digest(sorted(found)) if found else "", flops)
+    texts = {f"{code(each.kernel)} {each.config}" for each in found}
+    return Traced(_digest(sorted(texts)) if texts else "", flops, tuple(found))
 
 
 @contextlib.contextmanager
-def _seeing(found: set[str]) -> Iterator[None]:
-    """Context in which launches are added to a set of texts, each with the kernel's code and its fixed arguments."""
-    before = launch.run
+def _seeing() -> Iterator[list[Launch]]:
+    """Context in which launches are also added to a list."""
+    before, found = launch.run, []
 
-    def run(kernel: JITFunction, grid: object, arguments: tuple, fixed: dict) -> None:
-        found.add(f"{code(kernel)} {sorted((name, str(value)) for name, value in fixed.items())}")
-        before(kernel, grid, arguments, fixed)
+    def run(*given: Any) -> None:
+        found.append(launch_of(*given))
+        before(*given)
 
     launch.run = run
     try:
-        yield
+        yield found
     finally:
         launch.run = before
 

@@ -1,6 +1,7 @@
 """Tests of the list of measurements on a GPU: keys of rows, its order, its arms, caches. Oracle: artificial lines."""
 
 import json
+import shutil
 import signal
 import zipfile
 from dataclasses import replace
@@ -12,10 +13,13 @@ import torch
 import torch.nn.functional as F
 from patience import HANG
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from triton.runtime.jit import JITFunction
 
-from benchmarks import caches, gpu, lines, result_file, rows
+from benchmarks import caches, gpu, lines, op_cases, result_file, rows
+from benchmarks.no_device import no_device
 from benchmarks.result_file import ResultFile
 from benchmarks.rows import Line, done, expected, key_of, ordered, reached, remaining, seconds_of, traced
+from fastvit_triton.kernels import launch
 from fastvit_triton.kernels.launch import overriding
 from fastvit_triton.measure.timeout import Deadline
 from fastvit_triton.measure.variants import Case, Variant, rows_of, step_of
@@ -262,18 +266,16 @@ def test_stages_reach_both_passes():
         staged = lines.Staged(ours, 5)
         for _ in range(2):  # the first call looks up the rows
             seen.clear()
-            found = set()
-            with rows._seeing(found):
+            with rows._seeing() as found:
                 y = staged(torch.randn(1, 70, 3 * 768).bfloat16().requires_grad_())
-                seen["forward"] = set(found)
+                seen["forward"] = [launch.options for launch in found]
                 found.clear()
                 y.sum().backward()
-                seen["backward"] = set(found)
+                seen["backward"] = [launch.options for launch in found]
         with overriding({}) as after:
             ours(torch.randn(1, 70, 3 * 768).bfloat16())
-    assert seen["forward"] and all("('num_stages', '5')" in text for text in seen["forward"])
-    staged_backward = [text for text in seen["backward"] if "num_stages" in text]
-    assert any("('num_stages', '5')" in text for text in staged_backward)
+    assert seen["forward"] and all(options["num_stages"] == 5 for options in seen["forward"])
+    assert any(options.get("num_stages") == 5 for options in seen["backward"])
     assert all(row.get("num_stages") != 5 for row in after.values())
 
 
@@ -368,6 +370,39 @@ def test_caches_are_carried_in_small_archives(tmp_path, monkeypatch):
     moved = json.loads((there / "triton" / "A" / "__grp__kernel.json").read_text())["child_paths"]
     assert moved == {"kernel.cubin": str(there / "triton" / "A" / "kernel.cubin")}
     assert caches.os.environ["TRITON_CACHE_DIR"] == str(there / "triton")
+
+
+def test_kernels_compiled_ahead_are_found(tmp_path, monkeypatch):
+    """Oracle: Triton's cache: real calls as on a GPU add no entry to it, but one where an entry was removed."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    shape = op_cases.Shape("s", 3, 70, 64, 2, 16)
+    build = lambda device, dry: op_cases.case("layer_norm", shape, torch.bfloat16, device)  # noqa: E731
+    line = Line("ops", "c", "training", ("ours eager",), build=build)
+    count = caches.compile_ahead([line], "sm_90", lambda text: None)
+    entries = lambda: {path.parent.name for path in tmp_path.rglob("*.cubin")}  # noqa: E731
+    before = entries()
+    assert len(before) == count >= 2
+    kernels = set()
+
+    def run(kernel, grid, arguments, fixed):
+        kernels.add(kernel)
+        kernel.run(*arguments, grid=grid, warmup=True, **fixed)
+
+    def call():
+        case = build(CPU, False)
+        ours = next(variant.call for variant in case.variants if variant.name == "ours eager")
+        step_of(case, ours, [case.inputs(1)], "training")(0)()
+        for kernel in kernels:
+            kernel.device_caches.pop(-1)  # what this process has loaded
+        return entries()
+
+    monkeypatch.setattr(launch, "run", run)
+    compile_really = JITFunction._do_compile
+    with no_device():
+        monkeypatch.setattr(JITFunction, "_do_compile", compile_really)
+        assert call() == before and len(kernels) == count
+        shutil.rmtree(tmp_path / (gone := min(before)))
+        assert gone not in entries() and call() == before
 
 
 @pytest.mark.full
