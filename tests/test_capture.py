@@ -117,7 +117,8 @@ def test_blocks_are_captured_whole(name):
     rows = [row for row in report.rows if row.within is None]
     assert [row.path for row in rows] == ["blocks.0", "blocks.1"]
     assert all(row.became.startswith("fused captured block (") and row.why is None for row in rows)
-    assert report.headline().startswith("2 of 2 blocks are converted, 100 % of the FLOPs")
+    share = "95" if name == "map" else "100"  # products of queries and relative positions stay PyTorch's
+    assert report.headline().startswith(f"2 of 2 blocks are converted, {share} % of the FLOPs")
     for block in model.blocks:
         (capture,) = captured.captures_of(block)
         assert dict(capture.calls) == MODELS[name].calls and capture.left == ()
