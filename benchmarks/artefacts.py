@@ -492,6 +492,7 @@ ARTEFACTS = (
         0.3,
         tables,
         " ".join(f"{R}/{name}.json" for name in ("backtest", "launches", "gains", "host", "cpu*", "nvidia-*"))
+        + " benchmarks/drop_in.py::draw benchmarks/drop_in.py::measured"
         + "".join(f" benchmarks/plot.py::{name}" for name in DRAWN),
     ),
     Artefact(

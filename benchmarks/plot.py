@@ -7,7 +7,6 @@ Where there is no measurement, a table says so and shows the predicted bound fro
 
 import argparse
 import json
-import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,9 +22,10 @@ from fastvit_triton.kernels import plan
 from fastvit_triton.kernels.cost import Branch, gpus
 from fastvit_triton.kernels.launch import targeting
 
-from . import community
+from . import community, drop_in
 from .backtest import ALWAYS, family
 from .result_file import ROOT
+from .rows import committed
 
 RESULTS = ROOT / "benchmarks" / "results"
 NOT_YET = "*not yet measured*"
@@ -79,6 +79,7 @@ class Results:
     gains: dict | None = None
     backtest: dict | None = None
     users: dict[str, dict] = field(default_factory=dict)
+    rows: tuple[dict, ...] = ()
 
 
 def load(folder: Path = RESULTS) -> Results:
@@ -99,7 +100,8 @@ def load(folder: Path = RESULTS) -> Results:
     )
     parts = (newest.get(part) for part in ("ops", "models", "ceilings", "ways"))
     users = community.load(folder / "community")
-    return Results(*parts, report, tuple(sorted(cpu, key=lambda result: result["date"])), *others, users)
+    ordered = tuple(sorted(cpu, key=lambda result: result["date"]))
+    return Results(*parts, report, ordered, *others, users, tuple(committed(folder)))
 
 
 def times(result: dict | None, model: str | None = None) -> dict[tuple[str, str], dict[str, float]]:
@@ -116,6 +118,11 @@ def origin(result: dict) -> str:
     versions = ", ".join(f"{name} {v}" for name, v in result["packages"].items() if name in ("torch", "triton", "timm"))
     driver = f", driver {result['driver_version']}" if "driver_version" in result else ""
     return f"{result['gpu']}{driver}, {versions}, commit {result['commit']}, {result['date']}: `{result['command']}`."
+
+
+def drop_in_table(results: Results) -> str:
+    """Table of models of timm after `optimize`, measured."""
+    return drop_in.table(results.rows) or NOT_YET
 
 
 def models_table(results: Results) -> str:
@@ -373,6 +380,7 @@ def pages() -> list[Path]:
 
 
 TABLES = {
+    "drop in": drop_in_table,
     "models": models_table,
     "ops": ops_table,
     "cpu": cpu_table,
@@ -403,36 +411,10 @@ def fill(readme: str, results: Results) -> str:
 
 
 def bars(results: Results, path: Path) -> bool:
-    """Plots speedups over eager and torch.compile by model, slowdowns in red; False if there are no measurements."""
-    rows = []
-    for (case, _), by_variant in times(results.models).items():
-        ours = [by_variant[variant] for variant in OURS if variant in by_variant]
-        if ours:
-            rows.append((case, by_variant["eager"] / min(ours), by_variant.get("torch.compile", math.nan) / min(ours)))
-    if not rows:
-        return False
-    figure, axis = _figure(7, 0.9 + 0.5 * len(rows))
-    compiled = any(math.isfinite(row[2]) for row in rows)
-    columns = (
-        ((-0.2, 1, "against eager"), (0.2, 2, "against torch.compile")) if compiled else ((0.0, 1, "against eager"),)
-    )
-    for offset, column, label in columns:
-        values = [row[column] for row in rows]
-        colors = ["#c44e52" if v < 1 else "#4c72b0" if column == 1 else "#8da9cf" for v in values]
-        at = [i + offset for i in range(len(rows))]
-        for y, v in zip(at, values, strict=True):
-            if math.isfinite(v):
-                axis.text(v, y, f" {v:.2f}", va="center", fontsize=8)
-        axis.barh(at, values, 0.38, color=colors, label=label)
-    axis.set_yticks(range(len(rows)), [row[0] for row in rows], fontsize=8)
-    axis.invert_yaxis()
-    axis.axvline(1, color="black", linewidth=0.8)
-    axis.set_xlim(0, 1.15 * max(v for row in rows for v in row[1:] if math.isfinite(v)))
-    which = "eager PyTorch (upper bar) and torch.compile (lower bar)" if compiled else "eager PyTorch"
-    red = "; red bars are slower" if any(v < 1 for row in rows for v in row[1:]) else ""
-    axis.set_xlabel(f"times as fast as {which}{red}", fontsize=8)
-    axis.set_title(results.models["gpu"], fontsize=9)
-    return _saved(figure, path)
+    """Plots what `optimize` gives models of timm, measured: speed and memory; False if there are no measurements."""
+    models = len(drop_in.measured(results.rows))
+    figure, axes = _figure(8, 0.9 + 0.5 * models, 2)
+    return drop_in.draw(results.rows, *axes) and _saved(figure, path)
 
 
 def roofline(results: Results, path: Path) -> bool:

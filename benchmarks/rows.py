@@ -53,11 +53,17 @@ def done(rows: list[dict], errors: bool) -> set[Key]:
 
 
 def committed(folder: Path = RESULTS) -> list[dict]:
-    """Rows of all result files of GPUs, oldest first; rows of before keys have the GPU of their file."""
+    """Rows of all result files of GPUs, oldest first; rows of before keys have the GPU, date, commit… of their file."""
     files = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     files = [held for held in files if isinstance(held, dict) and held.get("dry_run") is False and held.get("gpu")]
     files.sort(key=lambda held: held["date"])
-    return [dict(gpu=held["gpu"]) | row for held in files for row in held["rows"]]
+    return [_facts(held) | row for held in files for row in held["rows"]]
+
+
+def _facts(held: dict) -> dict:
+    """Columns that rows without a key do not have."""
+    versions = {name: held["packages"][name] for name in ("torch", "triton") if name in held["packages"]}
+    return dict(gpu=held["gpu"], date=held["date"], commit=held["commit"]) | versions
 
 
 def stamp(dry: bool) -> dict:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from interpreter import interpreting
 from patience import HANG
 
-from benchmarks import compare_commits, cpu, model_runs, op_cases, plot
+from benchmarks import compare_commits, cpu, drop_in, model_runs, op_cases, plot
 from benchmarks.conftest import against_compile
 from benchmarks.result_file import ROOT, ResultFile
 from fastvit_triton.kernels import launch, onednn
@@ -505,6 +505,54 @@ def test_comparing_two_trees(tmp_path):
     assert compare_commits.ratios(found["before"], found["after"]) == {("m", "forward", "ours eager"): (2.0, 4 / 3)}
 
 
+def measured_rows(speeds, **facts):
+    """Keyed rows of a model on an H200, one for each arm: speed relative to eager."""
+    facts = dict(case="c", phase="forward", model="ViT-B", batch=256, autocast=False, whole=True) | facts
+    facts |= dict(gpu="NVIDIA H200", kernels="", torch="2", triton="3", date="d", commit="e", match=True, flops=989e9)
+    return [
+        facts | dict(arm=arm, us=1e4 / s, speedup=s, speedup_quartiles=[s - 0.1, s + 0.1], peak_bytes=int(100 * s))
+        for arm, s in speeds.items()
+    ]
+
+
+@pytest.mark.fast
+def test_drop_in_rows_are_chosen_and_sorted():
+    """Oracle: by hand. Whole models hide blocks, larger batches smaller ones; a faster torch.compile is the rival."""
+    tuned = "torch.compile max-autotune-no-cudagraphs"
+    best = {"eager": 1.0, "torch.compile": 1.2, tuned: 1.6, "optimize": 1.2, "ours": 9.0}
+    blocks = measured_rows({"eager": 1.0, "optimize": 5.0}, whole=False, case="two blocks of ViT-B batch 256")
+    small = measured_rows({"eager": 1.0, "optimize": 5.0}, batch=64, case="ViT-B batch 64")
+    training = dict(phase="step", autocast=True, case="ViT-B batch 256 autocast")
+    given = measured_rows(best) + blocks + small + measured_rows({"eager": 1.0, "optimize": 1.5}, **training)
+    given += measured_rows({"eager": 1.0, "optimize": 7.0}, model="ViT-S", case="ViT-S batch 1 latency")
+    given += measured_rows({"eager": 1.0, "optimize": 7.0}, model="ViT-L", autocast=True)
+    given += [r | dict(error="E", model="ViT-S") for r in measured_rows({"eager": 1.0, "optimize": 7.0})]
+    found = drop_in.measured(given)
+    assert [(one.title, one.rival, one.gain) for one in found] == [
+        ("ViT-B, training, 256 images", "eager", 1.5), ("ViT-B, inference, 256 images", "max-autotune", 1.2 / 1.6)
+    ]  # fmt: skip
+    assert found[0].utilisation == pytest.approx(3 * 1.5 / 10) and found[1].images == pytest.approx(256 * 120)
+    text = drop_in.table(given)
+    assert (
+        "| ViT-B, inference, 256 images | 10 | 1.20 (1.10 to 1.30) | 1.60 (1.50 to 1.70) | 1.20 (1.10 to 1.30) |"
+        in text
+    )
+    assert "| eager, ms | torch.compile | max-autotune | optimize |" in text and drop_in.table([]) == ""
+    newer = measured_rows(best | {"optimize": 4.0})
+    assert drop_in.measured(given + newer)[0].gain == 4.0 / 1.6
+
+
+@pytest.mark.fast
+def test_the_picture_is_described_by_its_numbers():
+    """Oracle: the committed rows; the pages that show the picture say in words what it shows."""
+    found = drop_in.measured(plot.load().rows)
+    speeds = [f"{one.title.rpartition(', ')[0].replace(',', '')} {one.speed['optimize'][0]:.2f}" for one in found]
+    memory = [f"{one.peak['optimize'] / one.peak['eager']:.2f}" for one in found]
+    words = f"Speed: {', '.join(speeds)}. Memory: {', '.join(memory)}]("
+    shown = [text for page in plot.pages() if "speedup.png" in (text := page.read_text(encoding="utf-8"))]
+    assert len(shown) == 3 and all(words in text for text in shown)
+
+
 @pytest.mark.fast
 def test_every_table_is_on_a_page(tmp_path):
     """Oracle: the markers of the pages; test_regenerate.py tests what is between them."""
@@ -516,7 +564,9 @@ def test_every_table_is_on_a_page(tmp_path):
 @pytest.mark.fast
 def test_images_are_written_when_there_is_data(tmp_path):
     """Oracle: for each plot, a PNG is written if and only if there is data."""
-    (tmp_path / "m.json").write_text(fake("models", [row("eager", 3e3), row("ours eager", 2e3)]))
+    facts = dict(options={}, batch=8, peak_bytes=1)
+    pair = [row("timm", 3e3) | facts, row("optimized by us", 2e3) | facts]
+    (tmp_path / "m.json").write_text(fake("models", pair))
     (tmp_path / "o.json").write_text(fake("ops", [row("eager", 30.0), row("ours eager", 20.0)]))
     assert plot.bars(plot.load(tmp_path), tmp_path / "bars.png")
     assert not plot.roofline(plot.load(tmp_path), tmp_path / "roofline.png")  # no ceilings yet

@@ -58,10 +58,11 @@ def test_a_row_is_found_by_its_key(tmp_path):
     assert done([failed, absent], False) == set() and done([failed, absent], True) == {key_of(row)}
     old = {name: value for name, value in row.items() if name != "kernels"}
     assert key_of(old) is None and done([old], True) == set()
-    facts = dict(dry_run=False, gpu="A", date="2026-01-01", part="rows")
+    facts = dict(dry_run=False, gpu="A", date="2026-01-01", commit="f", packages=dict(torch="1"), part="rows")
     (tmp_path / "a.json").write_text(json.dumps(facts | dict(rows=[dict(case="x"), row])))
     (tmp_path / "b.json").write_text(json.dumps(facts | dict(rows=[row | dict(kernels="dry")], dry_run=True)))
-    assert rows.committed(tmp_path) == [dict(gpu="A", case="x"), row]
+    of_file = dict(gpu="A", date="2026-01-01", commit="f", torch="1")
+    assert rows.committed(tmp_path) == [of_file | dict(case="x"), row]
 
 
 @pytest.mark.fast
