@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -257,19 +257,20 @@ def gains(thorough: bool) -> Iterator[str]:
     yield from recounted(have, ["ViT-S/16"] if thorough else [], count)
 
 
-def backtest(thorough: bool) -> Iterator[str]:
-    """The published rows; predictions of one model, or of four, to their last digit."""
-    from . import backtest
+def backtest(thorough: bool, measured: bool = False) -> Iterator[str]:
+    """The published or measured rows; predictions of one model, or of four, to their last digit."""
+    from . import backtest, rows
 
-    published, have = backtest.read(backtest.TABLE), dict[str, dict[str, Any]]()
-    for *facts, predicted, excluded in json.loads((RESULTS / "backtest.json").read_text())["predictions"]:
+    published = backtest.measured(rows.committed()) if measured else backtest.read(backtest.TABLE)
+    file, have = RESULTS / f"backtest{'-measured' * measured}.json", dict[str, dict[str, Any]]()
+    for *facts, predicted, excluded in json.loads(file.read_text())["predictions"]:
         have.setdefault(facts[2], {})[str(facts)] = predicted or excluded
 
     def count(model: str) -> dict[str, Any]:
         mine = [row for row in published if row.model == model]
         counts = {key: backtest.counted(key) for key in {row.key for row in mine}}
-        rows = ((str([*row[:2], *row[3:7]]), row.predicted) for row in backtest.predicted(mine, counts))
-        return {facts: predicted and round(predicted, 1) for facts, predicted in rows}
+        found = ((str([*row[:2], *row[3:7]]), row.predicted) for row in backtest.predicted(mine, counts))
+        return {facts: predicted and round(predicted, 1) for facts, predicted in found}
 
     names = list(dict.fromkeys(row.model for row in published))
     yield from listed(have, names)
@@ -440,6 +441,13 @@ ARTEFACTS = (
     Artefact("launches", f"-m benchmarks.launches --table --out {R}/launches.json", f"{R}/launches.json", 2, launches),
     Artefact("gains", f"-m benchmarks.gains --out {R}/gains.json", f"{R}/gains.json", 0.6, gains),
     Artefact("backtest", f"-m benchmarks.backtest --out {R}/backtest.json", f"{R}/backtest.json", 20, backtest),
+    Artefact(
+        "backtest-measured",
+        f"-m benchmarks.backtest --measured --out {R}/backtest-measured.json",
+        f"{R}/backtest-measured.json",
+        0.2,
+        partial(backtest, measured=True),
+    ),
     Artefact(
         "coverage",
         f"-m benchmarks.coverage --out {R}",

@@ -2,6 +2,7 @@
 
     python -m benchmarks.backtest                          the table of benchmarks/published/timm.csv
     python -m benchmarks.backtest --table FILE.csv --json  another table with the same columns
+    python -m benchmarks.backtest --measured               whole models that this project measured
     python -m benchmarks.backtest --counts FILE            keep the work of the models in FILE, and read it from there
 
 Work is counted from shapes (fastvit_triton/expected/), which takes a second or two for a model, and times come from
@@ -37,7 +38,11 @@ from fastvit_triton.kernels import cost
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.measure.machine import provenance
 
+from . import drop_in
+from .rows import committed
+
 COMMAND = "python -m benchmarks.backtest --out benchmarks/results/backtest.json"
+COMMAND_MEASURED = "python -m benchmarks.backtest --measured --out benchmarks/results/backtest-measured.json"
 TABLE = Path(__file__).with_name("published") / "timm.csv"
 ALWAYS = ("vit", "deit", "dinov3", "rope", "eva", "beit", "swin", "cait", "siglip", "flexivit", "samvit")
 FITTED = ("vit", "dinov3", "rope", "eva", "swin")  # of the models of other families half
@@ -120,6 +125,18 @@ def read(path: Path) -> list[Row]:
             raise ValueError(f"line {line} of {path}: {error}") from error
         rows.append(Row(r["gpu"], r["mode"], r["dtype"], r["model"], *sizes))
     return rows
+
+
+def measured(rows: Iterable[dict]) -> list[Row]:
+    """Inference of whole models of timm, eager and compiled, among rows of result files."""
+    modes = {"eager": "eager", "torch.compile": "compile"}
+    return [
+        Row(one.gpu, modes[arm], "bf16", one.name, 224, one.batch, one.batch / us * 1e6)
+        for one in drop_in.models(rows)
+        if one.whole and one.name and one.gpu and not one.training
+        for arm, us in one.us.items()
+        if arm in modes
+    ]
 
 
 def counted(key: str) -> dict[str, Any]:
@@ -305,13 +322,14 @@ def main() -> None:
     """Prints the errors of a table, or writes them with all rows."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--table", type=Path, default=TABLE, help="published rows (default: benchmarks/published)")
+    parser.add_argument("--measured", action="store_true", help="rows that this project measured, not a table")
     parser.add_argument("--counts", type=Path, help="file that keeps what models have a GPU do")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that count (default: all cores)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--out", type=Path, help="file for errors and rows")
     args = parser.parse_args()
     try:
-        rows = read(args.table)
+        rows = measured(committed()) if args.measured else read(args.table)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     model_counts = json.loads(args.counts.read_text()) if args.counts and args.counts.exists() else {}
@@ -319,7 +337,7 @@ def main() -> None:
     result = summary(rows)
     if args.out:
         with replacing(args.out) as temporary:
-            temporary.write_text(to_json(result, rows))
+            temporary.write_text(to_json(result, rows, COMMAND_MEASURED if args.measured else COMMAND))
     if args.json:
         print(json.dumps(result, indent=1))
         return
@@ -336,7 +354,7 @@ def main() -> None:
     print("\n" + json.dumps(total))
 
 
-def to_json(found: Mapping[str, Any], rows: Iterable[Row]) -> str:
+def to_json(found: Mapping[str, Any], rows: Iterable[Row], command: str = COMMAND) -> str:
     """JSON with one row per line; an excluded prediction has a column of its own."""
     rows, names = list(rows), ("gpu", "mode", "model", "img_size", "batch", "published")
     lines = []
@@ -344,7 +362,7 @@ def to_json(found: Mapping[str, Any], rows: Iterable[Row]) -> str:
         value = None if row.predicted is None else round(row.predicted, 1)
         pair = [value, None] if shown.predicted else [None, value]
         lines.append("  " + json.dumps([*(getattr(row, name) for name in names), *pair]))
-    head = json.dumps(provenance() | {"command": COMMAND} | dict(found), indent=1)[1:-2]
+    head = json.dumps(provenance() | {"command": command} | dict(found), indent=1)[1:-2]
     columns, body = json.dumps([*names, "predicted", "excluded"]), ",\n".join(lines)
     return f'{{{head},\n "columns": {columns},\n "predictions": [\n{body}\n ]\n}}\n'
 

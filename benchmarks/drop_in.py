@@ -30,7 +30,7 @@ class Measured(NamedTuple):
     """A model in inference or training.
 
     Attributes:
-        title: model, phase and batch.
+        model: its usual name.
         name: timm's; None if timm does not have the model.
         training: forward and backward pass, if the whole model is measured also the optimiser.
         whole: the model, not two of its blocks.
@@ -42,7 +42,7 @@ class Measured(NamedTuple):
         facts: a row of the group, for provenance.
     """
 
-    title: str
+    model: str
     name: str | None
     training: bool
     whole: bool
@@ -52,6 +52,12 @@ class Measured(NamedTuple):
     peak: dict[str, int]
     flops: float | None
     facts: dict[str, Any]
+
+    @property
+    def title(self) -> str:
+        """Model, phase and batch."""
+        what = f"{'' if self.whole else 'two blocks of '}{self.model}"
+        return f"{what}, {'training' if self.training else 'inference'}, {self.batch} images"
 
     @property
     def rival(self) -> str:
@@ -81,21 +87,24 @@ class Measured(NamedTuple):
         return next((key for key, device in devices().items() if self.facts["gpu"].endswith(device.name)), None)
 
 
-def measured(rows: Iterable[dict]) -> list[Measured]:
-    """The models of the GPU that has most of them, the largest gain first; later rows replace earlier ones."""
+def models(rows: Iterable[dict]) -> list[Measured]:
+    """The models of all GPUs; later rows replace earlier ones."""
     groups: dict[tuple, dict[str, dict]] = defaultdict(dict)
     for row in rows:
         arm = ARMS.get(row.get("arm", "")) if "kernels" in row else UNKEYED.get(row.get("arm", ""))
         if arm and is_result(row) and row.get("match") and row.get("us") and "model" in row and _is_shown(row):
             groups[row["gpu"], row["case"], row["phase"], "kernels" in row][arm] = row
     found = [_measured(arms) for arms in groups.values() if {"eager", "optimize"} <= arms.keys()]
-    best: dict[tuple, Measured] = {}
-    for one in sorted(found, key=lambda one: (one.whole, "kernels" in one.facts, one.batch)):
-        best[one.facts["gpu"], one.facts["model"], one.training] = one
-    gpus = [one.facts["gpu"] for one in best.values()]
-    return sorted(
-        (one for one in best.values() if one.facts["gpu"] == max(gpus, key=gpus.count)), key=lambda one: -one.gain
-    )
+    found.sort(key=lambda one: (one.whole, "kernels" in one.facts, one.batch))
+    return list({(one.facts["gpu"], one.model, one.training): one for one in found}.values())
+
+
+def measured(rows: Iterable[dict]) -> list[Measured]:
+    """The models of the GPU that has most of them, the largest gain first."""
+    found = models(rows)
+    gpus = [one.facts["gpu"] for one in found]
+    shown = max(gpus, key=gpus.count, default="")
+    return sorted((one for one in found if one.facts["gpu"] == shown), key=lambda one: -one.gain)
 
 
 def _is_shown(row: dict) -> bool:
@@ -108,15 +117,13 @@ def _is_shown(row: dict) -> bool:
 def _measured(arms: dict[str, dict]) -> Measured:
     row = arms["optimize"]
     keyed, training = "kernels" in row, row["phase"] != "forward"
-    whole = row.get("whole", True)
-    title = row["model"] if keyed else TITLES.get(row["model"], row["model"])
     us = {arm: each["us"] for arm, each in arms.items()}
     base = us["eager"]  # arms without keys were timed in turns with each other, the others with the baseline
     return Measured(
-        f"{'' if whole else 'two blocks of '}{title}, {'training' if training else 'inference'}, {row['batch']} images",
+        row["model"] if keyed else TITLES.get(row["model"], row["model"]),
         MODELS[row["model"]][0] if keyed else row["model"],
         training,
-        whole,
+        row.get("whole", True),
         row["batch"],
         us,
         {a: (r["speedup"], r["speedup_quartiles"]) if keyed else (base / r["us"], None) for a, r in arms.items()},

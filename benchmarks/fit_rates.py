@@ -1,4 +1,4 @@
-"""Fits the constants of expected times to published throughput, of the models that `backtest.is_fitted` names only.
+"""Fits the constants of expected times to published and measured throughput, of models that `is_fitted` names only.
 
     python -m benchmarks.fit_rates --counts FILE           print the constants and the errors of the fitted rows
     python -m benchmarks.fit_rates --counts FILE --write   and write them to fastvit_triton/expected/rates.json
@@ -34,6 +34,7 @@ from benchmarks.backtest import (
     gains,
     is_family_fitted,
     is_fitted,
+    measured,
     predicted,
     read,
     work,
@@ -41,6 +42,8 @@ from benchmarks.backtest import (
 from fastvit_triton.expected.times import RATES, Device, constants, devices, kernel_us
 from fastvit_triton.expected.work import UNMODELLED, Work
 from fastvit_triton.files import replacing
+
+from .rows import committed
 
 BACKTEST = TABLE.parents[1] / "results" / "backtest.json"
 OUTLIER = 0.1  # error in a logarithm from which the loss grows linearly
@@ -129,7 +132,7 @@ def fitted_devices(fitted: Mapping[str, float]) -> dict[str, Device]:
 SHARED = ("product: depth", "device ")  # constants of several kinds
 # constants, by name or by what they are, that were chosen by no measurement; see `neutral`
 NEUTRAL = {"bandwidth": 0.8, "flops": 0.8, "depth": 32.0, "channels": 32.0, "host: eager": 5.0, "host: compile": 3.0}
-FITTED_DEVICES = ("rtx5090",)  # whose factors are fitted; the RTX 4090's are 1
+FITTED_DEVICES = ("rtx5090", "h200")  # whose factors are fitted; the RTX 4090's are 1
 
 
 def errors_of_gain(rows: Iterable[Row]) -> dict[str, float]:
@@ -163,7 +166,7 @@ def main() -> None:
     if args.counts is None:
         parser.error("give --counts FILE, or --errors")
     model_counts = json.loads(args.counts.read_text()) if args.counts.exists() else {}
-    rows = read(TABLE)
+    rows = [*read(TABLE), *measured(committed())]
     model_counts = counts(rows, model_counts, args.jobs, args.counts)
     fits = is_family_fitted if args.hold_out_families else is_fitted
     fitted = Fit(rows, model_counts, fits).run(neutral() if args.hold_out_families else None)
@@ -191,8 +194,8 @@ def main() -> None:
         table["error_of_gain"] = errors_of_gain(every)
         table["note"] = (
             f"Constants fitted by benchmarks.fit_rates to {sum(row.predicted is not None for row in shown)} rows of "
-            "benchmarks/published/timm.csv; see fastvit_triton/expected/times.py. Nothing but the memory factor of the "
-            "H200 was measured by this project."
+            "benchmarks/published/timm.csv and of measurements; see fastvit_triton/expected/times.py. Only the factors "
+            "of the H200 depend on measurements of this project."
         )
         write(table)
 

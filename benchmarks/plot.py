@@ -80,6 +80,7 @@ class Results:
     backtest: dict | None = None
     users: dict[str, dict] = field(default_factory=dict)
     rows: tuple[dict, ...] = ()
+    measured: dict | None = None
 
 
 def load(folder: Path = RESULTS) -> Results:
@@ -94,14 +95,14 @@ def load(folder: Path = RESULTS) -> Results:
             cpu.append(result)
         if "part" in result and result.get("dry_run") is False and result.get("gpu"):
             newest[result["part"]] = max(newest.get(result["part"], result), result, key=lambda r: r["date"])
-    report, *others = (
+    report, *others, predicted = (
         json.loads(path.read_text()) if (path := folder / f"{name}.json").exists() else None
-        for name in ("static", "host", "launches", "gains", "backtest")
+        for name in ("static", "host", "launches", "gains", "backtest", "backtest-measured")
     )
     parts = (newest.get(part) for part in ("ops", "models", "ceilings", "ways"))
     users = community.load(folder / "community")
     ordered = tuple(sorted(cpu, key=lambda result: result["date"]))
-    return Results(*parts, report, ordered, *others, users, tuple(committed(folder)))
+    return Results(*parts, report, ordered, *others, users, tuple(committed(folder)), predicted)
 
 
 def times(result: dict | None, model: str | None = None) -> dict[tuple[str, str], dict[str, float]]:
@@ -346,6 +347,18 @@ def backtest_table(results: Results) -> str:
     return "\n".join(lines)
 
 
+def measured_backtest_table(results: Results) -> str:
+    """Table of measured and predicted throughput of whole models."""
+    if results.measured is None:
+        return NOT_YET
+    lines = ["| whole models, images per second | measured | predicted | predicted ÷ measured |", "|---|--:|--:|--:|"]
+    for gpu, mode, model, _, batch, have, value, excluded in results.measured["predictions"]:
+        if (value := value or excluded) is not None:
+            name = f"{SHEETS[gpu].name}, {model}, {'torch.compile' if mode == 'compile' else mode}, {batch} images"
+            lines.append(f"| {name} | {have:.0f} | {value:.0f} | {value / have:.2f} |")
+    return "\n".join(lines)
+
+
 def families_table(results: Results) -> str:
     """Table of the errors of the families that are always predicted, and of those that are not predicted."""
     if results.backtest is None:
@@ -389,6 +402,7 @@ TABLES = {
     "ways": ways_table,
     "users": users_table,
 }
+TABLES |= {"measured backtest": measured_backtest_table}
 TABLES |= {"gains": gains_table, "training": training_table, "backtest": backtest_table,
            "families": families_table}  # fmt: skip
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from interpreter import interpreting
 from patience import HANG
 
-from benchmarks import compare_commits, cpu, drop_in, model_runs, op_cases, plot
+from benchmarks import backtest, compare_commits, cpu, drop_in, model_runs, op_cases, plot
 from benchmarks.conftest import against_compile
 from benchmarks.result_file import ROOT, ResultFile
 from fastvit_triton.kernels import launch, onednn
@@ -532,6 +532,9 @@ def test_drop_in_rows_are_chosen_and_sorted():
         ("ViT-B, training, 256 images", "eager", 1.5), ("ViT-B, inference, 256 images", "max-autotune", 1.2 / 1.6)
     ]  # fmt: skip
     assert found[0].utilisation == pytest.approx(3 * 1.5 / 10) and found[1].images == pytest.approx(256 * 120)
+    whole = [(row.gpu, row.mode, row.model, row.batch, round(row.published)) for row in backtest.measured(given)]
+    name = "vit_base_patch16_224"
+    assert whole == [("h200", "eager", name, 256, 25600), ("h200", "compile", name, 256, 30720)]
     text = drop_in.table(given)
     assert (
         "| ViT-B, inference, 256 images | 10 | 1.20 (1.10 to 1.30) | 1.60 (1.50 to 1.70) | 1.20 (1.10 to 1.30) |"
