@@ -25,7 +25,7 @@ from fastvit_triton.kernels.launch import targeting
 from . import community, drop_in
 from .backtest import ALWAYS, family
 from .result_file import ROOT
-from .rows import committed
+from .rows import committed, is_result
 
 RESULTS = ROOT / "benchmarks" / "results"
 NOT_YET = "*not yet measured*"
@@ -99,10 +99,24 @@ def load(folder: Path = RESULTS) -> Results:
         json.loads(path.read_text()) if (path := folder / f"{name}.json").exists() else None
         for name in ("static", "host", "launches", "gains", "backtest", "backtest-measured")
     )
-    parts = (newest.get(part) for part in ("ops", "models", "ceilings", "ways"))
+    rows = tuple(committed(folder))
+    parts = (_with_rows(newest.get(part), part, rows) for part in ("ops", "models", "ceilings", "ways"))
     users = community.load(folder / "community")
     ordered = tuple(sorted(cpu, key=lambda result: result["date"]))
-    return Results(*parts, report, ordered, *others, users, tuple(committed(folder)), predicted)
+    return Results(*parts, report, ordered, *others, users, rows, predicted)
+
+
+def _with_rows(part: dict | None, section: str, rows: Iterable[dict]) -> dict | None:
+    """A part of a run and the rows with keys of the same section and GPU, which replace those of the same arm."""
+    new = [row for row in rows if row.get("section") == section and is_result(row) and "kernels" in row]
+    new = [row for row in new if row["gpu"] == (part or new[-1])["gpu"]]
+    if not new:
+        return part
+    packages = {name: new[-1][name] for name in ("torch", "triton")}
+    facts = part or dict(new[-1], packages=packages, command="python -m benchmarks.gpu")
+    both = {(row["case"], row.get("phase"), row.get("arm")): row for row in [*facts.get("rows", ()), *new]}
+    later = dict.fromkeys(f"{row['date']} (commit {row['commit']})" for row in new)
+    return facts | dict(rows=[*both.values()], later=list(later) if part else [])
 
 
 def times(result: dict | None, model: str | None = None) -> dict[tuple[str, str], dict[str, float]]:
@@ -118,7 +132,9 @@ def origin(result: dict) -> str:
     """Provenance of a result in one line."""
     versions = ", ".join(f"{name} {v}" for name, v in result["packages"].items() if name in ("torch", "triton", "timm"))
     driver = f", driver {result['driver_version']}" if "driver_version" in result else ""
-    return f"{result['gpu']}{driver}, {versions}, commit {result['commit']}, {result['date']}: `{result['command']}`."
+    later = f" Rows of {', '.join(result['later'])} replace older ones." if result.get("later") else ""
+    run = f"commit {result['commit']}, {result['date']}: `{result['command']}`"
+    return f"{result['gpu']}{driver}, {versions}, {run}.{later}"
 
 
 def drop_in_table(results: Results) -> str:

@@ -459,7 +459,15 @@ def test_tables_are_generated_from_files_only(tmp_path):
     (tmp_path / "o.json").write_text(fake("ops", variants_of_m))
     ways = dict(case="ways of m", shape="s", rule="plain", way="fused", plain_us=2e3, mixed_us=1.5e3, fused_us=1e3)
     (tmp_path / "w.json").write_text(fake("ways", [ways]))
+    keyed = dict(section="ways", kernels="k", torch="1", triton="2")
     assert "| m | 2 | 1.5 | **1** | plain |" in plot.ways_table(plot.load(tmp_path))
+    (tmp_path / "r.json").write_text(fake("rows", [ways | dict(plain_us=4e3, gpu="other", **keyed)]))
+    assert "| m | 2 | 1.5 | **1** | plain |" in plot.ways_table(plot.load(tmp_path))
+    (tmp_path / "r.json").write_text(fake("rows", [ways | dict(plain_us=4e3, **keyed)]))
+    text = plot.ways_table(plot.load(tmp_path))
+    assert "| m | 4 | 1.5 | **1** | plain |" in text and "Rows of 2026-01-01 (commit abc) replace older ones." in text
+    (tmp_path / "w.json").unlink()
+    assert "A GPU, torch 1, triton 2, commit abc" in plot.ways_table(plot.load(tmp_path))
     full = plot.fill(readme, plot.load(tmp_path))
     assert "| m | 3 | **2** | 4 |" in full and "| m | forward | 4000.0 | 0.75 | 0.50 |" in full
     assert "A GPU" in full and plot.NOT_YET not in full and plot.fill(full, plot.load(tmp_path)) == full
