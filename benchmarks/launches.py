@@ -24,6 +24,7 @@ from torch import nn
 import fastvit_triton
 from fastvit_triton.cli.checks import at_least, check_size, image_size
 from fastvit_triton.cli.model_by_name import check_name
+from fastvit_triton.expected.cuda_operators import as_on_cuda
 from fastvit_triton.expected.inductor import inductor_count
 from fastvit_triton.expected.trace import Count, Trace, tracing
 from fastvit_triton.expected.values import without_weights
@@ -116,7 +117,8 @@ def trace(setting: Setting) -> tuple[Trace, dict[str, str]]:
 
 
 def _traced(model: nn.Module, images: torch.Tensor, phase: str) -> Trace:
-    with tracing() as traced, torch.set_grad_enabled(phase != "inference"):
+    autocast = torch.bfloat16 if phase == "autocast" else None
+    with tracing() as traced, as_on_cuda(autocast), torch.set_grad_enabled(phase != "inference"):
         with torch.autocast("cpu", torch.bfloat16, enabled=phase == "autocast"):
             y = model(images)
         if phase != "inference":

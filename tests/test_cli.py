@@ -673,9 +673,9 @@ def test_doctor_says_which_products_run_by_onednn(capsys: pytest.CaptureFixture,
     "name, side, size, blocks, launches",
     [
         ("timm:vit_tiny_patch16_224", 0, 224, 12, (126, 77, 65)),
-        ("torchvision:vit_b_16", 96, 96, 12, (162, 89, 77)),
+        ("torchvision:vit_b_16", 96, 96, 12, (186, 89, 77)),
         ("hf-config:Dinov2Model", 0, 224, 12, (173, 88, 76)),
-        ("hf-config:CLIPConfig", 64, 64, 12, (174, 103, 79)),
+        ("hf-config:CLIPConfig", 64, 64, 12, (175, 103, 79)),
         ("FOLDER", 0, 28, 2, (36, 23, 19)),
         ("FOLDER/config.json", 42, 42, 2, (36, 23, 19)),
         ("vit_digits_patch2_8", 0, 8, 4, None),
@@ -686,7 +686,8 @@ def test_doctor_examines_a_model(name, side, size, blocks, launches, tmp_path, c
 
     A block that is not frozen needs one more launch to fold its LayerNorms, or to run both when there are few rows, and
     one more to pack separate queries, keys and values. The bias of an eager convolution is one launch, and so is the
-    copy of CLIP's class token for the following LayerNorm.
+    copy of CLIP's class token for the following LayerNorm. torchvision's tokens are transposed, and both
+    LayerNorms of a block copy them.
     """
     config = dict(
         model_type="dinov2", num_hidden_layers=2, image_size=28, architectures=["Dinov2ForImageClassification"]

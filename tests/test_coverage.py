@@ -61,7 +61,8 @@ def test_rows():
     block, head = 4 * 24 * 25 + 24 * 48 + 48 + 48 * 24 + 24, 25 * 5
     assert hf["inside"] == round(block / (block + head), 4) and hf["fused"][0] < hf["eager"][0]
     assert "error" not in qwen and qwen["eager"][0] > 0
-    assert pit["left"] == [] and pit["fused"][0] < pit["eager"][0] and sum(pit["plan"].values()) == 4
+    assert pit["left"] == [[1, "Pool: unknown type"]]
+    assert pit["fused"][0] < pit["eager"][0] and sum(pit["plan"].values()) == 4
     assert missing == {"model": "transformers:NoModel", "error": missing["error"]} and "NoModel" in missing["error"]
 
 

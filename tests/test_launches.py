@@ -48,7 +48,7 @@ def test_eager_training_by_hand():
     """Oracle: three products per linear layer, and CUDA's backward kernels for attention and LayerNorm."""
     one, three = (names(trace(Setting(BASE, 8, "training", depth=depth))[0]) for depth in (1, 3))
     block = {name: (three.count(name) - one.count(name)) / 2 for name in three}
-    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    attention = "_scaled_dot_product_flash_attention"
     expected = {
         "addmm": 4,
         "mm": 8,

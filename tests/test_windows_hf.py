@@ -300,10 +300,10 @@ LIMITS = {
     "Swin": ("ForImageClassification", {}, 87, 2.4),
     "Swinv2": ("ForImageClassification", {}, 131, 2.6),
     "DonutSwin": ("Model", {}, 81, 3.3),
-    "Segformer": ("ForImageClassification", {}, 100, 1.6),
-    "GLPN": ("Model", {}, 98, 1.9),
+    "Segformer": ("ForImageClassification", {}, 100, 1.38),
+    "GLPN": ("Model", {}, 98, 1.7),
     "Pvt": ("ForImageClassification", {}, 85, 2.9),
-    "PvtV2": ("ForImageClassification", {}, 100, 1.9),
+    "PvtV2": ("ForImageClassification", {}, 100, 1.65),
     "Beit": ("ForImageClassification", dict(use_relative_position_bias=True), 77, 1.7),
     "Data2VecVision": ("ForImageClassification", dict(use_relative_position_bias=True), 77, 1.7),
 }

@@ -291,8 +291,8 @@ def _products(node: fx.Node) -> int:
 
 
 def _changes_modes(node: fx.Node) -> bool:
-    """True for a call without a result, such as one that enables gradients or autocast."""
-    return node.op.startswith("call_") and node.meta.get("example_value") is None
+    """True for a call without a result that any other reads, such as one that enables gradients or ends autocast."""
+    return node.op.startswith("call_") and node.meta.get("example_value") is None and not node.users
 
 
 def _casts(graph: fx.Graph) -> bool:

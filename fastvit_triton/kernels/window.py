@@ -41,6 +41,7 @@ from .window_inner import (
     load_bias,
     load_tokens,
     lse_place,
+    next_plane,
     places,
     readable,
     runs_of,
@@ -260,14 +261,14 @@ def _fwd_kernel(
                 o = tl.dot(p.to(v.dtype), v, o * decay[:, None], input_precision=PRECISION)
             row_max = new_max
         nonzero_sum = tl.where(row_sum == 0, 1.0, row_sum)  # a row without keys; its o is 0
-        l_at = l_ptr + lse_place(b, head, y, x, heads, H, W, bias_ptr)
+        l_at = lse_place(b, head, y, x, heads, H, W, bias_ptr)
         store_tokens(o_ptr + head * D, o / nonzero_sum[:, None], ((b * H + y) * W + x) * C, real, D, WIDTH)
         row_max = tl.where(row_sum == 0, float("-inf"), row_max)
         if bias_ptr is None:
-            tl.store(l_at, row_max + tl.log(nonzero_sum), mask=real)
+            tl.store(l_ptr + l_at, row_max + tl.log(nonzero_sum), mask=real)
         else:  # apart, because a sum of a maximum of -1e9 and a logarithm is that maximum
-            tl.store(l_at, row_max, mask=real)
-            tl.store(l_at + H * W, tl.log(nonzero_sum), mask=real)
+            tl.store(l_ptr + l_at, row_max, mask=real)
+            tl.store(l_ptr + next_plane(l_at, H, W), tl.log(nonzero_sum), mask=real)
 
 
 def _fwd(qkv, bias, scales, pad, heads, window_size, shift_size, scale, pad_first):

@@ -120,9 +120,15 @@ def exp_minus(s, shift):
 
 @jit
 def lse_place(b, head, y, x, heads, H, W, bias_ptr):
-    """Where L is stored; if there is a bias, the row's maximum is, and the logarithm of its sum H · W further."""
+    """Where L is stored; if there is a bias, the row's maximum is, and the logarithm of its sum one plane further."""
     planes: tl.constexpr = 1 if bias_ptr is None else 2
     return ((b * heads + head) * planes * H + y) * W + x
+
+
+@jit
+def next_plane(at, H, W):
+    """Where the logarithms of sums are stored, for places of maxima; in 64 bits."""
+    return at + tl.cast(H, tl.int64) * W
 
 
 @jit
@@ -131,7 +137,7 @@ def load_lse(l_ptr, at, real, H, W, bias_ptr):
     lse = tl.load(l_ptr + at, mask=real, other=float("inf"))
     log_sum = tl.zeros(at.shape, tl.float32)
     if bias_ptr is not None:
-        log_sum = tl.load(l_ptr + at + H * W, mask=real, other=0.0)
+        log_sum = tl.load(l_ptr + next_plane(at, H, W), mask=real, other=0.0)
     return tl.where(lse == float("-inf"), float("inf"), lse), log_sum
 
 

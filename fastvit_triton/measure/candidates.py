@@ -113,7 +113,10 @@ CANDIDATES: dict[str, dict[str, tuple[Config, ...]]] = {
     },
     "window.fwd": {ANY: _attention((64, 64, 4, 2), (64, 64, 8, 1))},
     "window.bwd": {ANY: _attention((16, 64, 4, 1), (64, 64, 8, 2))},
-    "window.fwd.large": {ANY: _attention((64, 64, 8, 1), (64, 64, 4, 2))},
+    "window.fwd.large": {
+        "sm_80 sm_86 sm_89 sm_90 sm_100 gfx942": _attention((64, 64, 8, 1)),
+        ANY: _attention((64, 64, 4, 2)),
+    },
     "window.bwd.large": {ANY: _attention((32, 64, 8, 1))},
     "patch_embed.fwd.half": {
         "sm_90": _product(

@@ -226,7 +226,7 @@ MORE = {
     "timm_davit": entry("davit.DaVit", 8, 40, 24, left=HEAD, hooked=("softmax", "attn.qkv"), **DAVIT),
     "timm_davit_v2": entry("davit.DaVit", 8, 40, 24, left=HEAD, **DAVIT, channel_attn_v2=True),
     "timm_coat": entry("coat.CoaT", 18, **COAT),
-    "timm_caformer": entry(caformer, 4, 32, 48, left=(*NORM, "LayerNorm2dNoBias", "LayerNormNoBias")),
+    "timm_caformer": entry(caformer, 3, 32, 48, left=(*NORM, "LayerNorm2dNoBias", "LayerNormNoBias", "Mlp")),
     "timm_vitamin": entry(vitamin, 13),
     "timm_csat": entry("csatv2.CSATv2", 11, 64, 64, left=(*HEAD, "SpatialAttention"), **CSAT),
     "timm_fastvit": entry("fastvit.FastVit", 1, 32, 48, left=("AttentionBlock", "ConvMlp"), **FASTVIT),
