@@ -12,7 +12,7 @@ import logging
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -35,11 +35,10 @@ from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..engine.freeze import all_derived, keeps
-from ..engine.hooks import PACKAGE
+from ..engine.hooks import PACKAGE, is_our_forward
 from ..engine.source import facts_of, hold
 from ..kernels.backend import kernels_available
 from .backend import copied, path_of, rewrite
-from .captured import sizes_of
 from .flop_shares import ATTENTION_FLOPS, enclosing
 from .graph.nodes import kind, read, same, up, value
 from .graph.regions import Memory, memory, written
@@ -56,6 +55,7 @@ WRAP = getattr(VariableBuilder, "wrap_symfloat", None)
 RATES = f"its rates are constants, as torch {torch.__version__} has no VariableBuilder.wrap_symfloat"
 STATES = tracing_state_functions()  # the dictionary that Dynamo reads: function → what it returns while traced
 COMPILING = {f: False for f in STATES if f.__name__ in ("is_compiling", "is_dynamo_compiling")}
+ABSENT = "NOT_PRESENT_IN_GENERIC_DICT"  # Dynamo's guard that an instance does not have an attribute
 UNGUARDED = {"_version", "environ", "getenv", "grad_fn", "is_leaf"}  # read by Dynamo once, and not guarded
 PACKAGES = ("torch", "timm", "transformers", "torchvision", PACKAGE)  # whose code may read these
 
@@ -95,7 +95,7 @@ class Capture:
     """A call as Dynamo compiled it, with a rewritten graph.
 
     Attributes:
-        sizes: of the parameters of the module that was captured, see `captured.sizes_of`.
+        sizes: of the parameters of the module that was captured.
         repeatable: True if its operators may be recorded and repeated: its graph writes no tensor in place.
         calls: of the graph to the kernels' public functions, by name.
         left: what the patterns look for and did not fuse, with the reasons.
@@ -103,16 +103,21 @@ class Capture:
         replaced: the part of the graph's FLOPs that its calls to the kernels' public functions do, in [0, 1].
     """
 
-    def __init__(self, module: nn.Module, call: FunctionType, found: "_Found") -> None:
+    def __init__(self, module: nn.Module, call: FunctionType, found: "_Found", sizes: Hashable) -> None:
         (entry,) = _debug_get_cache_entry_list(call.__code__)
         self._guards, self._facts = entry.guard_manager, facts_of(set(map(type, module.modules())))
+        forwards = "".join(f"{place}.__dict__.get('forward'), " for place in dict.fromkeys(running.places))
+        self._forwards = eval(f"lambda L: ({forwards})", {})
         self._call = FunctionType(entry.code, call.__globals__, call.__name__)
-        self.sizes = sizes_of(module)
+        self.sizes = sizes
         self.repeatable, self.calls, self.left, self.launches, self.replaced = found
 
     def fits(self, module: nn.Module, args: tuple, named: dict[str, Any]) -> bool:
         """True if all of Dynamo's guards hold for a call, and the classes run the code that they ran."""
-        return hold(self._facts) and self._guards.check(dict(module=module, args=args, named=named))
+        call = dict(module=module, args=args, named=named)
+        if not (hold(self._facts) and self._guards.check(call)):
+            return False
+        return all(forward is None or is_our_forward(forward) for forward in self._forwards(call))
 
     def __call__(self, module: nn.Module, *args: Any, **named: Any) -> Any:
         """The outputs of a call that it fits. If the module is frozen, what is computed from weights alone is kept."""
@@ -141,18 +146,20 @@ class _Running(threading.local):
         found: what the graph that is compiled now is, or why it is refused; None before.
         training: whether the module that is captured is in training mode.
         rates: whether it then has attributes that are rates.
+        places: Python texts of the modules in which Dynamo looked for a forward of the instance.
     """
 
     def __init__(self) -> None:
         self.module: nn.Module | None = None
         self.found: _Found | Refusal | None = None
         self.training = self.rates = False
+        self.places: list[str] = []
 
 
 running = _Running()
 
 
-def capture(module: nn.Module, args: tuple, named: dict[str, Any]) -> Capture:
+def capture(module: nn.Module, args: tuple, named: dict[str, Any], sizes: Hashable) -> Capture:
     """Captures and rewrites the call of a module's own forward; nothing is computed.
 
     Gradients, autocast and the training mode are those of the moment.
@@ -161,6 +168,7 @@ def capture(module: nn.Module, args: tuple, named: dict[str, Any]) -> Capture:
         module: it and its submodules must run the code of their classes, without hooks.
         args: positional arguments.
         named: keyword arguments.
+        sizes: those of the module's parameters, to find the capture again for modules alike.
 
     Raises:
         Refusal: with the reason, for example a graph break.
@@ -174,12 +182,13 @@ def capture(module: nn.Module, args: tuple, named: dict[str, Any]) -> Capture:
 
     inputs = tree_map_only(Tensor, leaf, (args, named))
     failure: Exception | None = None
-    running.found, running.training = None, module.training
+    running.found, running.training, running.places = None, module.training, []
     running.rates = module.training and any(is_rate(*fact) for m in module.modules() for fact in vars(m).items())
     for ones in (True, False):
         try:
             with _settings(ones):
-                torch.compile(call, backend=_compiled, fullgraph=True, dynamic=True)(module, *inputs)
+                options: dict[str, Any] = dict(guard_filter_fn=_are_kept)
+                torch.compile(call, backend=_compiled, fullgraph=True, dynamic=True, options=options)(module, *inputs)
         except _Stop:
             break
         # Any error of Dynamo or of the user's code under it: the module then runs as it is written.
@@ -190,14 +199,21 @@ def capture(module: nn.Module, args: tuple, named: dict[str, Any]) -> Capture:
         raise Refusal("Dynamo is disabled" if failure is None else f"{type(failure).__name__}: {_first_line(failure)}")
     if isinstance(found, Refusal):
         raise found
-    return Capture(module, call, found)
+    return Capture(module, call, found, sizes)
 
 
 def _call(module, args, named):
     return type(module).forward(module, *args, **named)
 
 
-def _compiled(graph: fx.GraphModule, inputs: list) -> Callable:
+def _are_kept(guards: Sequence[Any]) -> list[bool]:
+    """Tells Dynamo to keep all guards but those on forwards of instances, which `Capture` compares: ours are none."""
+    ours = [guard.guard_type == ABSENT and guard.orig_guard.create_fn.keywords["attr"] == "forward" for guard in guards]
+    running.places = [guard.orig_guard.name for guard, is_ours in zip(guards, ours, strict=True) if is_ours]
+    return [not is_ours for is_ours in ours]
+
+
+def _compiled(graph: fx.GraphModule, inputs: list, options: object = None) -> Callable:
     """Dynamo's backend: a function that raises `_Stop` in its first call, and then runs the rewritten graph."""
     run: Callable | None = None
     try:

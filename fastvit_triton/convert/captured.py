@@ -20,7 +20,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporar
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..engine import replay, ways
-from ..engine.hooks import PACKAGE, has_global_hooks, has_hooks, runs_other_code
+from ..engine.hooks import PACKAGE, has_global_hooks, has_hooks, is_our_forward, runs_other_code
 from ..kernels import plan, settings
 from ..kernels.backend import kernels_available, transparent
 from .example import arguments, unchanged
@@ -130,13 +130,17 @@ def _fitting(captures: Captures, module: nn.Module, args: tuple, named: dict[str
 
 def _without_modes() -> contextlib.AbstractContextManager:
     """Context without modes that only see operators, as a counter's: guards would compare these."""
-    counting = all(type(m).__module__.startswith(f"{PACKAGE}.") for m in _get_current_function_mode_stack())
-    if not (torch._C._len_torch_dispatch_stack() or (torch._C._len_torch_function_stack() and counting)):
+    functions = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
+    counting = functions and all(type(m).__module__.startswith(f"{PACKAGE}.") for m in functions)
+    if not (counting or torch._C._len_torch_dispatch_stack()):
         return NO_MODES
     stack = contextlib.ExitStack()
     stack.enter_context(_disable_current_modes())
-    for _ in range(torch._C._len_torch_function_stack() if counting else 0):
+    for _ in functions if counting else ():
         stack.enter_context(_pop_mode_temporarily())
+    if counting and not torch.backends.mha.get_fastpath_enabled():  # as counters count the operators of its Python code
+        torch.backends.mha.set_fastpath_enabled(True)
+        stack.callback(torch.backends.mha.set_fastpath_enabled, False)
     return stack
 
 
@@ -218,16 +222,19 @@ def _capture(module: nn.Module, captures: Captures, args: tuple, named: dict[str
             return  # by another thread
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
-        bound = module.__dict__.pop("forward")  # Dynamo follows the code of the classes
+        inside = [(m, m.__dict__["forward"]) for m in module.modules() if is_our_forward(m.__dict__.get("forward"))]
+        for m, _ in inside:
+            del m.__dict__["forward"]  # Dynamo follows the code of the classes
         try:
-            made = capture(module, args, named)
+            made = capture(module, args, named, sizes_of(module))
         except Refusal as refusal:
             captures.why, captures.refused = str(refusal), True
         else:
             captures.found.append(made)
             _by_forward.setdefault(type(module).forward, weakref.WeakSet()).add(made)
         finally:
-            module.__dict__["forward"] = bound
+            for m, forward in inside:
+                m.__dict__["forward"] = forward
 
 
 def call(model: nn.Module, example: Any) -> None:

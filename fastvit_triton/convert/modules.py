@@ -255,7 +255,6 @@ def _with_captured(
             if filter_fn is not None and not filter_fn(module, path):
                 by_path[path] = Row(path, type(module).__name__, why="excluded by filter_fn")
             elif example is None and captured.is_bound(module):  # a copy, or unpickled
-                _unbound_inside(module)
                 known = captured.captures_of(module) != []
                 row = (
                     _captured_row(module, path, converted) if known else Row(path, type(module).__name__, why=NO_GRAPH)
@@ -270,23 +269,14 @@ def _with_captured(
                 bind(module, "forward", captured.run)
                 to_capture.append(path)
         paths = []
-        inside = {path: _unbound_inside(model.get_submodule(path)) for path in to_capture}
         if to_capture:
             captured.call(model, example)
         for path in to_capture:
             row = by_path[path] = _captured_row(model.get_submodule(path), path, converted)
             if row.became is None:
                 del model.get_submodule(path).__dict__["forward"]
-                for module, forward in inside[path]:
-                    module.__dict__["forward"] = forward
                 paths += captured.candidates(model, converted, called, False, path)
     return _merged(model, rows, by_path)
-
-
-def _unbound_inside(module: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """Removes the fused forwards inside a captured module, which runs the code of the classes; returns them."""
-    inside = [m for m in module.modules() if m is not module and is_our_forward(m.__dict__.get("forward"))]
-    return [(m, m.__dict__.pop("forward")) for m in inside]
 
 
 def _captured_row(module: nn.Module, path: str, converted: set[str]) -> Row:
