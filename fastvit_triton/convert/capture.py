@@ -1,43 +1,47 @@
-"""Captures the call of a module as a graph by Dynamo, rewrites it with the patterns of `graph`, and makes it callable.
+"""Captures the call of a module by Dynamo, as code with guards; the graph is rewritten with the patterns of `graph`.
 
-The graph holds PyTorch calls on the parameters and inputs, and sizes as symbols, so that one graph serves every batch
-and image size, and every module with the same structure. It is not compiled: the rewritten graph runs as it is, and
-autograd records its operators. What the graph depends on besides the structure is returned with it, see `Capture`.
+A capture is what Dynamo compiles for a call: its guards, which are kept whole and which Dynamo evaluates, and its code,
+which calls the graph. The graph holds PyTorch calls on the parameters and inputs, and sizes as symbols, so that one
+capture serves every batch and image size, and every module for which its guards hold. The graph is not compiled: the
+rewritten graph runs as it is, and autograd records its operators.
 """
 
 import contextlib
 import itertools
 import logging
-import re
+import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from functools import partial
-from types import FunctionType
+from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.torch import tracing_state_functions
 from torch.fx.experimental import _config as shapes_config
-from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
-from torch.utils._sympy.symbol import SymT, symbol_is_type
+from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..engine.freeze import all_derived, keeps
-from ..engine.hooks import PACKAGE
+from ..engine.hooks import PACKAGE, is_our_forward
+from ..engine.source import facts_of, hold
 from ..kernels.backend import kernels_available
 from .backend import copied, path_of, rewrite
 from .flop_shares import ATTENTION_FLOPS, enclosing
-from .graph.nodes import kind, read, same, up
-from .graph.regions import Memory, memory
+from .graph.nodes import kind, read, same, up, value
+from .graph.regions import Memory, memory, written
 from .graph.weights import Split, split
 from .reporting import Row
 from .third_party import is_rate
@@ -45,14 +49,15 @@ from .third_party import is_rate
 log = logging.getLogger(__name__)
 
 OURS = f"{PACKAGE}."
-ATTRIBUTE = re.compile(r"L\['module'\](\.\w+|\['\w+'\]|\[\d+\])*$")  # compared by the caller
-HELD = re.compile(r"module(\._modules\['\w+'\])*(\.\w+|\._(parameters|buffers)\['\w+'\])$")  # sizes, by the caller
 PRODUCTS = {"addmm": 1, "encoder_layer": 5, "linear": 1, "matmul": 1, "scaled_dot_product_attention": 1}
-COMPARED = ("CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH")
 # private: the setting `specialize_float` is for all numbers, and a softmax whose scale is an input is not fused
 WRAP = getattr(VariableBuilder, "wrap_symfloat", None)
 RATES = f"its rates are constants, as torch {torch.__version__} has no VariableBuilder.wrap_symfloat"
-PYTORCH = re.compile(r"G\['__import_torch(_dot_|'\])|G\['__builtins|__import__\('torch'\)|G\['torch'\]")
+STATES = tracing_state_functions()  # the dictionary that Dynamo reads: function → what it returns while traced
+COMPILING = {f: False for f in STATES if f.__name__ in ("is_compiling", "is_dynamo_compiling")}
+ABSENT = "NOT_PRESENT_IN_GENERIC_DICT"  # Dynamo's guard that an instance does not have an attribute
+UNGUARDED = {"_version", "environ", "getenv", "grad_fn", "is_leaf"}  # read by Dynamo once, and not guarded
+PACKAGES = ("torch", "timm", "transformers", "torchvision", PACKAGE)  # whose code may read these
 
 
 class Refusal(RuntimeError):
@@ -86,65 +91,90 @@ class Launches(NamedTuple):
         return apart + sum(self.products[path] for path in inside)
 
 
-class Capture(NamedTuple):
-    """A rewritten graph and what it holds for.
+class Capture:
+    """A call as Dynamo compiled it, with a rewritten graph.
 
     Attributes:
-        run: (module, positional arguments, keyword arguments) → its outputs. If the module is frozen, what the graph
-            computes from weights alone is kept.
-        fits: the same arguments → True if the graph holds for their sizes.
-        constants: globals and attributes of classes that the graph has as constants: (how to read it, its value).
-        writes: True if it writes any tensor in place.
+        sizes: of the parameters of the module that was captured.
+        repeatable: True if its operators may be recorded and repeated: its graph writes no tensor in place.
         calls: of the graph to the kernels' public functions, by name.
         left: what the patterns look for and did not fuse, with the reasons.
         launches: of the graph before and after it was rewritten.
         replaced: the part of the graph's FLOPs that its calls to the kernels' public functions do, in [0, 1].
     """
 
-    run: Callable[[nn.Module, tuple, dict], Any]
-    fits: Callable[[nn.Module, tuple, dict], bool]
-    constants: list[tuple[Callable[[nn.Module], Any], Any]]
-    writes: bool
+    def __init__(self, module: nn.Module, call: FunctionType, found: "_Found", sizes: Hashable) -> None:
+        (entry,) = _debug_get_cache_entry_list(call.__code__)
+        self._guards, self._facts = entry.guard_manager, facts_of(set(map(type, module.modules())))
+        forwards = "".join(f"{place}.__dict__.get('forward'), " for place in dict.fromkeys(running.places))
+        self._forwards = eval(f"lambda L: ({forwards})", {})
+        self._call = FunctionType(entry.code, call.__globals__, call.__name__)
+        self.sizes = sizes
+        self.repeatable, self.calls, self.left, self.launches, self.replaced = found
+
+    def fits(self, module: nn.Module, args: tuple, named: dict[str, Any]) -> bool:
+        """True if all of Dynamo's guards hold for a call, and the classes run the code that they ran."""
+        call = dict(module=module, args=args, named=named)
+        if not (hold(self._facts) and self._guards.check(call)):
+            return False
+        return all(forward is None or is_our_forward(forward) for forward in self._forwards(call))
+
+    def __call__(self, module: nn.Module, *args: Any, **named: Any) -> Any:
+        """The outputs of a call that it fits. If the module is frozen, what is computed from weights alone is kept."""
+        before, running.module = running.module, module
+        try:
+            return self._call(module, args, named)
+        finally:
+            running.module = before
+
+
+class _Found(NamedTuple):
+    """What a graph is; see `Capture`."""
+
+    repeatable: bool
     calls: Counter[str]
     left: tuple[Row, ...]
     launches: Launches
     replaced: float
 
 
-def capture(module: nn.Module, args: tuple, named: dict[str, Any], outputs: Any) -> Capture:
+class _Running(threading.local):
+    """Thread-local state.
+
+    Attributes:
+        module: whose capture runs.
+        found: what the graph that is compiled now is, or why it is refused; None before.
+        training: whether the module that is captured is in training mode.
+        rates: whether it then has attributes that are rates.
+        places: Python texts of the modules in which Dynamo looked for a forward of the instance.
+    """
+
+    def __init__(self) -> None:
+        self.module: nn.Module | None = None
+        self.found: _Found | Refusal | None = None
+        self.training = self.rates = False
+        self.places: list[str] = []
+
+
+running = _Running()
+
+
+def capture(module: nn.Module, args: tuple, named: dict[str, Any], sizes: Hashable) -> Capture:
     """Captures and rewrites the call of a module's own forward; nothing is computed.
 
     Gradients, autocast and the training mode are those of the moment.
 
     Args:
         module: it and its submodules must run the code of their classes, without hooks.
-        args: positional arguments: tensors, numbers, None, and containers of these.
-        named: keyword arguments of the same kinds.
-        outputs: what the call returns for these arguments.
+        args: positional arguments.
+        named: keyword arguments.
+        sizes: those of the module's parameters, to find the capture again for modules alike.
 
     Raises:
         Refusal: with the reason, for example a graph break.
     """
-    results: list[Capture | Refusal] = []
-    scope: dict[str, Any] = {"__builtins__": __builtins__}
-
-    def compiler(graph: fx.GraphModule, inputs: list) -> Callable:
-        try:
-            results.append(_captured(graph, scope, module, args, named, outputs))
-        except Refusal as refusal:
-            results.append(refusal)
-        # Any error of the rewriting: the module runs as it is written, and the report has the error.
-        except Exception as error:
-            log.debug("the rewriting of %s failed", type(module).__name__, exc_info=True)
-            results.append(Refusal(f"its rewriting failed with {error!r}"))
-
-        def stop(*inputs: Any) -> Any:
-            raise _Stop
-
-        return stop
-
     # a function of its own, as Dynamo keeps compiled code by code object, and names of modules in its globals
-    call = FunctionType(_call.__code__.replace(), scope, "call")
+    call = FunctionType(_call.__code__.replace(), {"__builtins__": __builtins__}, "call")
     leaves: dict[int, Tensor] = {}  # without history; what was one tensor remains one
 
     def leaf(t: Tensor) -> Tensor:
@@ -152,26 +182,58 @@ def capture(module: nn.Module, args: tuple, named: dict[str, Any], outputs: Any)
 
     inputs = tree_map_only(Tensor, leaf, (args, named))
     failure: Exception | None = None
+    running.found, running.training, running.places = None, module.training, []
+    running.rates = module.training and any(is_rate(*fact) for m in module.modules() for fact in vars(m).items())
     for ones in (True, False):
         try:
             with _settings(ones):
-                torch.compile(call, backend=compiler, fullgraph=True, dynamic=True)(module, *inputs)
+                options: dict[str, Any] = dict(guard_filter_fn=_are_kept)
+                torch.compile(call, backend=_compiled, fullgraph=True, dynamic=True, options=options)(module, *inputs)
         except _Stop:
             break
         # Any error of Dynamo or of the user's code under it: the module then runs as it is written.
         except (TorchDynamoException, RuntimeError, TypeError, ValueError, AttributeError) as error:
             failure = failure or error
-    if not results and failure is not None:
-        raise Refusal(f"{type(failure).__name__}: {_first_line(failure)}") from failure
-    if not results:
-        raise Refusal("Dynamo is disabled")
-    if isinstance(results[0], Refusal):
-        raise results[0]
-    return results[0]
+    found, running.found = running.found, None
+    if found is None:
+        raise Refusal("Dynamo is disabled" if failure is None else f"{type(failure).__name__}: {_first_line(failure)}")
+    if isinstance(found, Refusal):
+        raise found
+    return Capture(module, call, found, sizes)
 
 
 def _call(module, args, named):
     return type(module).forward(module, *args, **named)
+
+
+def _are_kept(guards: Sequence[Any]) -> list[bool]:
+    """Tells Dynamo to keep all guards but those on forwards of instances, which `Capture` compares: ours are none."""
+    ours = [guard.guard_type == ABSENT and guard.orig_guard.create_fn.keywords["attr"] == "forward" for guard in guards]
+    running.places = [guard.orig_guard.name for guard, is_ours in zip(guards, ours, strict=True) if is_ours]
+    return [not is_ours for is_ours in ours]
+
+
+def _compiled(graph: fx.GraphModule, inputs: list, options: object = None) -> Callable:
+    """Dynamo's backend: a function that raises `_Stop` in its first call, and then runs the rewritten graph."""
+    run: Callable | None = None
+    try:
+        running.found, run = _rewritten(graph)
+    except Refusal as refusal:
+        running.found = refusal
+    # Any error of the rewriting: the module runs as it is written, and the report has the error.
+    except Exception as error:
+        log.debug("the rewriting failed", exc_info=True)
+        running.found = Refusal(f"its rewriting failed with {error!r}")
+    first = [True]
+
+    def call(*inputs: Any) -> Any:
+        if first:
+            first.clear()
+            raise _Stop
+        assert run is not None
+        return run(*inputs)
+
+    return call
 
 
 @contextlib.contextmanager
@@ -179,7 +241,8 @@ def _settings(ones: bool) -> Iterator[None]:
     """Context in which rates and all sizes are symbols, with `ones` also those of 1, and other numbers are constants.
 
     A tensor that is broadcast has a size of 1 that must be a constant. `sdp_kernel`, which Dynamo does not trace, only
-    chooses among PyTorch's implementations of an attention. Without `WRAP` rates are constants, too.
+    chooses among PyTorch's implementations of an attention. Without `WRAP` rates are constants, too. Code that asks
+    whether it is compiled is answered as in an eager call, and hooks are guarded.
     """
 
     def wrapped(builder: VariableBuilder, value: float) -> Any:
@@ -190,10 +253,12 @@ def _settings(ones: bool) -> Iterator[None]:
     wrapping = contextlib.nullcontext() if WRAP is None else patch.object(VariableBuilder, "wrap_symfloat", wrapped)
 
     with (
+        compile_lock,
         warnings.catch_warnings(),
         wrapping,
+        patch.dict(STATES, COMPILING),
         patch.object(torch.backends.cuda, "sdp_kernel", lambda *flags, **named: contextlib.nullcontext()),
-        torch._dynamo.config.patch(specialize_float=WRAP is None),
+        torch._dynamo.config.patch(specialize_float=WRAP is None, skip_nnmodule_hook_guards=False),
         shapes_config.patch(  # type: ignore[attr-defined]
             use_duck_shape=False, backed_size_oblivious=ones
         ),
@@ -207,20 +272,16 @@ def _first_line(error: Exception) -> str:
     return lines[0] if lines else ""
 
 
-def _captured(
-    graph: fx.GraphModule, scope: dict, module: nn.Module, args: tuple, named: dict[str, Any], outputs: Any
-) -> Capture:
-    """Makes a capture of Dynamo's graph; called within Dynamo's compilation."""
+def _rewritten(graph: fx.GraphModule) -> tuple[_Found, Callable]:
+    """What Dynamo's graph is, and the function that runs it rewritten; called within Dynamo's compilation."""
+    _check_code()
     _check_effects(graph)
-    _pass_rates(graph.graph)
-    sources = {node: _source(node) for node in graph.graph.find_nodes(op="placeholder")}
-    fits = _conditions(sources)
-    constants = _constants(scope, module)
-    (output,) = graph.graph.find_nodes(op="output")
-    returned = [n for n in output.args[0] if _maker(n).op != "placeholder"]  # the others are stored, see `_keeps`
-    output.args = (tuple(returned),)
-    result = _result(outputs, args, named, len(returned))
-    writes = any(_is_write(node) for node in graph.graph.nodes)
+    numbers = _pass_rates(graph.graph)
+    inputs = graph.graph.find_nodes(op="placeholder")
+    held = memory([node.meta.get("example_value") for node in inputs])
+    writes = {node: where for node in graph.graph.nodes if (where := _written(node, held))}
+    if any(kind(node) != "batch_norm" and where & held for node, where in writes.items()):
+        raise Refusal("it writes to an argument or a weight")  # which may share memory with another
     before = _launching(graph.graph)
     work = {node.name: _flops(node) for node in before}
     unfused = rewrite(graph, anywhere=True).left
@@ -234,19 +295,18 @@ def _captured(
         original[path_of(node)] += 1
         products[path_of(node)] += _products(node)
     launches = Launches(original, products, sum(node.name in left for node in before) + calls.total() + calls["mlp"])
-    for node in graph.graph.find_nodes(op="call_function", target=torch.sym_sum):
-        node.target = sum  # the same of numbers, which an outer torch.compile traces
-    texts = list(sources.values())
     parts = None
-    if not (writes or module.training or any(map(_changes_modes, graph.graph.nodes)) or _casts(graph.graph)):
-        parts = split(copied(graph.graph), {node.name for node, text in sources.items() if text.startswith("module")})
+    if not (
+        writes or numbers or running.training or any(map(_changes_modes, graph.graph.nodes)) or _casts(graph.graph)
+    ):
+        parts = split(copied(graph.graph), {node.name for node in inputs if _source(node).startswith("L['module']")})
     for part in (graph.graph, *(parts[1:] if parts else ())):
         for node in part.nodes:
             node.meta.clear()  # fake tensors and stack traces
-    if WRAP is None and module.training and any(is_rate(*fact) for m in module.modules() for fact in vars(m).items()):
+    if WRAP is None and running.rates:
         unfused += (Row("", "rate", why=RATES),)
     replaced = sum(n for name, n in work.items() if name not in left) / max(sum(work.values()), 1)
-    return Capture(_runner(graph, texts, result, parts), fits, constants, writes, calls, unfused, launches, replaced)
+    return _Found(not writes, calls, unfused, launches, replaced), _runner(graph, numbers, parts)
 
 
 def _launching(graph: fx.Graph) -> list[fx.Node]:
@@ -301,9 +361,10 @@ def _casts(graph: fx.Graph) -> bool:
     return any(torch.is_autocast_enabled(t.device.type) for t in tensors if isinstance(t, Tensor))
 
 
-def _pass_rates(graph: fx.Graph) -> None:
-    """Makes rates numbers among the graph's inputs, as the module has them; Dynamo passes a tensor and reads it."""
-    for node in graph.find_nodes(op="placeholder"):
+def _pass_rates(graph: fx.Graph) -> list[int]:
+    """Makes rates numbers among the graph's inputs; returns their places. Dynamo passes tensors and reads them."""
+    places = []
+    for i, node in enumerate(graph.find_nodes(op="placeholder")):
         argument = node.meta.get("grapharg")
         for reader in list(node.users) if argument is not None and argument.pass_arg_as_tensor else ():
             number = reader.meta.get("example_value")
@@ -312,6 +373,20 @@ def _pass_rates(graph: fx.Graph) -> None:
             node.meta["example_value"] = number
             reader.replace_all_uses_with(node)
             graph.erase_node(reader)
+            places.append(i)
+    return places
+
+
+def _check_code() -> None:
+    """Refuses code that reads what Dynamo does not guard; that of PyTorch and its known packages may."""
+    for code in torch._guards.TracingContext.get().traced_code:
+        names = UNGUARDED.intersection(code.co_names)
+        if names and not _is_known(code):
+            raise Refusal(f"its code reads {', '.join(sorted(names))}, which is not known to stay as it is")
+
+
+def _is_known(code: CodeType) -> bool:
+    return not set(PACKAGES).isdisjoint(Path(code.co_filename).parts)
 
 
 def _check_effects(graph: fx.GraphModule) -> None:
@@ -327,11 +402,17 @@ def _check_effects(graph: fx.GraphModule) -> None:
         raise Refusal("it calls a higher-order operator, such as checkpointing")
 
 
-def _is_write(node: fx.Node) -> bool:
-    """True if the name of a node's operator is that of one that may write its operands."""
+def _written(node: fx.Node, held: Memory) -> Memory:
+    """The storages that a node writes; those of the graph's inputs if it may write and that is not known."""
+    if not node.op.startswith("call_"):
+        return set()
+    fake = next((t.fake_mode for n in node.all_input_nodes if (t := value(n)) is not None), None)
+    where = None if fake is None else written(node, fake)
+    if where is not None:
+        return where
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in ("setitem", "batch_norm")
-    return node.op in ("call_function", "call_method") and (in_place or "out" in node.kwargs)
+    in_place = (name.endswith("_") and not name.endswith("__")) or name == "setitem" or "out" in node.kwargs
+    return held if in_place else set()
 
 
 def _keeps(effects: Any, variable: Any) -> bool:
@@ -339,12 +420,12 @@ def _keeps(effects: Any, variable: Any) -> bool:
     stored = effects.store_attr_mutations.get(variable)
     if not stored or variable.source is None:
         return False
-    for name, value in stored.items():
-        if isinstance(value, ConstantVariable):
-            if getattr(getattr(variable, "value", None), name, value) is not value.value:
+    for name, new in stored.items():
+        if isinstance(new, ConstantVariable):
+            if getattr(getattr(variable, "value", None), name, new) is not new.value:
                 return False
             continue
-        argument = _maker(value.proxy.node).meta.get("grapharg") if isinstance(value, TensorVariable) else None
+        argument = _maker(new.proxy.node).meta.get("grapharg") if isinstance(new, TensorVariable) else None
         if argument is None or argument.source.name != f"{variable.source.name}.{name}":
             return False
     return True
@@ -356,145 +437,38 @@ def _maker(node: fx.Node) -> fx.Node:
 
 
 def _source(node: fx.Node) -> str:
-    """Python expression of a graph's input, in terms of `module`, `args` and `named`."""
+    """Where Dynamo's code reads a graph's input, as Python text."""
     argument = node.meta.get("grapharg")
-    name = "" if argument is None else argument.source.name
-    if not name.startswith(("L['module']", "L['args']", "L['named']")):
-        raise Refusal(f"it reads {name or 'a value'} besides its inputs and weights")
-    return re.sub(r"^L\['(\w+)'\]", r"\1", name)
-
-
-def _conditions(sources: dict[fx.Node, str]) -> Callable[[nn.Module, tuple, dict], bool]:
-    """The function that tells if a graph holds for the sizes of its inputs, and for rates."""
-    symbols: dict[str, Any] = {}  # by expression
-    static: list[str] = []
-    for node, source in sources.items():
-        example = node.meta["example_value"]
-        if isinstance(example, (torch.SymInt, torch.SymFloat)):
-            symbols.setdefault(source, example)
-        elif isinstance(example, Tensor):
-            sizes: list[tuple[str, int | torch.SymInt]] = [
-                (f"{source}.shape[{i}]", size) for i, size in enumerate(example.shape)
-            ]
-            if not example.is_contiguous():
-                sizes += [(f"{source}.stride()[{i}]", size) for i, size in enumerate(example.stride())]
-            if isinstance(example.storage_offset(), torch.SymInt):
-                sizes.append((f"{source}.storage_offset()", example.storage_offset()))
-            for name, size in sizes:
-                if isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None:
-                    symbols.setdefault(name, size)
-                elif not HELD.match(source):
-                    static.append(f"{name} == {int(size)}")
-    mode = torch._guards.TracingContext.get().fake_mode
-    assert mode is not None and mode.shape_env is not None  # as Dynamo traces with symbolic sizes
-    env = mode.shape_env
-    for symbol in set().union(*(guard.expr.free_symbols for guard in env.guards)):
-        places = [s for s in env.var_to_sources.get(symbol, []) if s.name.startswith("L['module']")]
-        if places and symbol_is_type(symbol, SymT.FLOAT):  # a rate that is only compared
-            rate = env.create_symfloatnode(symbol, hint=None, source=places[0])
-            symbols.setdefault(places[0].name.replace("L['module']", "module"), rate)
-    input_symbols = set().union(*(size.node.expr.free_symbols for size in symbols.values()))
-    guards = [guard for guard in env.guards if guard.expr.free_symbols <= input_symbols]
-    for symbol in set().union(*(guard.expr.free_symbols for guard in env.guards)) - input_symbols:
-        if not all(source.name.startswith("L['module']") for source in env.var_to_sources.get(symbol, [])):
-            if env.replacements.get(symbol) is None:  # a size that is a constant now is compared above
-                raise Refusal(f"it depends on the size {symbol}, which no input has")
-    text = env.produce_guards_expression(list(symbols.values()), guards=guards) or ""
-    names = list(symbols)
-    conditions = [c for c in text.split(" and ") if c and not re.fullmatch(r"0 <= L\['t\d+'\]", c)]
-    conditions = [re.sub(r"L\['t(\d+)'\]", lambda match: names[int(match[1])], c) for c in conditions]
-    return eval(f"lambda module, args, named: {' and '.join([*static, *conditions]) or 'True'}", dict(SYMPY_INTERP))
-
-
-def _constants(scope: dict[str, Any], module: nn.Module) -> list[tuple[Callable[[nn.Module], Any], Any]]:
-    """Globals and attributes of classes that Dynamo's graph has as constants: (how to read it, its value).
-
-    Args:
-        scope: globals of the compiled function, in which Dynamo puts the modules whose globals it reads.
-        module: that was captured.
-    """
-    names: dict[str, None] = {}
-    for guard in torch._guards.TracingContext.get().guards_context.dynamo_guards:
-        if guard.create_fn_name() in COMPARED and not PYTORCH.match(guard.name):
-            names[guard.name] = None
-    found = []
-    for name in names:
-        text = name.replace("L['module']", "module")
-        if "L[" in text:
-            continue  # the caller compares arguments
-        read = eval(f"lambda module: {text}", {"G": scope, **scope})
-        value = read(module)
-        if not ATTRIBUTE.match(name) or is_rate(name, value):  # the caller compares other attributes
-            found.append((read, value))
-    return found
-
-
-def _result(outputs: Any, args: tuple, named: dict[str, Any], number: int) -> Callable[[tuple, tuple, dict], Any]:
-    """The function that makes a call's result: (tensors of the graph, args, named) → as `outputs`.
-
-    Args:
-        outputs: of a call; tensors, None, booleans and strings in containers that PyTorch's pytree knows.
-        args: of that call.
-        named: of that call.
-        number: of tensors that the graph returns.
-    """
-    if type(outputs) is Tensor and number == 1:
-        return lambda tensors, args, named: tensors[0]
-    inputs = {id(leaf): i for i, leaf in enumerate(tree_leaves((args, named)))}
-    leaves, spec = tree_flatten(outputs)
-    places: dict[int, int] = {}  # number of a tensor by its identity, in the order of the graph's outputs
-    parts: list[tuple[str, Any]] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and id(leaf) in inputs:
-            parts.append(("input", inputs[id(leaf)]))
-        elif isinstance(leaf, Tensor):
-            parts.append(("output", places.setdefault(id(leaf), len(places))))
-        elif leaf is None or isinstance(leaf, (bool, str)):
-            parts.append(("constant", leaf))
-        else:
-            raise Refusal(f"it returns a {type(leaf).__name__}")
-    if len(places) != number:
-        raise Refusal("it returns views or copies that the graph does not have")
-
-    def result(tensors: tuple, args: tuple, named: dict) -> Any:
-        sources = dict(output=tensors, input=tree_leaves((args, named)))
-        return tree_unflatten([sources[kind][v] if kind in sources else v for kind, v in parts], spec)
-
-    return result
+    return "" if argument is None else argument.source.name
 
 
 _numbers = itertools.count()  # of split graphs
 
 
-def _runner(
-    graph: fx.GraphModule, sources: list[str], result: Callable, parts: Split | None
-) -> Callable[[nn.Module, tuple, dict], Any]:
-    """The function that calls a graph with its inputs, each of which a Python expression reads.
+def _runner(graph: fx.GraphModule, numbers: list[int], parts: Split | None) -> Callable:
+    """The function that runs a graph for a list of inputs.
 
     Args:
         graph: the whole graph.
-        sources: the expressions.
-        result: makes the result of a call, see `_result`.
+        numbers: places of inputs that are given as tensors and read as numbers.
         parts: the graph in two parts, for frozen modules; None if none is to be kept.
     """
-    read_inputs = eval(f"lambda module, args, named: ({''.join(f'{source}, ' for source in sources)})", {})
     body = _callable(graph, graph.graph)
 
-    def run(module: nn.Module, args: tuple, named: dict) -> Any:
-        return result(body(*read_inputs(module, args, named)), args, named)
+    def run(*inputs: Any) -> Any:
+        return body(*(t.item() if i in numbers else t for i, t in enumerate(inputs)))
 
     if parts is None:
-        return run
+        return run if numbers else body
     kept, rest = _callable(graph, parts.kept), _callable(graph, parts.rest)
     name = f"graph {next(_numbers)}"
 
-    def run_in_parts(module: nn.Module, args: tuple, named: dict) -> Any:
-        inputs = read_inputs(module, args, named)
-        weights = tuple(inputs[i] for i in parts.reads)
+    def run_in_parts(*inputs: Any) -> Any:
+        module, weights = running.module, tuple(inputs[i] for i in parts.reads)
+        assert module is not None
         if not (keeps(module, *weights) and kernels_available(weights[0])):
-            return result(body(*inputs), args, named)
-        constants = all_derived(module, name, weights, lambda: kept(*weights))
-        return result(rest(*inputs, *constants), args, named)
+            return body(*inputs)
+        return rest(*inputs, *all_derived(module, name, weights, lambda: kept(*weights)))
 
     return run_in_parts
 

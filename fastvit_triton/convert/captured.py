@@ -1,121 +1,59 @@
-"""Blocks that run as captured and rewritten graphs: which graph a call takes, and the guard in front of it.
+"""Blocks that run as captured and rewritten graphs: which capture a call takes, and when one is made.
 
-Graphs are kept by structure: the types, code, attributes and forms of the tensors of a module and its submodules. A
-call enters a graph only if the module is as it was when its structure was read (see `engine.replay.guard`), no
-submodule has a hook, and the arguments have the form, and the sizes, that the graph was captured for. Otherwise the
-module's own forward runs. Modules of the same structure share graphs; copies do too, and capture none themselves.
+A call takes a capture whose guards hold, one of its own or of another module with the same forward; Dynamo's guards
+decide, see `capture`. In front of them stands what Dynamo does not guard: patched code of classes, global hooks, and
+tracing. Where nothing fits, the module's own forward runs, and is captured if that was asked for. Copies share the
+captures of the original, and make none themselves.
 """
 
 import contextlib
-import gc
 import re
 import threading
 import weakref
-from collections.abc import Hashable, Iterator
-from enum import Enum
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
-from operator import attrgetter
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..engine import replay, ways
-from ..engine.hooks import has_global_hooks, has_hooks, is_our_forward, runs_other_code
-from ..engine.replay.guard import Guard, is_distributed
-from ..engine.replay.record import Condition
-from ..engine.source import code_of
+from ..engine.hooks import PACKAGE, has_global_hooks, has_hooks, is_our_forward, runs_other_code
 from ..kernels import plan, settings
-from ..kernels.backend import constant, kernels_available, transparent
+from ..kernels.backend import kernels_available, transparent
 from .example import arguments, unchanged
 from .flop_shares import enclosing
-from .third_party import can_run, gives_proxies, is_rate
+from .third_party import can_run, gives_proxies
 
 if TYPE_CHECKING:
     from .capture import Capture
 
-PRIVATE = "_fastvit_triton"  # attributes that the engine sets
-INTERNAL = frozenset(vars(nn.Module())) - {"training"}  # hooks, and tables of what is read apart
-ATOMS = (bool, int, str, bytes, complex, type(None), type(...), torch.dtype, torch.device, torch.layout, Enum)
-CODE = (type, FunctionType, BuiltinFunctionType, ModuleType)
 LAYERS = (nn.Linear, nn.MultiheadAttention, nn.modules.conv._ConvNd)
 STACKS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 NAMES = re.compile("(?<!Batch)Norm|Attention|Attn|M[Ll][Pp]|F[Ff][Nn]|Feed[Ff]orward|Glu|GLU")
-MAX_GRAPHS = 4  # of one structure and form of call, for the branches that sizes select
-
-form_of = attrgetter("shape", "dtype", "device")
-
-
-class Unreadable(ValueError):
-    """Raised for a module whose attributes cannot be compared; stands for an argument that cannot."""
+NO_MODES = contextlib.nullcontext()
+MAX_CAPTURES = 4  # of one module in one mode, for the branches that sizes and attributes select
 
 
-class Reading(NamedTuple):
-    """A module as it was when its structure was read.
+class Captures:
+    """The captures that a module runs in one mode.
 
     Attributes:
-        guard: snapshot of the module and its submodules.
-        tensors: their parameters and buffers, with the forms that they had.
-        graphs: by form of call; None if the module must run as it is written.
-        why: the reason for that.
-    """
-
-    guard: Guard
-    tensors: tuple[list[Tensor], list[tuple]]
-    graphs: "dict[Form, Graphs] | None"
-    why: str | None = None
-
-    def holds(self, module: nn.Module) -> bool:
-        """True if the module is unchanged."""
-        tensors, forms = self.tensors
-        return self.guard.holds(module) and list(map(form_of, tensors)) == forms
-
-
-class Form(NamedTuple):
-    """What a graph depends on besides the module, sizes and whole numbers.
-
-    Attributes:
-        dtype: of the first tensor.
-        grad: True if gradients are enabled.
-        autocast: its dtype; None if it is off.
-        values: description of the arguments.
-    """
-
-    dtype: torch.dtype | None
-    grad: bool
-    autocast: torch.dtype | None
-    values: tuple
-
-
-class Graphs:
-    """The captures of one structure and form of call.
-
-    Attributes:
-        captures: at most MAX_GRAPHS.
+        found: at most MAX_CAPTURES.
         why: why the last attempt failed; None if it did not.
+        refused: True if it would fail again.
     """
 
     def __init__(self) -> None:
-        self.captures: list[Capture] = []
+        self.found: list[Capture] = []
         self.why: str | None = None
-
-    def fitting(self, module: nn.Module, args: tuple, named: dict) -> "Capture | None":
-        """The capture that holds for a call; None if there is none."""
-        for capture in self.captures:
-            with contextlib.suppress(AttributeError):  # of what another module made in its first call
-                if capture.fits(module, args, named) and _has_constants(module, capture):
-                    return capture
-        return None
+        self.refused = False
 
 
-def _has_constants(module: nn.Module, capture: "Capture") -> bool:
-    """True if the globals that a graph has as constants are as they were; torch.compile guards what is read here."""
-    return all(read(module) == value for read, value in capture.constants)
-
-
-_table: dict[Hashable, dict[Form, Graphs]] = {}  # by structure, then by form of call
-_readings: "weakref.WeakKeyDictionary[nn.Module, Reading]" = weakref.WeakKeyDictionary()
+_captures: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Captures]]" = weakref.WeakKeyDictionary()
+_by_forward: "weakref.WeakKeyDictionary[Callable, weakref.WeakSet[Capture]]" = weakref.WeakKeyDictionary()
 _asked: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # modules whose calls may be captured
 _lock = threading.RLock()
 
@@ -136,91 +74,89 @@ state = State()
 
 @transparent
 def run(module: nn.Module, *args: Any, **named: Any) -> Any:
-    """Forward that `optimize` binds: runs a captured graph, or the forward of the module's class."""
-    if ways.state.inside_plain and not state.example:
+    """Forward that `optimize` binds: runs a capture, or the forward of the module's class, which it may capture."""
+    if torch.compiler.is_compiling() or (ways.state.inside_plain and not state.example):
         return type(module).forward(module, *args, **named)
-    if torch.compiler.is_compiling():
-        return _traced(module, args, named)
     x = first_tensor((*args, *named.values()))
     traced = has_global_hooks() or gives_proxies(module)
     if type(x) is not Tensor or not (state.example or can_run(x)) or traced:
         return type(module).forward(module, *args, **named)
-    # on a CPU a record has no second derivatives, which the graph has
-    if kernels_available(x) or (plan.has_ways(x) and not torch.is_grad_enabled()):
-        return replay.call((run, settings.choices(x.device.type)), _run, module, *args, **named)
-    return _run(module, *args, **named)
-
-
-def _run(module: nn.Module, *args: Any, **named: Any) -> Any:
-    """Runs a captured graph, or the forward of the module's class, which is then captured if that was asked for."""
-    graphs = _graphs(module, args, named)
-    if graphs is None:
-        return type(module).forward(module, *args, **named)
-    capture = graphs.fitting(module, args, named)
+    captures = _captures_in(module, _mode(module, x))
+    capture = _fitting(captures, module, args, named)
     if capture is None and module in _asked and _is_checkpointed():
         with torch.no_grad(), torch.random.fork_rng():
-            outputs = type(module).forward(module, *args, **named)
-        _capture(module, graphs, args, named, outputs)  # before the call, as its graph must run when it is repeated
-        capture = graphs.fitting(module, args, named)
-    if capture is not None:
-        return capture.run(module, args, named)
-    outputs = type(module).forward(module, *args, **named)
-    if module in _asked:
-        _capture(module, graphs, args, named, outputs)
-    return outputs
+            type(module).forward(module, *args, **named)
+        _capture(module, captures, args, named)  # before the call, as its graph must run when it is repeated
+        capture = _fitting(captures, module, args, named)
+    if capture is None:
+        outputs = type(module).forward(module, *args, **named)
+        if module in _asked:
+            _capture(module, captures, args, named)
+        return outputs
+    # on a CPU a record has no second derivatives, which the graph has
+    if kernels_available(x) or (plan.has_ways(x) and not torch.is_grad_enabled()):
+        return replay.call((capture, settings.choices(x.device.type)), capture, module, *args, **named)
+    return capture(module, *args, **named)
 
 
-def _traced(module: nn.Module, args: tuple, named: dict[str, Any]) -> Any:
-    """As `_run` under torch.compile, which traces the rewritten graph; nothing is captured."""
-    x = first_tensor((*args, *named.values()))
-    watched = any(has_hooks(m) for m in module.modules() if m is not module)
-    if x is not None and kernels_available(x) and not torch.is_autocast_enabled(x.device.type) and not watched:
-        number = _number(id(module), x.dtype, torch.is_grad_enabled())  # a module is no constant before torch 2.13
-        if number is not None and _has_constants(module, _numbered[number]):
-            if _numbered[number].fits(module, args, named):
-                return _numbered[number].run(module, args, named)
-    return type(module).forward(module, *args, **named)
+def _mode(module: nn.Module, x: Tensor) -> Hashable:
+    """What most captures differ in; their guards compare it, too."""
+    kind = x.device.type
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(kind)
+    return x.dtype, kind, module.training, modes
 
 
-@constant
-def _number(identity: int, dtype: torch.dtype, grad: bool) -> int | None:
-    """Number of a capture of the module with this id, for tensors of this dtype, with or without gradients; or None."""
-    module = next((m for m in (*_asked, *_readings) if id(m) == identity), None)
-    if module is None:  # a copy that was not called yet
-        module = next((o for o in gc.get_objects() if id(o) == identity and isinstance(o, nn.Module)), None)
-    if module is None:
-        return None
-    graphs = read(module).graphs
-    for form, same_form in (graphs or {}).items():
-        for capture in same_form.captures if (form.dtype, form.grad) == (dtype, grad) else ():
-            if form.autocast is not None or not _has_constants(module, capture):
-                continue
-            if capture not in _numbered:
-                _numbered.append(capture)
-            return _numbered.index(capture)
+def _captures_in(module: nn.Module, mode: Hashable) -> Captures:
+    by_mode = _captures.get(module)
+    if by_mode is None:
+        by_mode = _captures.setdefault(module, {})
+    found = by_mode.get(mode)
+    return by_mode.setdefault(mode, Captures()) if found is None else found
+
+
+def _fitting(captures: Captures, module: nn.Module, args: tuple, named: dict[str, Any]) -> "Capture | None":
+    """The capture that fits a call: of the module, or of another one with the same forward; None if there is none."""
+    with _without_modes():
+        for capture in captures.found:
+            if capture.fits(module, args, named):
+                return capture
+        if len(captures.found) < MAX_CAPTURES:
+            for capture in _alike(module):
+                if capture not in captures.found and capture.fits(module, args, named):
+                    captures.found.append(capture)
+                    return capture
     return None
 
 
-_numbered: "list[Capture]" = []  # those that torch.compile has traced
+def _without_modes() -> contextlib.AbstractContextManager:
+    """Context without modes that only see operators, as a counter's: guards would compare these."""
+    functions = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
+    counting = functions and all(type(m).__module__.startswith(f"{PACKAGE}.") for m in functions)
+    if not (counting or torch._C._len_torch_dispatch_stack()):
+        return NO_MODES
+    stack = contextlib.ExitStack()
+    stack.enter_context(_disable_current_modes())
+    for _ in functions if counting else ():
+        stack.enter_context(_pop_mode_temporarily())
+    if counting and not torch.backends.mha.get_fastpath_enabled():  # as counters count the operators of its Python code
+        torch.backends.mha.set_fastpath_enabled(True)
+        stack.callback(torch.backends.mha.set_fastpath_enabled, False)
+    return stack
 
 
-def _graphs(module: nn.Module, args: tuple, named: dict[str, Any]) -> Graphs | None:
-    """The graphs of a module as it is now, for calls of this form; None if it must run as it is written."""
-    reading = _readings.get(module)
-    if reading is None or not reading.holds(module):
-        reading = _readings[module] = read(module)
-    form = None if reading.graphs is None else _form_of_call(args, named)
-    return None if reading.graphs is None or form is None else reading.graphs.setdefault(form, Graphs())
+def _alike(module: nn.Module) -> "list[Capture]":
+    """The captures of modules with the same forward, and parameters of the same sizes."""
+    captures = _by_forward.get(type(module).forward, ())
+    sizes = sizes_of(module) if captures else ()
+    return [capture for capture in captures if capture.sizes == sizes]
 
 
-def _conditions(module: nn.Module, args: tuple, named: dict[str, Any]) -> list[Condition] | None:
-    """What the graph that `_run` runs depends on besides the module and its inputs; None if it runs or may run none."""
-    graphs = _graphs(module, args, named)
-    capture = None if graphs is None else graphs.fitting(module, args, named)
-    return None if capture is None or capture.writes else capture.constants
-
-
-_run.conditions = _conditions  # type: ignore[attr-defined]
+def sizes_of(module: nn.Module) -> Hashable:
+    """Types and sizes of the parameters of a module and its submodules."""
+    return tuple(
+        (type(m).__qualname__, *(None if p is None else p.shape for p in m._parameters.values()))
+        for m in module.modules()
+    )
 
 
 def _is_checkpointed() -> bool:
@@ -250,43 +186,52 @@ def is_bound(module: nn.Module) -> bool:
 
 
 def captures_of(module: nn.Module) -> "list[Capture]":
-    """All captures that a module can run now."""
-    reading = _readings.get(module) or read(module)  # of a copy that was not called
-    graphs = () if reading.graphs is None else reading.graphs.values()
-    return [capture for each in graphs for capture in each.captures]
+    """The captures that a module runs; of a copy that was not called, those that it may run."""
+    own = [capture for captures in _captures.get(module, {}).values() for capture in captures.found]
+    return own or _alike(module)
 
 
 def why_none(module: nn.Module) -> str:
     """Why a module that was asked for captures has none."""
-    reading = _readings.get(module)
-    if reading is None:
+    by_mode = _captures.get(module)
+    if by_mode is None:
         return "the example does not reach it with a tensor"
-    reasons = [graphs.why for graphs in (reading.graphs or {}).values() if graphs.why is not None]
-    return reading.why or next(iter(reasons), "one of its arguments cannot be compared")
+    return next((captures.why for captures in by_mode.values() if captures.why is not None), "its example did not run")
 
 
-def _capture(module: nn.Module, graphs: Graphs, args: tuple, named: dict, outputs: Any) -> None:
-    """Adds a capture of a call to those of its structure and form, or the reason why there is none."""
+def _capture(module: nn.Module, captures: Captures, args: tuple, named: dict[str, Any]) -> None:
+    """Captures a call, or notes why it cannot."""
+    if captures.refused or len(captures.found) >= MAX_CAPTURES:
+        return
     try:
         from .capture import Refusal, capture  # here, as it imports Dynamo, also private parts of it
     except ImportError as error:
-        graphs.why = f"torch {torch.__version__} does not have what captures use: {error}"
+        captures.why = f"torch {torch.__version__} does not have what captures use: {error}"
+        captures.refused = True
         return
     modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
     if modes or torch._C._are_functorch_transforms_active():
         return  # Dynamo skips such a call
+    watched = next((m for m in module.modules() if m is not module and has_hooks(m)), None)
+    if watched is not None or runs_other_code(module):
+        name = type(module if watched is None else watched).__name__
+        captures.why = f"{name} has a hook, or its code was changed"
+        return
     with _lock:
-        if graphs.why is not None or len(graphs.captures) >= MAX_GRAPHS or graphs.fitting(module, args, named):
-            return
+        if _fitting(captures, module, args, named) is not None:
+            return  # by another thread
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
         inside = [(m, m.__dict__["forward"]) for m in module.modules() if is_our_forward(m.__dict__.get("forward"))]
         for m, _ in inside:
             del m.__dict__["forward"]  # Dynamo follows the code of the classes
         try:
-            graphs.captures.append(capture(module, args, named, outputs))
+            made = capture(module, args, named, sizes_of(module))
         except Refusal as refusal:
-            graphs.why = str(refusal)
+            captures.why, captures.refused = str(refusal), True
+        else:
+            captures.found.append(made)
+            _by_forward.setdefault(type(module).forward, weakref.WeakSet()).add(made)
         finally:
             for m, forward in inside:
                 m.__dict__["forward"] = forward
@@ -352,102 +297,3 @@ def is_foreign(module: nn.Module) -> bool:
 def _is_block(module: nn.Module) -> bool:
     """True for a module with layers whose class is not PyTorch's."""
     return is_foreign(module) and any(isinstance(m, LAYERS) for m in module.modules())
-
-
-def read(module: nn.Module) -> Reading:
-    """Reads the structure of a module, and finds the captures of this structure."""
-    inside = list(module.modules())[1:]
-    guard = Guard(module, inside)
-    tensors = guard.tensors, list(map(form_of, guard.tensors))
-    watched = next((m for m in inside if has_hooks(m)), None)
-    if watched is not None:
-        return Reading(guard, tensors, None, f"{type(watched).__name__} has a hook, or its code was changed")
-    if runs_other_code(module):
-        return Reading(guard, tensors, None, "its code was changed")
-    try:
-        structure = structure_of(module)
-    except Unreadable as error:
-        return Reading(guard, tensors, None, str(error))
-    return Reading(guard, tensors, _table.setdefault(structure, {}))
-
-
-# ---- structure of a module, form of a call: hashable descriptions
-
-
-def structure_of(module: nn.Module) -> Hashable:
-    """Types, code, attributes and forms of tensors of a module and its submodules.
-
-    Raises:
-        Unreadable: for an attribute whose value cannot be compared.
-    """
-    numbers: dict[int, int] = {}
-    parts: list[Hashable] = []
-    for path, m in module.named_modules(remove_duplicate=False):
-        facts = m.__dict__
-        attributes = {k: v for k, v in facts.items() if k not in INTERNAL and not k.startswith(PRIVATE)}
-        attributes |= dict.fromkeys((k for k, v in attributes.items() if is_rate(k, v)), "rate")
-        if is_our_forward(attributes.get("forward")):
-            del attributes["forward"]
-        tensors = [_described(facts[kind], numbers) for kind in ("_parameters", "_buffers")]
-        number = numbers.setdefault(id(m), len(numbers))
-        parts.append((path, number, type(m), code_of(type(m)), *tensors, _described(attributes, numbers)))
-    return tuple(parts)
-
-
-def _described(value: Any, numbers: dict[int, int]) -> Hashable:
-    """A hashable description of an attribute; tensors and objects by form and by the order of their first use."""
-    if isinstance(value, ATOMS):
-        return type(value), value
-    if isinstance(value, float):
-        return float, repr(value)
-    if isinstance(value, Tensor):
-        return type(value), *form_of(value), value.stride(), numbers.setdefault(id(value), len(numbers))
-    if isinstance(value, (tuple, list)):
-        return type(value), *(_described(v, numbers) for v in value)
-    if isinstance(value, dict):
-        return type(value), *((_described(k, numbers), _described(v, numbers)) for k, v in value.items())
-    if isinstance(value, CODE):
-        return value
-    if isinstance(value, MethodType):
-        return value.__func__, _described(value.__self__, numbers)
-    if isinstance(value, partial):
-        return partial, _described(value.func, numbers), *(_described(v, numbers) for v in (value.args, value.keywords))
-    if isinstance(value, nn.Module):
-        return nn.Module, numbers.setdefault(id(value), len(numbers))
-    if is_distributed(value):
-        return str(type(value))
-    if not hasattr(value, "__dict__"):
-        raise Unreadable(f"an attribute is a {type(value).__name__}, whose state cannot be compared")
-    if id(value) in numbers:
-        return type(value), numbers[id(value)]
-    numbers[id(value)] = len(numbers)
-    return type(value), _described(vars(value), numbers)
-
-
-def _form_of_call(args: tuple, named: dict[str, Any]) -> Form | None:
-    """Form of the arguments, and the modes that a graph depends on; None if an argument cannot be described."""
-    x = first_tensor((*args, *named.values()))
-    kind = "cpu" if x is None else x.device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    numbers: dict[int, int] = {}
-    values = [_form(value, numbers) for value in (*args, *named.values())]
-    dtype = None if x is None else x.dtype
-    return None if Unreadable in values else Form(dtype, torch.is_grad_enabled(), autocast, (*values, *named))
-
-
-def _form(value: Any, numbers: dict[int, int]) -> Hashable:
-    """Form of one argument; sizes and whole numbers do not count. `Unreadable` if it cannot be described."""
-    if type(value) is Tensor or type(value) is nn.Parameter:
-        order = None if value.is_contiguous() else tuple(sorted(range(value.dim()), key=value.stride))
-        number = numbers.setdefault(id(value), len(numbers))
-        return value.dtype, value.device, value.dim(), value.requires_grad, order, number
-    if isinstance(value, bool) or value is None or isinstance(value, (str, float)):
-        return type(value), value
-    if isinstance(value, int):
-        return int
-    if isinstance(value, dict):
-        value = tuple(value.items())
-    if type(value) in (tuple, list):
-        parts = tuple(_form(v, numbers) for v in value)
-        return Unreadable if Unreadable in parts else (type(value), *parts)
-    return Unreadable

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .. import kernels
 from ..engine.hooks import has_global_hooks
 from ..kernels.backend import using_backend
-from .example import arguments
+from .example import arguments, same_random_states
 
 LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
 PACKED = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")  # of nn.MultiheadAttention
@@ -295,10 +295,16 @@ def _communicates(cls: type) -> bool:
 
 @contextlib.contextmanager
 def _isolated() -> Iterator[None]:
-    """Context in which nothing is compiled, no kernel of ours is selected, and warnings are not shown."""
+    """Context in which nothing is compiled, no kernel of ours is selected, and no warning is shown; see `example`."""
     compiles = "torch._dynamo" in sys.modules
     stance = torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
-    with warnings.catch_warnings(), torch.inference_mode(False), using_backend("torch"), stance:
+    with (
+        warnings.catch_warnings(),
+        same_random_states(),
+        torch.inference_mode(False),
+        using_backend("torch"),
+        stance,
+    ):
         warnings.simplefilter("ignore")
         yield
 

@@ -95,8 +95,6 @@ class Recorded:
             checks.append(f"{direct} == {names.bind('direct', launch.direct_state(index, kernels))} is not None")
         if recording.replay.operators:
             checks.append(f"{names.call(settings.operators)} == {names.bind('operators_then', settings.operators())}")
-        for read, value in recording.conditions:
-            checks.append(f"{names.bind('condition', read)}(module) == {names.bind('value', value, object())}")
         for store, key, entry in self.folds:  # those that `freeze` holds now
             checks.append(f"{names.bind('store', store)}.get({names.bind('key', key)}) is {names.bind('kept', entry)}")
         for t in recording.sources:

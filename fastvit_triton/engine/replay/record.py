@@ -1,7 +1,7 @@
 """Records a call by running it, with its backward pass if it has gradients."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,6 @@ from .emit import Emitted, emit
 from .guard import Guard
 from .recorder import Recorder, Refusal, storage_of, tensors_in
 
-Condition = tuple[Callable[[nn.Module], Any], Any]  # function of the module that a call runs, its value
-
 
 class Record(NamedTuple):
     """A replay and what it depends on.
@@ -26,7 +24,6 @@ class Record(NamedTuple):
         held: tensors passed to it after the inputs: those of the modules, and those that `freeze` keeps, by name.
         folds: those cached by `freeze` that it reads.
         sources: the tensors that these are computed from.
-        conditions: what else it depends on.
         result: return value of the recorded call; None if it had gradients.
     """
 
@@ -35,7 +32,6 @@ class Record(NamedTuple):
     held: list[tuple[str, Tensor]]
     folds: list[CachedFold]
     sources: list[Tensor]
-    conditions: list[Condition]
     result: object
 
 
@@ -47,9 +43,8 @@ def record(
     If its result is not returned, the state of the random number generators is restored.
 
     Args:
-        forward: the function to record. If it has an attribute `conditions`, this function of (module, inputs, named)
-            returns those under which the call runs only operators and writes to nothing, or None if it does not; else
-            the code of the modules must be known.
+        forward: the function to record. If it has an attribute `repeatable`, this tells if the call runs only operators
+            and writes to nothing; else the code of the modules must be known.
         module: the module that it runs; checked with all its submodules by the guard.
         inputs: tensors, numbers, modules and tuples of these.
         named: keyword arguments of the same types.
@@ -60,12 +55,10 @@ def record(
     inside = list({id(m): m for root in (module, *modules) for m in root.modules()}.values())
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
-    conditions: list[Condition] | None = []
-    if hasattr(forward, "conditions"):
-        conditions = forward.conditions(module, inputs, named)
-    elif not all(runs_known_code(m, hooks_count=m is not module) for m in inside):
-        conditions = None
-    if conditions is None:
+    known = getattr(forward, "repeatable", None)
+    if known is None:
+        known = all(runs_known_code(m, hooks_count=m is not module) for m in inside)
+    if not known:
         return None
     try:
         leaves = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors}
@@ -84,7 +77,6 @@ def record(
             result = forward(module, *inputs, **named)
         backward = _record_backward(recorder, all_tensors, result)
         recording = _made(recorder, guard, inside, all_tensors, len(tensors), result, *backward)
-        recording = recording._replace(conditions=conditions)
     except RuntimeError:  # a Refusal, or too little memory for a backward pass now
         recording = None
     if recorder.draws and (recording is None or recording.result is None):
@@ -179,7 +171,7 @@ def _made(
     grads = [gradients.get(id(t)) for t in tensors]
     plan = Plan(recorder, [*(("x", t) for t in tensors[:inputs]), *named], result, marks, incoming, grads)
     sources = _sources(folds, modules)
-    return Record(emit(plan), guard, named, folds, sources, [], result if marks is None else None)
+    return Record(emit(plan), guard, named, folds, sources, result if marks is None else None)
 
 
 def _sources(folds: list[CachedFold], modules: list[nn.Module]) -> list[Tensor]:
