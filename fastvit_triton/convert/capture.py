@@ -1,9 +1,9 @@
 """Captures the call of a module by Dynamo, as code with guards; the graph is rewritten with the patterns of `graph`.
 
-A capture is what Dynamo compiles for a call: its guards, which are kept whole and which Dynamo evaluates, and its code,
-which calls the graph. The graph holds PyTorch calls on the parameters and inputs, and sizes as symbols, so that one
-capture serves every batch and image size, and every module for which its guards hold. The graph is not compiled: the
-rewritten graph runs as it is, and autograd records its operators.
+A capture is what Dynamo compiles for a call: its guards, all of which Dynamo evaluates before each later call, and its
+code, which calls the graph. The graph holds PyTorch calls on the parameters and inputs, and sizes as symbols, so that
+one capture serves every batch and image size, and every module for which its guards hold. The graph is not compiled:
+the rewritten graph runs as it is, and autograd records its operators.
 """
 
 import contextlib
@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
@@ -119,7 +118,7 @@ class Capture:
             return False
         return all(forward is None or is_our_forward(forward) for forward in self._forwards(call))
 
-    def __call__(self, module: nn.Module, *args: Any, **named: Any) -> Any:
+    def __call__(self, module: nn.Module, /, *args: Any, **named: Any) -> Any:
         """The outputs of a call that it fits. If the module is frozen, what is computed from weights alone is kept."""
         before, running.module = running.module, module
         try:
@@ -192,7 +191,7 @@ def capture(module: nn.Module, args: tuple, named: dict[str, Any], sizes: Hashab
         except _Stop:
             break
         # Any error of Dynamo or of the user's code under it: the module then runs as it is written.
-        except (TorchDynamoException, RuntimeError, TypeError, ValueError, AttributeError) as error:
+        except Exception as error:
             failure = failure or error
     found, running.found = running.found, None
     if found is None:
@@ -456,7 +455,9 @@ def _runner(graph: fx.GraphModule, numbers: list[int], parts: Split | None) -> C
     body = _callable(graph, graph.graph)
 
     def run(*inputs: Any) -> Any:
-        return body(*(t.item() if i in numbers else t for i, t in enumerate(inputs)))
+        with _disable_current_modes():  # a recorder of the call compares the attributes that these are
+            inputs = tuple(t.item() if i in numbers else t for i, t in enumerate(inputs))
+        return body(*inputs)
 
     if parts is None:
         return run if numbers else body

@@ -73,7 +73,7 @@ state = State()
 
 
 @transparent
-def run(module: nn.Module, *args: Any, **named: Any) -> Any:
+def run(module: nn.Module, /, *args: Any, **named: Any) -> Any:
     """Forward that `optimize` binds: runs a capture, or the forward of the module's class, which it may capture."""
     if torch.compiler.is_compiling() or (ways.state.inside_plain and not state.example):
         return type(module).forward(module, *args, **named)

@@ -142,7 +142,8 @@ def reference(
     """Equations (1) to (3): split, normalise, rotate, attend, merge heads."""
     if varlen is not None:
         qkv = qkv[None]
-    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, D] each
+    # chunks, whose gradients are joined in one pass; those of an unbound axis take two
+    q, k, v = (t.unflatten(-1, (num_heads, -1)).transpose(1, 2) for t in qkv.chunk(3, -1))  # [B, H, N, D] each
     if q_norm is not None:
         q = rms_norm.reference_either(q, q_norm)
     if k_norm is not None:

@@ -74,8 +74,9 @@ def narrow_attention(self: Foreign, x: Tensor) -> Tensor:
 
 
 def _narrow(attn: Foreign, x: Tensor, norm: Before | None) -> Tensor:
-    qkv = project(x, (attn.qkv,), norm)
-    return finish(attention_qkv(qkv, 1, attn.scale), attn.proj, residual=qkv.chunk(3, -1)[2])
+    q, k, v = project(x, (attn.qkv,), norm).chunk(3, -1)
+    o = attention(q[:, None], k[:, None], v[:, None], scale=attn.scale)
+    return finish(o.squeeze(1), attn.proj, residual=v)
 
 
 @fused_forward("block of tokens", f"{MODELS}.t2t.TokenTransformer", needs="norm1 attn norm2 mlp", takes="")

@@ -175,7 +175,7 @@ def _key_of(x: Tensor) -> tuple:
     return type(x), *layout, launch.run, *settings.choices(x.device.type)
 
 
-def call(way_key: object, forward: Callable, module: nn.Module, *inputs: object, **named: object) -> Any:
+def call(way_key: object, forward: Callable, module: nn.Module, /, *inputs: object, **named: object) -> Any:
     """Runs or replays forward(module, *inputs, **named).
 
     Args:
