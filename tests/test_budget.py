@@ -193,7 +193,7 @@ def capabilities():
     return found | ({"avx512": "AVX512"} if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= set(flags) else {})
 
 
-@pytest.mark.full
+@pytest.mark.full(one_in=3)
 def test_ops_keep_a_margin_on_every_cpu():
     """Oracle: float64. PyTorch sums in another order for each set of vector instructions, and NumPy, by which the
     interpreter multiplies matrices, for each kind of CPU.

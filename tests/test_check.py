@@ -699,7 +699,7 @@ def test_the_file_can_be_contributed():
 # Everything, in processes
 
 
-@pytest.mark.full
+@pytest.mark.full(one_in=3)
 def test_dry_run(tmp_path):
     """Oracle: every stage ends in Triton's interpreter, with kernels that match float64."""
     held = finished(tmp_path, "--dry-run")

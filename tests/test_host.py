@@ -63,7 +63,7 @@ def test_a_block_makes_few_calls(make, phase, way, batch, most):
     assert calls(make, phase, way, batch) <= most(calls(host.by_timm, phase, "plain", 0))
 
 
-@pytest.mark.full
+@pytest.mark.full(one_in=3)
 def test_rows():
     """Oracle: every phase, block and way has one row, with positive numbers."""
     rows = host.rows(rounds=2)

@@ -539,7 +539,7 @@ def test_files_by_the_command(monkeypatch, tmp_path, capsys):
     assert "--seconds is -1" in said("--seconds", -1, code=2)
 
 
-@pytest.mark.full
+@pytest.mark.full(one_in=4)
 def test_dry_run(tmp_path):
     """Oracle: every step runs in the interpreter, in a temporary folder; nothing is saved."""
     command = [str(Path(sys.executable).with_name("fastvit-triton")), "tune", "--dry-run", "--train"]
