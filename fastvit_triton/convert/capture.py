@@ -405,9 +405,10 @@ def _written(node: fx.Node, held: Memory) -> Memory:
     """The storages that a node writes; those of the graph's inputs if it may write and that is not known."""
     if not node.op.startswith("call_"):
         return set()
-    fake = next((t.fake_mode for n in node.all_input_nodes if (t := value(n)) is not None), None)
-    where = None if fake is None else written(node, fake)
-    if where is not None:
+    fakes = [t.fake_mode for n in node.all_input_nodes if (t := value(n)) is not None]
+    if not fakes:
+        return set()
+    if (where := written(node, fakes[0])) is not None:
         return where
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or name == "setitem" or "out" in node.kwargs

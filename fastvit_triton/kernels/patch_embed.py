@@ -367,11 +367,11 @@ class _Fn(torch.autograd.Function):
         if needs[1]:
             dweight = _bwd_op(dtokens, image, weight, prefix, mean, std).to(weight.dtype)
         if needs[2] or needs[3] or needs[4]:
-            rows = dtokens.sum(0, dtype=torch.float32)  # [T + N, D]
+            rows = dtokens[0] if len(dtokens) == 1 else dtokens.sum(0, dtype=torch.float32)  # [T + N, D]
             bias, pos, first = ctx.dtypes
-            dbias = rows[T:].sum(0).to(bias) if needs[2] else None
-            dpos = rows[len(rows) - ctx.rows :][None].to(pos) if needs[3] else None
-            dprefix = rows[:T][None].to(first) if needs[4] else None
+            dbias = rows[T:].sum(0, dtype=torch.float32).to(bias) if needs[2] else None
+            dpos = rows[len(rows) - ctx.rows :][None].to(pos, copy=len(dtokens) == 1) if needs[3] else None
+            dprefix = rows[:T][None].to(first, copy=True) if needs[4] else None
         if needs[0]:
             h, w = (side // patch for side, patch in zip(image.shape[2:], weight.shape[2:], strict=True))
             dt = dtokens[:, T:].transpose(1, 2).unflatten(2, (h, w)).to(weight.dtype)

@@ -79,6 +79,11 @@ def _narrow(attn: Foreign, x: Tensor, norm: Before | None) -> Tensor:
     return finish(o.squeeze(1), attn.proj, residual=v)
 
 
+def _entering(x: Tensor, norm: nn.Module, layer: Layer) -> tuple[Tensor, Before | None]:
+    """(x, norm to fold into the layer), or (norm(x), None) with gradients, where folding takes one more launch."""
+    return (normalize(x, norm), None) if torch.is_grad_enabled() else fold_or_normalize(x, norm, (layer,))
+
+
 @fused_forward("block of tokens", f"{MODELS}.t2t.TokenTransformer", needs="norm1 attn norm2 mlp", takes="")
 def token_transformer(self: Foreign, x: Tensor) -> Tensor:
     """Attention and MLP of one head; [B, N, K] → [B, N, D]."""
@@ -87,7 +92,7 @@ def token_transformer(self: Foreign, x: Tensor) -> Tensor:
     if type_name(self.attn) != f"{MODELS}.t2t.NarrowAttention" or has_hooks(self.attn):
         x = self.attn(self.norm1(x))
     else:
-        x, norm = fold_or_normalize(x, self.norm1, (self.attn.qkv,))
+        x, norm = _entering(x, self.norm1, self.attn.qkv)
         x = _narrow(self.attn, x, norm)
     return add_branches(x, Branch(self.mlp, self.norm2))
 
@@ -97,7 +102,7 @@ def token_performer(self: Foreign, x: Tensor) -> Tensor:
     """Linear attention and MLP of one head; [B, N, K] → [B, N, D]."""
     if not is_fusable(self, x):
         return original(self, x)
-    x, norm = fold_or_normalize(x, self.norm1, (self.kqv,))
+    x, norm = _entering(x, self.norm1, self.kqv)
     y, v = self.attend(project(x, (self.kqv,), norm))
     y = finish(y, self.proj, drop=self.dp, residual=v)
     if has_hooks(self.mlp):
