@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from budget import telling
 from interpreter import interpreting
+from sampling import marked
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastvit_triton import (
@@ -89,6 +90,19 @@ def test_low_precision_follows_float64(op, case, dtype):
     truth = next(leaves(op.reference(**{n: _double(v) for n, v in rounded.items()})))
     assert got.dtype == dtype
     assert (got.double() - truth).abs().max() <= 64 * torch.finfo(dtype).eps * truth.abs().max()
+
+
+@pytest.mark.parametrize("op, case", marked(EVERY, pytest.mark.full, lambda op, case: op.name != "patch_embed"))
+def test_gradients_share_no_memory(op, case):
+    """Oracle: addresses. Gradients of leaves that overlap are scaled twice by what clips or unscales them in place."""
+    with interpreting():
+        arguments = op.inputs(case, torch.float32, "cpu")
+        outputs = [t for t in leaves(op.run(**arguments)) if t.requires_grad]
+        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+    grads = [t.grad for t in leaves(tuple(arguments.values())) if t.is_leaf and t.grad is not None]
+    places = sorted((g.data_ptr(), g.data_ptr() + g.numel() * g.element_size()) for g in grads if g.numel())
+    assert places
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
 
 
 def _double(value):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
@@ -54,6 +55,10 @@ WRAP = getattr(VariableBuilder, "wrap_symfloat", None)
 RATES = f"its rates are constants, as torch {torch.__version__} has no VariableBuilder.wrap_symfloat"
 STATES = tracing_state_functions()  # the dictionary that Dynamo reads: function → what it returns while traced
 COMPILING = {f: False for f in STATES if f.__name__ in ("is_compiling", "is_dynamo_compiling")}
+FAILURES = (
+    *(TorchDynamoException, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError),
+    *(RuntimeError, TypeError, ValueError),
+)
 ABSENT = "NOT_PRESENT_IN_GENERIC_DICT"  # Dynamo's guard that an instance does not have an attribute
 UNGUARDED = {"_version", "environ", "getenv", "grad_fn", "is_leaf"}  # read by Dynamo once, and not guarded
 PACKAGES = ("torch", "timm", "transformers", "torchvision", PACKAGE)  # whose code may read these
@@ -190,8 +195,7 @@ def capture(module: nn.Module, args: tuple, named: dict[str, Any], sizes: Hashab
                 torch.compile(call, backend=_compiled, fullgraph=True, dynamic=True, options=options)(module, *inputs)
         except _Stop:
             break
-        # Any error of Dynamo or of the user's code under it: the module then runs as it is written.
-        except Exception as error:
+        except FAILURES as error:  # of Dynamo, or of the user's code under it: the module then runs as it is written
             failure = failure or error
     found, running.found = running.found, None
     if found is None:

@@ -367,10 +367,11 @@ class _Fn(torch.autograd.Function):
         if needs[1]:
             dweight = _bwd_op(dtokens, image, weight, prefix, mean, std).to(weight.dtype)
         if needs[2] or needs[3] or needs[4]:
-            rows = dtokens[0] if len(dtokens) == 1 else dtokens.sum(0, dtype=torch.float32)  # [T + N, D]
+            one = dtokens.shape[0] == 1  # no sum; gradients are copies, so that none shares memory
+            rows = dtokens[0] if one else dtokens.sum(0, dtype=torch.float32)  # [T + N, D]
             bias, pos, first = ctx.dtypes
             dbias = rows[T:].sum(0, dtype=torch.float32).to(bias) if needs[2] else None
-            dpos = rows[len(rows) - ctx.rows :][None].to(pos, copy=len(dtokens) == 1) if needs[3] else None
+            dpos = rows[len(rows) - ctx.rows :][None].to(pos, copy=one) if needs[3] else None
             dprefix = rows[:T][None].to(first, copy=True) if needs[4] else None
         if needs[0]:
             h, w = (side // patch for side, patch in zip(image.shape[2:], weight.shape[2:], strict=True))
