@@ -55,11 +55,7 @@ def same(got, want):
     assert type(got) is type(want)
     if isinstance(want, Tensor):
         assert_close(got, want, equal_nan=True)
-        assert [got.requires_grad, got.is_leaf, got.retains_grad] == [
-            want.requires_grad,
-            want.is_leaf,
-            want.retains_grad,
-        ]
+        assert all(getattr(got, name) == getattr(want, name) for name in ("requires_grad", "is_leaf", "retains_grad"))
         same(*({name: fact for name, fact in vars(t).items() if name[0] != "_"} for t in (got, want)))
     elif isinstance(want, np.ndarray):
         same(torch.from_numpy(got), torch.from_numpy(want))
@@ -131,13 +127,14 @@ def streams():
 def run(block, case):
     """What two rounds of the calls of a case show and leave; the second one may take what the first one captured."""
     scenarios.LOG.clear()
+    scenarios.NOTES.clear()
     seed()
     shown = []
     for _ in range(2):
         for args, named in case.calls(block):
             with torch.set_grad_enabled(case.grad):
                 shown.append(outcome(block, args, named))
-    return shown, [*scenarios.LOG], dict(scenarios.TABLE), facts(block), streams()
+    return shown, [*scenarios.LOG], dict(scenarios.NOTES), facts(block), streams()
 
 
 def outputs(result):
