@@ -1,11 +1,10 @@
 """Computes the attention maps of one layer from its recorded input.
 
 Math      q, k, v = the layer's own projections, norms and rotations of its captured input      (1)
-          L = ln Σₙ exp(scale · q kᵀ + bias)    [G, H, N], one `attention(..., return_lse=True)`  (2)
-          A[m] = exp(scale · q[m] kᵀ + bias[m] − L[m])    for any subset of rows m               (3)
+          A[m] = softmax(scale · q[m] kᵀ + bias[m])    for any subset of rows m                   (2)
+          O = A v, one call of `attention`                                                       (3)
           dA = dO vᵀ, with dO the gradient of the heads' outputs                                 (4)
           Talking heads mix the scores, S'ₕ = Σⱼ wₕⱼ Sⱼ + bₕ, and likewise softmax(S')            (5)
-A map costs one more attention call.
 """
 
 from collections.abc import Iterator
@@ -71,15 +70,17 @@ class AttentionLayer:
 
     @cached_property
     @torch.no_grad()
-    def attended(self) -> tuple[Tensor, Tensor]:
-        """(2): outputs of the heads [G, H, N, d], and L [G, H, N] in fp32, which is that of S with talking heads."""
+    def attended(self) -> Tensor:
+        """(3): outputs of the heads, [G, H, N, d]."""
         q, k, v, bias, scale, _, mixes, _ = self.heads
-        o, lse = attention(q, k, v, bias, scale, return_lse=True)
-        return (o if mixes is None else (self.map() @ v.to(lse.dtype)).to(v.dtype)), lse
+        if mixes is None:
+            return attention(q, k, v, bias, scale)
+        maps = self.map()
+        return (maps @ v.to(maps.dtype)).to(v.dtype)
 
     @torch.no_grad()
     def rows(self, queries: Tensor | slice | int) -> Tensor:
-        """(3), (5): attention probabilities of some queries over all keys.
+        """(2), (5): attention probabilities of some queries over all keys.
 
         Args:
             queries: token indices; the class token, if any, is 0.
@@ -97,8 +98,8 @@ class AttentionLayer:
             scores = scores.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else scores + bias
         if mixes is not None:
             return _mixed(mixes[1], _mixed(mixes[0], scores).softmax(-1))
-        lse = self.attended[1][:, :, queries, None]
-        return (scores - lse).exp().masked_fill(lse == -torch.inf, 0.0)
+        masked = scores.amax(-1, keepdim=True) == -torch.inf
+        return scores.softmax(-1).masked_fill(masked, 0.0)
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """All rows in chunks of at most `ROWS` queries: (queries [n], rows [G, H, n, M])."""
@@ -118,7 +119,7 @@ class AttentionLayer:
         if self.output_grad is None:
             raise ValueError(f"{self.path} has no gradient; capture with gradients=True and run a backward pass inside")
         v = self.heads.v
-        o = self.attended[0]
+        o = self.attended
         with torch.enable_grad():
             o = o.detach().requires_grad_()
             y = self.heads.output(o)

@@ -371,7 +371,9 @@ class _Fn(torch.autograd.Function):
             rows = dtokens[0] if one else dtokens.sum(0, dtype=torch.float32)  # [T + N, D]
             bias, pos, first = ctx.dtypes
             dbias = rows[T:].sum(0, dtype=torch.float32).to(bias) if needs[2] else None
-            dpos = rows[len(rows) - ctx.rows :][None].to(pos, copy=one) if needs[3] else None
+            if needs[3]:
+                dpos = rows[len(rows) - ctx.rows :][None]
+                dpos = dpos.to(pos, copy=True) if one else dpos.to(pos)
             dprefix = rows[:T][None].to(first, copy=True) if needs[4] else None
         if needs[0]:
             h, w = (side // patch for side, patch in zip(image.shape[2:], weight.shape[2:], strict=True))
