@@ -25,8 +25,9 @@ import fastvit_triton
 from fastvit_triton.cli.checks import at_least, check_size, image_size
 from fastvit_triton.cli.model_by_name import check_name
 from fastvit_triton.expected.cuda_operators import as_on_cuda
+from fastvit_triton.expected.events import Count
 from fastvit_triton.expected.inductor import inductor_count
-from fastvit_triton.expected.trace import Count, Trace, tracing
+from fastvit_triton.expected.trace import Trace, tracing
 from fastvit_triton.expected.values import without_weights
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels.backend import using_backend

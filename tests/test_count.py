@@ -13,7 +13,8 @@ from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, freeze, optimize
 from fastvit_triton.expected import times
 from fastvit_triton.expected.count import count, predict
-from fastvit_triton.expected.trace import Count, assuming_true, tracing
+from fastvit_triton.expected.events import Count
+from fastvit_triton.expected.trace import assuming_true, tracing
 from fastvit_triton.expected.values import weightless
 from fastvit_triton.explain.costs import image_cost
 from fastvit_triton.kernels import backend, cost, launch, plan, tile

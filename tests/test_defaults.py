@@ -23,7 +23,8 @@ from benchmarks.op_cases import BY_NAME, FULL, NAMES, Shape, _call
 from fastvit_triton import measure
 from fastvit_triton.expected.count import assumed, traced
 from fastvit_triton.expected.cuda_operators import as_on_cuda
-from fastvit_triton.expected.trace import Count, tracing
+from fastvit_triton.expected.events import Count
+from fastvit_triton.expected.trace import tracing
 from fastvit_triton.expected.values import given
 from fastvit_triton.kernels import cost, fold, mlp, plan
 from fastvit_triton.kernels.backend import using_backend

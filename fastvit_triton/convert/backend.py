@@ -65,9 +65,15 @@ def backend(
     else:
         if summary.rows and log.isEnabledFor(logging.INFO):
             log.info("%s", summary)
+    if inner is None:
+        return compiled(graph, inputs, mode, options)
     with compiling():
-        if inner is not None:
-            return inner(graph, inputs)
+        return inner(graph, inputs)
+
+
+def compiled(graph: fx.GraphModule, inputs: list, mode: str | None = None, options: dict | None = None) -> Callable:
+    """A graph compiled by Inductor, with our operators in it; the arguments are those of `backend`."""
+    with compiling():
         return torch._TorchCompileInductorWrapper(mode, options, None)(graph, inputs)
 
 
@@ -99,7 +105,7 @@ def _identity() -> str:
     return f"[{torch._guards.CompileContext.current_compile_id()}]"
 
 
-def rewrite(graph: fx.GraphModule, anywhere: bool = False) -> Report:
+def rewrite(graph: fx.GraphModule, anywhere: bool = False, layers: bool = False) -> Report:
     """Rewrites a captured graph and its checkpointed subgraphs in place, where kernels or oneDNN's products can run.
 
     Copies are rewritten first, so if this raises an error, all graphs are unchanged.
@@ -107,21 +113,24 @@ def rewrite(graph: fx.GraphModule, anywhere: bool = False) -> Report:
     Args:
         graph: as captured by Dynamo.
         anywhere: True to rewrite for any device and dtype, as the kernels' public functions choose in each call.
+        layers: True to replace also linear layers that nothing is fused with, for a graph that is not compiled.
     """
-    summary, rewritten = _plan(graph, anywhere)
+    summary, rewritten = _plan(graph, anywhere, layers)
     for part, new in rewritten:
         part.graph = new
     return summary
 
 
-def _plan(graph: fx.GraphModule, anywhere: bool = False) -> tuple[Report, list[tuple[Any, fx.Graph]]]:
+def _plan(
+    graph: fx.GraphModule, anywhere: bool = False, layers: bool = False
+) -> tuple[Report, list[tuple[Any, fx.Graph]]]:
     """What a rewriting does, and each module whose graph it changes with the new graph."""
     rows: list[Row] = []
-    rewritten = [(part, _rewritten(part.graph, rows, anywhere)) for part in _parts(graph)]
+    rewritten = [(part, _rewritten(part.graph, rows, anywhere, layers)) for part in _parts(graph)]
     return Report(tuple(rows), unfused=UNFUSED), [(part, new) for part, new in rewritten if new is not None]
 
 
-def _rewritten(graph: fx.Graph, rows: list[Row], anywhere: bool) -> fx.Graph | None:
+def _rewritten(graph: fx.Graph, rows: list[Row], anywhere: bool, layers: bool) -> fx.Graph | None:
     """A rewritten copy of a graph, or None if nothing is rewritten; adds a row for each candidate."""
     candidates = [(node.name, path_of(node), name) for node in graph.nodes if (name := _candidate(node)) is not None]
     tensors = [t for node in graph.nodes if (t := value(node)) is not None and t.is_floating_point()]
@@ -138,7 +147,7 @@ def _rewritten(graph: fx.Graph, rows: list[Row], anywhere: bool) -> fx.Graph | N
     rewriter = Rewriter(copied(graph), (lambda *_: None) if anywhere else why_not)
     if kernels:
         rewriter.run()
-    if anywhere:
+    if layers:
         rewriter.insert_layers()
     if products:
         rewriter.insert_products()

@@ -2,8 +2,10 @@
 
 A capture is what Dynamo compiles for a call: its guards, all of which Dynamo evaluates before each later call, and its
 code, which calls the graph. The graph holds PyTorch calls on the parameters and inputs, and sizes as symbols, so that
-one capture serves every batch and image size, and every module for which its guards hold. The graph is not compiled:
-the rewritten graph runs as it is, and autograd records its operators.
+one capture serves every batch and image size, and every module for which its guards hold.
+
+The rewritten graph runs as it is, and autograd records its operators. If it is asked for, Inductor also compiles it:
+what the kernels do not compute becomes few launches, forward and backward.
 """
 
 import contextlib
@@ -12,7 +14,7 @@ import logging
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -37,12 +39,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..engine.freeze import all_derived, keeps
 from ..engine.hooks import PACKAGE, is_our_forward
 from ..engine.source import facts_of, hold
+from ..kernels import settings
 from ..kernels.backend import kernels_available
 from .backend import copied, path_of, rewrite
 from .flop_shares import ATTENTION_FLOPS, enclosing
 from .graph.nodes import kind, read, same, up, value
 from .graph.regions import Memory, memory, written
 from .graph.weights import Split, split
+from .region import Region, region
 from .reporting import Row
 from .third_party import is_rate
 
@@ -99,22 +103,23 @@ class Capture:
     """A call as Dynamo compiled it, with a rewritten graph.
 
     Attributes:
-        sizes: of the parameters of the module that was captured.
+        key: of the module that was captured, to find it for modules alike.
         repeatable: True if its operators may be recorded and repeated: its graph writes no tensor in place.
         calls: of the graph to the kernels' public functions, by name.
         left: what the patterns look for and did not fuse, with the reasons.
         launches: of the graph before and after it was rewritten.
         replaced: the part of the graph's FLOPs that its calls to the kernels' public functions do, in [0, 1].
+        region: what Inductor made of the graph, or why there is nothing.
     """
 
-    def __init__(self, module: nn.Module, call: FunctionType, found: "_Found", sizes: Hashable) -> None:
+    def __init__(self, module: nn.Module, call: FunctionType, found: "_Found", key: tuple) -> None:
         (entry,) = _debug_get_cache_entry_list(call.__code__)
         self._guards, self._facts = entry.guard_manager, facts_of(set(map(type, module.modules())))
         forwards = "".join(f"{place}.__dict__.get('forward'), " for place in dict.fromkeys(running.places))
         self._forwards = eval(f"lambda L: ({forwards})", {})
         self._call = FunctionType(entry.code, call.__globals__, call.__name__)
-        self.sizes = sizes
-        self.repeatable, self.calls, self.left, self.launches, self.replaced = found
+        self.key = key
+        self.repeatable, self.calls, self.left, self.launches, self.replaced, self.region = found
 
     def fits(self, module: nn.Module, args: tuple, named: dict[str, Any]) -> bool:
         """True if all of Dynamo's guards hold for a call, and the classes run the code that they ran."""
@@ -125,11 +130,19 @@ class Capture:
 
     def __call__(self, module: nn.Module, /, *args: Any, **named: Any) -> Any:
         """The outputs of a call that it fits. If the module is frozen, what is computed from weights alone is kept."""
-        before, running.module = running.module, module
+        return self._run(module, False, args, named)
+
+    def call_region(self, module: nn.Module, args: tuple, named: dict[str, Any]) -> Any:
+        """The outputs of a call that it fits, from the graph that Inductor compiled."""
+        return self._run(module, True, args, named)
+
+    def _run(self, module: nn.Module, in_region: bool, args: tuple, named: dict[str, Any]) -> Any:
+        before = running.module, running.in_region
+        running.module, running.in_region = module, in_region
         try:
             return self._call(module, args, named)
         finally:
-            running.module = before
+            running.module, running.in_region = before
 
 
 class _Found(NamedTuple):
@@ -140,6 +153,7 @@ class _Found(NamedTuple):
     left: tuple[Row, ...]
     launches: Launches
     replaced: float
+    region: Region
 
 
 class _Running(threading.local):
@@ -147,6 +161,8 @@ class _Running(threading.local):
 
     Attributes:
         module: whose capture runs.
+        in_region: whether the region of its capture runs.
+        compiles: whether Inductor compiles the graph that is captured.
         found: what the graph that is compiled now is, or why it is refused; None before.
         training: whether the module that is captured is in training mode.
         rates: whether it then has attributes that are rates.
@@ -155,6 +171,7 @@ class _Running(threading.local):
 
     def __init__(self) -> None:
         self.module: nn.Module | None = None
+        self.in_region = self.compiles = False
         self.found: _Found | Refusal | None = None
         self.training = self.rates = False
         self.places: list[str] = []
@@ -163,7 +180,7 @@ class _Running(threading.local):
 running = _Running()
 
 
-def capture(module: nn.Module, args: tuple, named: dict[str, Any], sizes: Hashable) -> Capture:
+def capture(module: nn.Module, args: tuple, named: dict[str, Any], key: tuple, compiles: bool = False) -> Capture:
     """Captures and rewrites the call of a module's own forward; nothing is computed.
 
     Gradients, autocast and the training mode are those of the moment.
@@ -172,7 +189,8 @@ def capture(module: nn.Module, args: tuple, named: dict[str, Any], sizes: Hashab
         module: it and its submodules must run the code of their classes, without hooks.
         args: positional arguments.
         named: keyword arguments.
-        sizes: those of the module's parameters, to find the capture again for modules alike.
+        key: kept as `Capture.key`.
+        compiles: True to compile the graph with Inductor, too.
 
     Raises:
         Refusal: with the reason, for example a graph break.
@@ -186,7 +204,7 @@ def capture(module: nn.Module, args: tuple, named: dict[str, Any], sizes: Hashab
 
     inputs = tree_map_only(Tensor, leaf, (args, named))
     failure: Exception | None = None
-    running.found, running.training, running.places = None, module.training, []
+    running.found, running.training, running.places, running.compiles = None, module.training, [], compiles
     running.rates = module.training and any(is_rate(*fact) for m in module.modules() for fact in vars(m).items())
     for ones in (True, False):
         try:
@@ -202,7 +220,7 @@ def capture(module: nn.Module, args: tuple, named: dict[str, Any], sizes: Hashab
         raise Refusal("Dynamo is disabled" if failure is None else f"{type(failure).__name__}: {_first_line(failure)}")
     if isinstance(found, Refusal):
         raise found
-    return Capture(module, call, found, sizes)
+    return Capture(module, call, found, key)
 
 
 def _call(module, args, named):
@@ -219,8 +237,10 @@ def _are_kept(guards: Sequence[Any]) -> list[bool]:
 def _compiled(graph: fx.GraphModule, inputs: list, options: object = None) -> Callable:
     """Dynamo's backend: a function that raises `_Stop` in its first call, and then runs the rewritten graph."""
     run: Callable | None = None
+    apart = Region()
     try:
-        running.found, run = _rewritten(graph)
+        running.found, run = _rewritten(graph, inputs)
+        apart = running.found.region
     except Refusal as refusal:
         running.found = refusal
     # Any error of the rewriting: the module runs as it is written, and the report has the error.
@@ -233,6 +253,10 @@ def _compiled(graph: fx.GraphModule, inputs: list, options: object = None) -> Ca
         if first:
             first.clear()
             raise _Stop
+        if running.in_region:
+            function = apart.call if settings.region is None else apart.counted
+            assert function is not None  # as `captured.run` asked for it
+            return function(*inputs)
         assert run is not None
         return run(*inputs)
 
@@ -275,8 +299,8 @@ def _first_line(error: Exception) -> str:
     return lines[0] if lines else ""
 
 
-def _rewritten(graph: fx.GraphModule) -> tuple[_Found, Callable]:
-    """What Dynamo's graph is, and the function that runs it rewritten; called within Dynamo's compilation."""
+def _rewritten(graph: fx.GraphModule, examples: list) -> tuple[_Found, Callable]:
+    """What Dynamo's graph is, and what runs it rewritten; called within Dynamo's compilation."""
     _check_code()
     _check_effects(graph)
     numbers = _pass_rates(graph.graph)
@@ -287,7 +311,8 @@ def _rewritten(graph: fx.GraphModule) -> tuple[_Found, Callable]:
         raise Refusal("it writes to an argument or a weight")  # which may share memory with another
     before = _launching(graph.graph)
     work = {node.name: _flops(node) for node in before}
-    unfused = rewrite(graph, anywhere=True).left
+    as_captured = copied(graph.graph)
+    unfused = rewrite(graph, anywhere=True, layers=True).left
     left = {node.name for node in graph.graph.nodes}
     functions = [node.target for node in graph.graph.nodes if callable(node.target)]
     calls = Counter(f.__name__ for f in functions if (getattr(f, "__module__", None) or "").startswith(OURS))
@@ -303,13 +328,17 @@ def _rewritten(graph: fx.GraphModule) -> tuple[_Found, Callable]:
         writes or numbers or running.training or any(map(_changes_modes, graph.graph.nodes)) or _casts(graph.graph)
     ):
         parts = split(copied(graph.graph), {node.name for node in inputs if _source(node).startswith("L['module']")})
+    if numbers:
+        apart = Region(why="its rates are numbers, which Inductor makes constants")
+    else:
+        apart = region(graph, as_captured, examples, running.compiles)
     for part in (graph.graph, *(parts[1:] if parts else ())):
         for node in part.nodes:
             node.meta.clear()  # fake tensors and stack traces
     if WRAP is None and running.rates:
         unfused += (Row("", "rate", why=RATES),)
     replaced = sum(n for name, n in work.items() if name not in left) / max(sum(work.values()), 1)
-    return _Found(not writes, calls, unfused, launches, replaced), _runner(graph, numbers, parts)
+    return _Found(not writes, calls, unfused, launches, replaced, apart), _runner(graph, numbers, parts)
 
 
 def _launching(graph: fx.Graph) -> list[fx.Node]:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..engine import replay, ways
 from ..engine.hooks import PACKAGE, has_global_hooks, has_hooks, is_our_forward, runs_other_code
-from ..kernels import plan, settings
+from ..kernels import launch, plan, settings
 from ..kernels.backend import kernels_available, transparent
 from .example import arguments, unchanged
 from .flop_shares import enclosing
@@ -34,6 +34,7 @@ LAYERS = (nn.Linear, nn.MultiheadAttention, nn.modules.conv._ConvNd)
 STACKS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 NAMES = re.compile("(?<!Batch)Norm|Attention|Attn|M[Ll][Pp]|F[Ff][Nn]|Feed[Ff]orward|Glu|GLU")
 NO_MODES = contextlib.nullcontext()
+REPLAYED = 8  # images, up to which the graph is replayed on a GPU
 MAX_CAPTURES = 4  # of one module in one mode, for the branches that sizes and attributes select
 
 
@@ -54,7 +55,8 @@ class Captures:
 
 _captures: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Captures]]" = weakref.WeakKeyDictionary()
 _by_forward: "weakref.WeakKeyDictionary[Callable, weakref.WeakSet[Capture]]" = weakref.WeakKeyDictionary()
-_asked: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # modules whose calls may be captured
+# module whose calls may be captured → whether Inductor compiles the graphs; None for those on a GPU
+_asked: "weakref.WeakKeyDictionary[nn.Module, bool | None]" = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
 
 
@@ -93,10 +95,26 @@ def run(module: nn.Module, /, *args: Any, **named: Any) -> Any:
         if module in _asked:
             _capture(module, captures, args, named)
         return outputs
+    if _takes_region(capture, x):
+        return capture.call_region(module, args, named)
     # on a CPU a record has no second derivatives, which the graph has
     if kernels_available(x) or (plan.has_ways(x) and not torch.is_grad_enabled()):
         return replay.call((capture, settings.choices(x.device.type)), capture, module, *args, **named)
     return capture(module, *args, **named)
+
+
+def _takes_region(capture: "Capture", x: Tensor) -> bool:
+    """True if a call runs what Inductor compiled; in a trace, what it would compile on a GPU.
+
+    Recorders and transforms see operators, so for these the graph runs. A few images without gradients take the least
+    time on the host, which a replay of the graph saves.
+    """
+    on_gpu = launch.target is not None or not x.is_cpu
+    if on_gpu and not torch.is_grad_enabled() and x.shape[0] <= REPLAYED:
+        return False
+    if settings.region is not None:
+        return launch.target is not None and settings.forced is None and capture.region.counted is not None
+    return capture.region.call is not None and not settings.is_observed()
 
 
 def _mode(module: nn.Module, x: Tensor) -> Hashable:
@@ -147,16 +165,20 @@ def _without_modes() -> contextlib.AbstractContextManager:
 def _alike(module: nn.Module) -> "list[Capture]":
     """The captures of modules with the same forward, and parameters of the same sizes."""
     captures = _by_forward.get(type(module).forward, ())
-    sizes = sizes_of(module) if captures else ()
-    return [capture for capture in captures if capture.sizes == sizes]
+    if not captures:
+        return []
+    sizes, compiles = _key(module)
+    any_way = module not in _asked  # a copy
+    return [c for c in captures if c.key[0] == sizes and (any_way or c.key[1] == compiles)]
 
 
-def sizes_of(module: nn.Module) -> Hashable:
-    """Types and sizes of the parameters of a module and its submodules."""
-    return tuple(
+def _key(module: nn.Module) -> tuple[Hashable, bool | None]:
+    """Types and sizes of the parameters of a module and its submodules, and whether its graphs are compiled."""
+    sizes = tuple(
         (type(m).__qualname__, *(None if p is None else p.shape for p in m._parameters.values()))
         for m in module.modules()
     )
+    return sizes, _asked.get(module)
 
 
 def _is_checkpointed() -> bool:
@@ -174,9 +196,11 @@ def first_tensor(values: Any) -> Tensor | None:
     return None
 
 
-def ask(module: nn.Module) -> None:
-    """Lets calls of a module be captured, where no graph fits."""
-    _asked.add(module)
+def ask(module: nn.Module, compiles: bool | None = False) -> None:
+    """Lets calls of a module be captured, where no graph fits, and compiled; None to compile those on a GPU."""
+    if _asked.setdefault(module, compiles) is not compiles:
+        _asked[module] = compiles
+        _captures.pop(module, None)
 
 
 def is_bound(module: nn.Module) -> bool:
@@ -189,6 +213,13 @@ def captures_of(module: nn.Module) -> "list[Capture]":
     """The captures that a module runs; of a copy that was not called, those that it may run."""
     own = [capture for captures in _captures.get(module, {}).values() for capture in captures.found]
     return own or _alike(module)
+
+
+def compiled(model: nn.Module) -> tuple[int, float] | None:
+    """The number of graphs that Inductor compiled for a model's modules, and the seconds that it took; None if none."""
+    captures = {capture for module in model.modules() if is_bound(module) for capture in captures_of(module)}
+    seconds = [capture.region.seconds for capture in captures if capture.region.call is not None]
+    return (len(seconds), sum(seconds)) if seconds else None
 
 
 def why_none(module: nn.Module) -> str:
@@ -226,7 +257,9 @@ def _capture(module: nn.Module, captures: Captures, args: tuple, named: dict[str
         for m, _ in inside:
             del m.__dict__["forward"]  # Dynamo follows the code of the classes
         try:
-            made = capture(module, args, named, sizes_of(module))
+            key, x = _key(module), first_tensor((*args, *named.values()))
+            compiles = (x is not None and not x.is_cpu) if key[1] is None else key[1]
+            made = capture(module, args, named, key, compiles)
         except Refusal as refusal:
             captures.why, captures.refused = str(refusal), True
         else:

@@ -50,6 +50,7 @@ def optimize(
     *,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     example: Any = None,
+    compile: bool | None = None,
     freeze: bool = False,
     tune: Any = None,
     verify: Any = None,
@@ -75,7 +76,10 @@ def optimize(
     known types keeps these if its graph has more launches. Calls in other modes and dtypes than the example's are
     captured when they first occur. The graph runs only while the block is as it was: with a hook
     inside, patched code or another attribute the block's own forward runs. Copies share the graphs; a model that was
-    unpickled in another process has none, until `optimize` or `warmup` runs it on an example.
+    unpickled in another process has none, until `optimize` or `warmup` runs it on an example. On a GPU, or with
+    `compile`, Inductor also compiles these graphs, so that norms, rotations and gates take few launches; blocks that
+    are alike share the result. As under torch.compile, gradients of gradients then raise an error. Up to 8 images
+    without gradients run the graph as it is, which is replayed.
 
     If an exception is raised, also in filter_fn, all modules are restored.
 
@@ -85,6 +89,8 @@ def optimize(
             fused block calls the others.
         example: an input of the model, a tensor or a tuple or dictionary of arguments: blocks of unknown types are
             captured from one call with it, without gradients and in the mode that the model is in.
+        compile: whether Inductor compiles captured blocks: True, False, or None for those on a GPU. It takes about ten
+            seconds for each kind of block, dtype and mode; the report says how long.
         freeze: the weights are final: also call `fastvit_triton.freeze` on the model.
         tune: an example input: also measure how the model runs fastest on this GPU or CPU, in training if it is in
             training mode; see `fastvit_triton.tune`. Nothing is measured if neither the kernels nor oneDNN can run.
@@ -98,7 +104,7 @@ def optimize(
 
     Raises:
         TypeError: model is not an nn.Module, filter_fn cannot be called, freeze is not a bool, or verify or example is
-            a bool or a path.
+            a bool or a path, or compile is neither a bool nor None.
         ValueError: the model does not run on the input to verify.
         Exception: whatever the model raises on the example.
     """
@@ -107,6 +113,8 @@ def optimize(
         raise TypeError(f"filter_fn is {filter_fn!r}; give a function of a module and its path, or None")
     if not isinstance(freeze, bool):
         raise TypeError(f"freeze is {freeze!r}; give True or False")
+    if not (compile is None or isinstance(compile, bool)):
+        raise TypeError(f"compile is {compile!r}; give True or False, or None to compile captured blocks on a GPU")
     for name, value in (("verify", verify), ("example", example)):
         if isinstance(value, (bool, str, os.PathLike)):
             raise TypeError(f"{name} is {value!r}; give an example input of the model, such as a tensor, or None")
@@ -117,7 +125,7 @@ def optimize(
             freeze_weights(model)
         with as_gathered(model):
             rows = _rows(model, filter_fn)
-        rows = _with_others(model, _with_captured(model, rows, filter_fn, example))
+        rows = _with_others(model, _with_captured(model, rows, filter_fn, example, compile))
         if verify is not None:
             rows = _verified(model, rows, verify)
     parameter = next(model.parameters(), None)
@@ -130,6 +138,7 @@ def optimize(
         rows,
         device,
         products,
+        compiled=captured.compiled(model),
         subject=Subject(model, next((e for e in (example, verify, tune) if e is not None), None)),
     )
 
@@ -235,7 +244,11 @@ def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) 
 
 
 def _with_captured(
-    model: nn.Module, rows: tuple[Row, ...], filter_fn: Callable[[nn.Module, str], bool] | None, example: Any
+    model: nn.Module,
+    rows: tuple[Row, ...],
+    filter_fn: Callable[[nn.Module, str], bool] | None,
+    example: Any,
+    compiles: bool | None,
 ) -> tuple[Row, ...]:
     """The rows with those of the blocks that are captured from an example, or could be."""
     ours = {row.path for row in rows if row.why == OURS}
@@ -265,7 +278,7 @@ def _with_captured(
             elif "forward" in module.__dict__ and not captured.is_bound(module):
                 by_path[path] = Row(path, type(module).__name__, why="its forward was replaced")
             else:
-                captured.ask(module)
+                captured.ask(module, compiles)
                 bind(module, "forward", captured.run)
                 to_capture.append(path)
         paths = []
@@ -290,6 +303,7 @@ def _captured_row(module: nn.Module, path: str, converted: set[str]) -> Row:
     for capture in captures:
         calls |= capture.calls
         unfused |= dict.fromkeys(f"{row.type}: {row.why}" for row in capture.left)
+    unfused |= dict.fromkeys(f"not compiled: {c.region.why}" for c in captures if c.region.why is not None)
     layers = {row.type for capture in captures for row in capture.left} - {"layer_norm", "gelu", "relu", "silu", "rate"}
     prefix = f"{path}." if path else ""
     inside = {other.removeprefix(prefix) for other in converted if other.startswith(prefix)}
@@ -301,7 +315,8 @@ def _captured_row(module: nn.Module, path: str, converted: set[str]) -> Row:
             return Row(path, name, why=f"what it holds is fused instead, as {graph}")
     kind = "block" if re.search("Block|Layer", name) else "module"
     parts = ", ".join(function if n == 1 else f"{function} ×{n}" for function, n in calls.items())
-    return Row(path, name, f"fused captured {kind} ({parts})", why="; ".join(unfused) or None)
+    rest = ", the rest by Inductor" if all(capture.region.call for capture in captures) else ""
+    return Row(path, name, f"fused captured {kind} ({parts}{rest})", why="; ".join(unfused) or None)
 
 
 def _merged(model: nn.Module, rows: tuple[Row, ...], captured_rows: dict[str, Row]) -> tuple[Row, ...]:

@@ -48,6 +48,7 @@ class Report:
         device: why the kernels do not run on the parameters' device; None if they do.
         products: on a CPU, how linear layers run there instead, in a clause; None elsewhere.
         unfused: the way of unchanged candidates.
+        compiled: the number of graphs of captured blocks that Inductor compiled, and the seconds that it took; or None.
         subject: the model, from which the shares are counted; None for a graph, whose table has no shares.
     """
 
@@ -55,6 +56,7 @@ class Report:
     device: str | None = None
     products: str | None = None
     unfused: str = "original"
+    compiled: tuple[int, float] | None = None
     subject: Subject | None = field(default=None, compare=False, repr=False)
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
@@ -137,8 +139,16 @@ class Report:
             table.append((f"{path}{number} ({name})", way, *share, reason))
         wide = [max(len(line[i]) for line in table) for i in range(len(table[0]) - 1)]
         aligned = [[*map(str.ljust, line[:2], wide), *map(str.rjust, line[2:-1], wide[2:]), line[-1]] for line in table]
-        head = " ".join(t for t in (self.headline(), self._here()) if t)
+        head = " ".join(t for t in (self.headline(), self._compiling(), self._here()) if t)
         return "\n".join([head, "", *("  ".join(line).rstrip() for line in aligned)])
+
+    def _compiling(self) -> str:
+        """How long Inductor compiled captured blocks, which is said as it makes the first call slow."""
+        if self.compiled is None:
+            return ""
+        number, seconds = self.compiled
+        graphs = f"{_several(number, 'graph')} of captured blocks took {seconds:.0f} s to compile"
+        return f"{graphs}; other dtypes and modes are compiled in their first call."
 
     def _here(self) -> str:
         """What the headline's "converted" means for the calls to come."""

@@ -19,8 +19,9 @@ from ..kernels.launch import targeting
 from ..kernels.plan import Choice, assuming, host_us, observing
 from . import times, work
 from .cuda_operators import as_on_cuda
+from .events import Count
 from .inductor import inductor_count
-from .trace import Count, Trace, tracing
+from .trace import Trace, tracing
 from .values import given, without_weights
 
 

@@ -1,16 +1,16 @@
 """Estimates the launches of torch.compile from the operators of an eager call; nothing is compiled.
 
-Matmuls, convolutions and attention remain PyTorch's kernels (EXTERN). Connected operators between two of them form one
-kernel, which reads its external inputs once and writes the outputs used elsewhere. A sum over rows (COLUMN: gradients
-of biases, γ and β) starts a new kernel, because it reduces along the other axis. This models Inductor's defaults: no
-horizontal fusion, and no recomputation in the backward pass.
+Matmuls, convolutions and attention remain PyTorch's kernels (EXTERN), and our operators remain ours. Operators between
+two of them that are connected form one kernel, which reads its external inputs once and writes the outputs used
+elsewhere. A sum over rows (COLUMN: gradients of biases, γ and β) starts a new kernel, because it reduces along the
+other axis. This models Inductor's defaults: no horizontal fusion, and no recomputation in the backward pass.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from .trace import FLASH, Count, Event, Piece
+from .events import FLASH, Count, Event, Piece
 
 PRODUCTS = ("addmm", "addmm_", "mm", "bmm", "baddbmm", "convolution", "convolution_backward", *FLASH)
 EXTERN = {*PRODUCTS, *(f"{name}_backward" for name in FLASH)}
@@ -35,6 +35,27 @@ class Kernel:
     def count(self) -> Count:
         """Launches and bytes."""
         return Count(max(e.launches for e in self.events), sum(piece.nbytes for piece in (*self.reads, *self.writes)))
+
+
+def counted(events: Iterable[Event]) -> Count:
+    """Launches, bytes and flops of a call whose regions are compiled."""
+    events = list(events)
+    total = Count(flops=sum(event.flops for event in events))
+    for one in kernels(events):
+        total += one.count if isinstance(one, Kernel) else Count(one.launches, one.nbytes)
+    return total
+
+
+def kernels(events: Iterable[Event]) -> Iterator[Event | Kernel]:
+    """Yields the events outside of regions, and the kernels of each region."""
+    regions = defaultdict(list)
+    for event in events:
+        if event.region:
+            regions[event.region].append(event)
+        else:
+            yield event
+    for inside in regions.values():
+        yield from grouped(inside)
 
 
 def inductor_count(events: Iterable[Event]) -> Count:
@@ -64,16 +85,21 @@ def _parts(event: Event) -> list[Event]:
     return [replace(event, launches=1, writes=event.writes[:1]), columns]
 
 
+def is_extern(event: Event) -> bool:
+    """True for what Inductor calls: library products, and our operators with all that they contain."""
+    return event.name in EXTERN or event.ours or event.op != ""
+
+
 def _groups(events: list[Event]) -> list[int]:
     """For each event, the index of the first event in its kernel."""
     groups: list[int] = []
     written: dict[int, tuple[int, int]] = {}  # storage → (its last writer, number of EXTERN ops up to there)
     for n, event in enumerate(events):
         sources = [written[piece.storage] for piece in event.reads if piece.storage in written]
-        products = max((count for _, count in sources), default=0) + (event.name in EXTERN)
+        products = max((count for _, count in sources), default=0) + is_extern(event)
         group = n
-        if event.name not in EXTERN and event.name != COLUMN:
-            near = {groups[m] for m, count in sources if count == products and events[m].name not in EXTERN}
+        if not is_extern(event) and event.name != COLUMN:
+            near = {groups[m] for m, count in sources if count == products and not is_extern(events[m])}
             group = min(near, default=n)
             groups = [group if g in near else g for g in groups]
         groups.append(group)

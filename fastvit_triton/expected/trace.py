@@ -26,17 +26,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from ..engine.replay.recorder import ALLOCATE, READERS
-from ..kernels import launch, linear_backward, tile
+from ..kernels import launch, linear_backward, settings, tile
 from ..kernels.cost import seen_pairs
 from ..kernels.op import REGISTERED
 from . import launched
+from .events import FLASH, Count, Event, Piece
+from .inductor import counted
 from .values import described, has_values, is_known, mark, positions, reserved, written_arguments
 
-FLASH = (
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-)
 # CUDA kernels of a PyTorch operator, if not 1, by torch 2.13: flash_bwd_launch_template.h (Δ; dq, dk, dv; dq from fp32
 # sums), layer_norm_kernel.cu (dx; dγ and dβ, up to 65,536 rows), Convolution.cpp (bias and its gradient are apart)
 LAUNCHES = {f"{name}_backward": 3 for name in FLASH} | {"native_layer_norm_backward": 2}
@@ -46,65 +43,6 @@ CONTIGUOUS = ("native_layer_norm", "native_layer_norm_backward")
 IN_PLACE = ("addmm_", "baddbmm_")  # PyTorch's table of flops lacks them
 
 _storages = itertools.count()
-
-
-@dataclass(frozen=True)
-class Count:
-    """Cost of a call.
-
-    Attributes:
-        launches: number of kernels.
-        nbytes: bytes read and written.
-        flops: of matmuls and convolutions.
-    """
-
-    launches: int = 0
-    nbytes: int = 0
-    flops: int = 0
-
-    def __add__(self, other: "Count") -> "Count":
-        """The cost of both calls."""
-        return Count(self.launches + other.launches, self.nbytes + other.nbytes, self.flops + other.flops)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A tensor that is read or written: `nbytes` bytes of storage number `storage`, from element `offset`."""
-
-    storage: int
-    offset: int
-    shape: tuple[int, ...]
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Event:
-    """A PyTorch operator, or a launch of one of our kernels.
-
-    Attributes:
-        name: of the operator ("addmm") or the kernel ("linear._fwd_kernel").
-        op: our operator that contains it, or "".
-        ours: True for our kernels; `reads` then holds both inputs and outputs.
-        launches: number of kernels.
-        reads: its operands, each once.
-        writes: its results.
-        flops: of products.
-        size: of a launch of ours, see `launched.size`.
-    """
-
-    name: str
-    op: str
-    ours: bool
-    launches: int
-    reads: tuple[Piece, ...]
-    writes: tuple[Piece, ...]
-    flops: int = 0
-    size: tuple[int, int, int, int] = (0, 0, 0, 0)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes read and written."""
-        return sum(piece.nbytes for piece in (*self.reads, *self.writes))
 
 
 @dataclass
@@ -122,8 +60,8 @@ class Trace:
 
     @property
     def count(self) -> Count:
-        """Sum over the events."""
-        return sum((Count(e.launches, e.nbytes, e.flops) for e in self.events), Count())
+        """Sum over the events; those of a region are grouped as Inductor does."""
+        return counted(self.events)
 
 
 class _Tracer(TorchDispatchMode):
@@ -208,7 +146,7 @@ class _Tracer(TorchDispatchMode):
                 outputs = body(*arguments)
         finally:
             self.op = outer
-        self.trace.events.append(Event(name, name, True, 0, (), (), flops))
+        self.trace.events.append(Event(name, name, True, 0, (), (), flops, region=settings.region or 0))
         got, wanted = ([_facts(t) for t in tree_leaves(part)] for part in (outputs, expected))
         if got != wanted:
             self.trace.findings.append(f"{name} gives {got}, its fake {wanted}")
@@ -251,7 +189,8 @@ class _Tracer(TorchDispatchMode):
     ) -> None:
         reads, writes = (tuple(map(self._piece, tensors)) for tensors in (read, written))
         launches = 1 if ours else _launches(name, reads, writes)
-        self.trace.events.append(Event(name, self.op, ours, launches, reads, writes, flops, size))
+        region = settings.region or 0
+        self.trace.events.append(Event(name, self.op, ours, launches, reads, writes, flops, size, region))
 
     def _piece(self, t: Tensor) -> Piece:
         facts = vars(t.untyped_storage())  # of the same Python object while the storage exists
@@ -309,10 +248,12 @@ def tracing() -> Iterator[Trace]:
     torch.backends.mha.set_fastpath_enabled(False)  # it is one operator for an encoder layer, without a meta kernel
     for stand_in in stand_ins:
         setattr(*stand_in)
+    outside, settings.region = settings.region, 0
     try:
         with tracer:
             yield tracer.trace
     finally:
+        settings.region = outside
         torch.backends.mha.set_fastpath_enabled(fast)
         for (owner, name, _), original in zip(stand_ins, before, strict=True):
             delattr(owner, name) if original is None else setattr(owner, name, original)

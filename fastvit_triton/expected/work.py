@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from .cuda_operators import as_on_cuda
-from .inductor import EXTERN, Kernel, grouped
-from .trace import Event, Piece, tracing
+from .events import Event, Piece
+from .inductor import Kernel, grouped, is_extern, kernels
+from .trace import tracing
 from .values import reserved, without_weights
 
 IMAGES = 2  # in a traced call; operators may treat one image differently
@@ -128,9 +129,9 @@ def work_of_events(events: list[Event], grows: Collection[int] = ()) -> Call:
     eager = Counter(_operator(event, grows) for event in events)
     compiled: Counter[Work] = Counter()
     templates: Counter[tuple[tuple[Work, ...], tuple[Work, ...]]] = Counter()
-    kernels = grouped(events)
-    writers = {piece.storage: kernel for kernel in kernels if _is_product(kernel) for piece in kernel.writes}
-    for kernel in kernels:
+    compiled_kernels = grouped(events)
+    writers = {piece.storage: kernel for kernel in compiled_kernels if _is_product(kernel) for piece in kernel.writes}
+    for kernel in compiled_kernels:
         one = _kernel(kernel, grows)
         compiled[one] += 1
         sources = [writers[piece.storage] for piece in kernel.reads if piece.storage in writers]
@@ -142,9 +143,12 @@ def work_of_events(events: list[Event], grows: Collection[int] = ()) -> Call:
 def ours(events: Iterable[Event]) -> tuple[tuple[Work, int], ...]:
     """The work of the events of a converted model's call, of this number of images."""
     counts: Counter[Work] = Counter()
-    for event in events:
-        if event.launches:
-            counts[_launch(event) if event.ours else _operator(event, ())] += 1
+    for one in kernels(events):
+        event = one.events[0] if isinstance(one, Kernel) else one
+        if event.launches and event.ours:
+            counts[_launch(event)] += 1
+        elif event.launches:
+            counts[_kernel(one, ()) if isinstance(one, Kernel) else _operator(event, ())] += 1
     return tuple(counts.items())
 
 
@@ -171,7 +175,7 @@ def _is_product(kernel: Kernel) -> bool:
 
 
 def _is_extern(kernel: Kernel) -> bool:
-    return kernel.events[0].name in EXTERN
+    return is_extern(kernel.events[0])
 
 
 def _kernel(kernel: Kernel, grows: Collection[int]) -> Work:

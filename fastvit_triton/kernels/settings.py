@@ -21,6 +21,7 @@ observer: Callable | None = None  # called with each choice, see `plan.observing
 cpu_row: Any = None  # an `onednn.Row` used instead of that of this CPU, see `onednn.using_row`
 reduced: bool = False  # True while a model is frozen with a reduced precision, see `engine.freeze`
 locator: Callable | None = None  # tells where an observed choice is made, see `plan.locating`
+region: int | None = None  # number of the region that a trace of `expected` is in, 0 outside; None without a trace
 
 _call_of_modules = nn.Module.__call__
 _call_impl_of_modules = nn.Module._call_impl

@@ -1,0 +1,99 @@
+"""Compiles a captured graph with Inductor: calls of the kernels where these pay, with PyTorch's operators between."""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from ..kernels import settings
+from .backend import compiled, compiling, copied, rewrite
+
+log = logging.getLogger(__name__)
+
+_numbers = itertools.count(1)
+
+
+class Region(NamedTuple):
+    """A captured graph for Inductor.
+
+    Attributes:
+        counted: runs its operators one by one, as one region of a trace of `expected`; None if there is no such graph.
+        call: the compiled function; None if it was not compiled.
+        seconds: how long Inductor took.
+        why: why it was not compiled; None if it was, or was not to be.
+    """
+
+    counted: Callable | None = None
+    call: Callable | None = None
+    seconds: float = 0.0
+    why: str | None = None
+
+
+def region(owner: fx.GraphModule, graph: fx.Graph, examples: list, compiles: bool) -> Region:
+    """The region of a graph as it was captured; called within Dynamo's compilation.
+
+    Args:
+        owner: holds what the graph reads besides its inputs.
+        graph: it is rewritten in place.
+        examples: its inputs, fake tensors.
+        compiles: True to compile it.
+    """
+    part = fx.GraphModule(owner, graph)
+    rewrite(part, anywhere=True)
+    operators = fx.GraphModule(owner, copied(part.graph))
+    for node in operators.graph.nodes:
+        node.meta.clear()  # fake tensors and stack traces
+
+    def counted(*inputs: Any) -> Any:
+        return _Counted.apply(operators, *inputs) if torch.is_grad_enabled() else _in_region(operators, inputs)
+
+    if not compiles:
+        return Region(counted)
+    start = time.perf_counter()
+    try:
+        # with PyTorch's generators dropout draws what it draws in an eager call
+        call = compiled(part, examples, None, {"fallback_random": True})
+    # Any error of Inductor or of a compiler under it: the graph runs as it is, and the report has the error.
+    except Exception as error:
+        log.debug("Inductor failed", exc_info=True)
+        line = next((text for text in str(error).splitlines() if text.strip()), "")
+        return Region(counted, why=f"Inductor failed with {type(error).__name__}: {line}")
+    return Region(counted, call, time.perf_counter() - start)
+
+
+def _in_region(function: Callable, inputs: tuple) -> Any:
+    """The outputs of a function whose operators belong to one region."""
+    before = settings.region
+    settings.region = next(_numbers)
+    try:
+        with compiling():
+            return function(*inputs)
+    finally:
+        settings.region = before
+
+
+class _Counted(torch.autograd.Function):
+    """Autograd of a region in a trace: the operators of its backward pass belong to one region, too."""
+
+    @staticmethod
+    def forward(ctx, function, *inputs):
+        ctx.inputs = [t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t for t in inputs]
+        with torch.enable_grad():
+            outputs = _in_region(function, tuple(ctx.inputs))
+        ctx.outputs = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
+        return tuple(t.detach() if isinstance(t, Tensor) else t for t in outputs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        wanted = [t for t in ctx.inputs if isinstance(t, Tensor) and t.requires_grad]
+        given = [g for g in grads if g is not None][: len(ctx.outputs)]
+
+        def gradients(*outputs: Tensor) -> tuple[Tensor | None, ...]:
+            return torch.autograd.grad(outputs, wanted, given, allow_unused=True)
+
+        found = iter(_in_region(gradients, tuple(ctx.outputs)))
+        return None, *(next(found) if isinstance(t, Tensor) and t.requires_grad else None for t in ctx.inputs)

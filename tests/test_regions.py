@@ -1,0 +1,293 @@
+"""Tests of regions: captured blocks that Inductor compiles. Oracle, unless a test says otherwise: the model as written.
+
+Where the compiler does not matter, AOTAutograd's graphs run operator by operator in place of Inductor's code.
+"""
+
+import contextlib
+import copy
+import re
+import weakref
+
+import pytest
+import research
+import torch
+from budget import telling
+from catalogue import joined
+from functorch.compile import make_boxed_func
+from interpreter import interpreting
+from test_capture import gradients
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from fastvit_triton import optimize, revert
+from fastvit_triton.convert import captured
+from fastvit_triton.convert import region as region_file
+from fastvit_triton.convert.backend import compiling
+from fastvit_triton.expected.count import traced
+from fastvit_triton.expected.inductor import inductor_count
+from fastvit_triton.kernels import cost
+from fastvit_triton.kernels.backend import using_backend
+
+MODELS = research.MODELS
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """Runs the references, without captures of other tests."""
+    monkeypatch.setattr(captured, "_by_forward", weakref.WeakKeyDictionary())
+    with using_backend("torch"):
+        yield
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Stands in for Inductor; a list with an entry for each graph that it compiled, and for each call of one."""
+    seen = {"compiled": 0, "called": 0}
+
+    def compiled(graph, inputs, mode, options):
+        seen["compiled"] += 1
+        with compiling():
+            function = aot_autograd(fw_compiler=lambda part, _: make_boxed_func(part.forward))(graph, inputs)
+
+        def call(*inputs):
+            seen["called"] += 1
+            return function(*inputs)
+
+        return call
+
+    monkeypatch.setattr(region_file, "compiled", compiled)
+    return seen
+
+
+def pair(name, **options):
+    """(original, converted model)."""
+    original = MODELS[name].build()
+    converted = copy.deepcopy(original)
+    torch.manual_seed(1)
+    optimize(converted, example=MODELS[name].inputs(2, MODELS[name].sizes[0]), **{"compile": True} | options)
+    return original, converted
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_and_gradients(name, compiler):
+    """In evaluation and training, for another batch than the example's; blocks that are alike share a region."""
+    original, converted = pair(name)
+    compiled = compiler["compiled"]
+    assert compiled == len({c for block in converted.blocks for c in captured.captures_of(block)}) <= 2
+    inputs = MODELS[name].inputs(3, MODELS[name].sizes[0])
+    compiler["called"] = 0
+    with torch.no_grad():
+        assert_close(joined(converted(*inputs)), joined(original(*inputs)))
+    assert compiler == dict(compiled=compiled, called=2)
+    for train in (False, True):
+        gradients(converted.train(train), inputs)  # captures it
+        compiler["called"] = 0
+        assert_close(gradients(converted, inputs), gradients(original.train(train), inputs))
+        assert compiler["called"] == 2
+    revert(converted)
+    assert not any("forward" in vars(module) for module in converted.modules())
+
+
+class Seeing(TorchDispatchMode):
+    """Passes operators on."""
+
+    def __torch_dispatch__(self, function, kinds, arguments=(), named=None):
+        return function(*arguments, **named or {})
+
+
+OBSERVERS = {
+    "mode": lambda block, x: _inside(Seeing(), block, x),
+    "anomaly": lambda block, x: _inside(torch.autograd.detect_anomaly(check_nan=False), block, x),
+    "hooks": lambda block, x: _inside(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), block, x),
+    "checkpoint": lambda block, x: checkpoint(block, x, use_reentrant=False),
+    "vmap": lambda block, x: torch.func.vmap(block)(x[None])[0],
+    "jvp": lambda block, x: torch.func.jvp(block, (x,), (torch.ones_like(x),))[1],
+}
+
+
+def _inside(context, block, x):
+    with context:
+        return block(x)
+
+
+@pytest.mark.few(1)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("observer", OBSERVERS)
+def test_observed_calls_run_operators(observer, compiler):
+    """What sees operators, or transforms them, does not enter compiled code."""
+    original, converted = pair("dino")
+    x = MODELS["dino"].inputs(2, 5)[0].requires_grad_()
+    converted(x)
+    compiler["called"] = 0
+    assert_close(OBSERVERS[observer](converted, x), OBSERVERS[observer](original, x))
+    assert compiler["called"] == 0
+    assert_close(converted(x), original(x))
+    assert compiler["called"] == 2
+
+
+@pytest.mark.full
+def test_when_a_region_is_compiled(compiler):
+    """On a CPU only if it is asked for; the choice of one model does not affect another, and may be changed."""
+    for options, regions in (dict(compile=None), 0), (dict(compile=False), 0), (dict(), 1):
+        original, converted = pair("dino", **options)
+        x = MODELS["dino"].inputs(2, 5)[0]
+        with torch.no_grad():
+            assert_close(converted(x), original(x))
+        assert compiler == dict(compiled=regions, called=3 * regions)  # one in the call with the example
+    report = optimize(converted, example=x, compile=False)
+    with torch.no_grad():
+        assert_close(converted(x), original(x))
+    assert compiler == dict(compiled=1, called=3) and report.compiled is None
+    with pytest.raises(TypeError, match=r"compile is 'yes'; give True or False, or None"):
+        optimize(original, example=x, compile="yes")
+
+
+@pytest.mark.full
+def test_the_report_tells_what_was_compiled(compiler, monkeypatch):
+    """Also that the compiler failed, and why; then the graph runs operator by operator."""
+    model = MODELS["dino"].build()
+    x = MODELS["dino"].inputs(2, 5)[0]
+    report = optimize(copy.deepcopy(model), example=x, compile=True)
+    assert re.search(r"\. 1 graph of captured blocks took \d+ s to compile; other dtypes and modes", str(report))
+    assert all(row.became.endswith(", the rest by Inductor)") for row in report.rows)
+
+    def fails(*_):
+        raise OSError("no compiler\nat all")
+
+    monkeypatch.setattr(region_file, "compiled", fails)
+    monkeypatch.setattr(captured, "_by_forward", weakref.WeakKeyDictionary())
+    converted = copy.deepcopy(model)
+    report = optimize(converted, example=x, compile=True)
+    assert {row.why for row in report.rows} == {"not compiled: Inductor failed with OSError: no compiler"}
+    assert "to compile" not in str(report)
+    with torch.no_grad():
+        assert_close(converted(x), model(x))
+
+
+class Dropping(nn.Module):
+    """A block with stochastic depth and dropout, whose norm is written out.
+
+    Args:
+        rate: of stochastic depth.
+    """
+
+    def __init__(self, rate: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(research.D)
+        self.mlp = nn.Sequential(nn.Linear(research.D, 32), nn.GELU(), nn.Linear(32, research.D))
+        self.drop_path = rate
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        mean = x.mean(-1, keepdim=True)
+        y = (x - mean) * torch.rsqrt((x - mean).square().mean(-1, keepdim=True) + 1e-6) * self.norm.weight
+        y = self.drop(self.mlp(y))
+        if self.training and self.drop_path:
+            y = y * torch.rand(len(x), 1, 1, dtype=x.dtype).add(1 - self.drop_path).floor() / (1 - self.drop_path)
+        return x + y
+
+
+def dropping(rate=0.0):
+    torch.manual_seed(0)
+    return nn.Sequential(Dropping(rate), Dropping(rate / 2))
+
+
+@pytest.mark.full
+def test_rates_are_not_compiled(compiler):
+    """Blocks with other rates share one graph, whose rates are inputs; Inductor would compile each."""
+    model = dropping(0.4)
+    converted, x = copy.deepcopy(model), torch.randn(3, 5, research.D)
+    report = optimize(converted, example=x, compile=True)
+    assert {row.why for row in report.rows} == {"not compiled: its rates are numbers, which Inductor makes constants"}
+    torch.manual_seed(1)
+    want = model(x)
+    for _ in range(2):
+        torch.manual_seed(1)
+        assert_close(converted(x), want)
+    assert compiler["compiled"] == compiler["called"] == 0
+
+
+@pytest.mark.full
+def test_inductor():
+    """Real code: outputs, gradients and drawn numbers in float32, within twice eager PyTorch's error, at any batch."""
+    model = dropping()
+    converted, wide = copy.deepcopy(model), copy.deepcopy(model).double()
+    report = optimize(converted, example=torch.randn(2, 5, research.D), compile=True)
+    assert report.compiled[0] == 1 and report.compiled[1] > 0
+    for batch in (2, 3):
+        x = torch.randn(batch, 5, research.D)
+        want, plain, got = [], [], []
+        for each, seen in ((wide, want), (model, plain), (converted, got), (converted, got)):
+            seen.clear()
+            torch.manual_seed(1)
+            seen.append(gradients(each.train(), (x.to(next(each.parameters()).dtype),)).double())
+            seen.append(each.eval()(x.to(next(each.parameters()).dtype)).detach().double().flatten())
+        for exact, theirs, ours in zip(want, plain, got, strict=True):
+            rounding = torch.finfo(torch.float32).eps * telling(exact).norm()
+            assert (ours - exact).norm() <= 2 * ((theirs - exact).norm() + rounding)
+    compiled = {c for block in converted for c in captured.captures_of(block)}
+    assert all(c.region.call is not None for c in compiled) and len(compiled) <= 4
+
+
+@pytest.mark.full
+def test_kernels_are_in_the_compiled_code(monkeypatch):
+    """In the interpreter, Inductor's code calls our operators; within twice the error of eager PyTorch."""
+    torch.manual_seed(0)
+    model = MODELS["dino"].build().float()
+    converted, wide = copy.deepcopy(model), copy.deepcopy(model).double()
+    x = MODELS["dino"].inputs(2, 5)[0].float()
+    sources = []
+    from torch._inductor import codecache
+
+    load = codecache.PyCodeCache.load_by_key_path
+    monkeypatch.setattr(
+        codecache.PyCodeCache,
+        "load_by_key_path",
+        lambda key, path, *a, **k: (sources.append(open(path).read()), load(key, path, *a, **k))[1],
+    )
+    with interpreting():
+        optimize(converted, example=x, compile=True)
+        with torch.no_grad():
+            got = converted(x)
+    want, plain = wide(x.double()), model(x)
+    rounding = torch.finfo(torch.float32).eps * want.norm()
+    assert (got - want).norm() <= 2 * ((plain - want).norm() + rounding)
+    calls = [line for source in sources for line in source.splitlines() if "torch.ops.fastvit_triton." in line]
+    assert any("attention" in line for line in calls) and any("linear_fwd" in line for line in calls)
+
+
+class Plain(nn.Module):
+    """x + γ · f(norm(x)) with a norm that is written out, in float32, of which no kernel runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.scale = nn.LayerNorm(16), nn.Parameter(torch.ones(16))
+        self.fc1, self.fc2 = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        mean = x.mean(-1, keepdim=True)
+        y = (x - mean) * torch.rsqrt((x - mean).square().mean(-1, keepdim=True) + 1e-6) * self.norm.weight
+        return x + self.scale * self.fc2(torch.nn.functional.gelu(self.fc1(y)))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("training", [False, True])
+def test_a_trace_counts_regions_as_inductor_makes_them(training):
+    """Oracle: the rule for the block as written; by hand in inference: norm, product, GELU, product, residual."""
+    model = nn.Sequential(Plain()).train(training)
+    original, x = copy.deepcopy(model), torch.randn(2, 3, 16)
+    optimize(model, example=x)
+    with contextlib.nullcontext() if training else torch.no_grad():
+        model(x)
+    images = torch.empty(64, 197, 16, device="meta")
+    found = traced(model, cost.gpus()["h100"], training, (images,), {})
+    assert len({event.region for event in found.events} - {0}) == 1 + training
+    one = inductor_count(traced(original, None, training, (images,), {}).events)
+    assert found.count.launches == one.launches
+    assert training or (one.launches, one.nbytes) == (5, found.count.nbytes)
+    small = traced(model, cost.gpus()["h100"], training, (images[:8],), {})
+    assert ({event.region for event in small.events} == {0}) != training  # few images are replayed
