@@ -11,6 +11,7 @@ what the kernels do not compute becomes few launches, forward and backward.
 import contextlib
 import itertools
 import logging
+import os
 import threading
 import warnings
 from collections import Counter
@@ -63,8 +64,11 @@ FAILURES = (
     *(TorchDynamoException, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError),
     *(RuntimeError, TypeError, ValueError),
 )
+MIN_LAUNCHES = 3  # of a graph that only Inductor fuses
 ABSENT = "NOT_PRESENT_IN_GENERIC_DICT"  # Dynamo's guard that an instance does not have an attribute
-UNGUARDED = {"_version", "environ", "getenv", "grad_fn", "is_leaf"}  # read by Dynamo once, and not guarded
+# what Dynamo reads once, and does not guard: names in code, and facts of tensors
+UNGUARDED = {"__dict__", "environ", "getenv", "vars"}
+FACTS = {"_backward_hooks", "_base", "_grad_fn", "_version", "grad_fn", "is_leaf", "output_nr", "retains_grad"}
 PACKAGES = ("torch", "timm", "transformers", "torchvision", PACKAGE)  # whose code may read these
 
 
@@ -114,7 +118,11 @@ class Capture:
 
     def __init__(self, module: nn.Module, call: FunctionType, found: "_Found", key: tuple) -> None:
         (entry,) = _debug_get_cache_entry_list(call.__code__)
-        self._guards, self._facts = entry.guard_manager, facts_of(set(map(type, module.modules())))
+        classes = {type(m) for m in module.modules()}
+        namespaces = (vars(base) for base in {base for cls in classes for base in cls.__mro__})
+        # no class has gained an attribute, which might hide an inherited one
+        self._facts = facts_of(classes) + [(len, names, len(names)) for names in namespaces]
+        self._guards = entry.guard_manager
         forwards = "".join(f"{place}.__dict__.get('forward'), " for place in dict.fromkeys(running.places))
         self._forwards = eval(f"lambda L: ({forwards})", {})
         self._call = FunctionType(entry.code, call.__globals__, call.__name__)
@@ -214,7 +222,7 @@ def capture(module: nn.Module, args: tuple, named: dict[str, Any], key: tuple, c
         except _Stop:
             break
         except FAILURES as error:  # of Dynamo, or of the user's code under it: the module then runs as it is written
-            failure = failure or error
+            failure, running.found = failure or error, None
     found, running.found = running.found, None
     if found is None:
         raise Refusal("Dynamo is disabled" if failure is None else f"{type(failure).__name__}: {_first_line(failure)}")
@@ -277,6 +285,12 @@ def _settings(ones: bool) -> Iterator[None]:
         with torch._dynamo.config.patch(specialize_float=not is_rate(builder.source.name, value)):
             return WRAP(builder, value)
 
+    def guarded(variable: TensorVariable, tx: Any, name: str) -> Any:
+        if name in FACTS and not _is_known(tx.f_code):
+            raise Refusal(f"its code reads {name} of a tensor, which is not known to stay as it is")
+        return read_fact(variable, tx, name)
+
+    read_fact = TensorVariable.var_getattr
     wrapping = contextlib.nullcontext() if WRAP is None else patch.object(VariableBuilder, "wrap_symfloat", wrapped)
 
     with (
@@ -284,8 +298,13 @@ def _settings(ones: bool) -> Iterator[None]:
         warnings.catch_warnings(),
         wrapping,
         patch.dict(STATES, COMPILING),
+        patch.object(TensorVariable, "var_getattr", guarded),
         patch.object(torch.backends.cuda, "sdp_kernel", lambda *flags, **named: contextlib.nullcontext()),
-        torch._dynamo.config.patch(specialize_float=WRAP is None, skip_nnmodule_hook_guards=False),
+        torch._dynamo.config.patch(
+            specialize_float=WRAP is None,
+            skip_nnmodule_hook_guards=False,
+            skip_no_tensor_aliasing_guards_on_parameters=False,
+        ),
         shapes_config.patch(  # type: ignore[attr-defined]
             use_duck_shape=False, backed_size_oblivious=ones
         ),
@@ -316,7 +335,7 @@ def _rewritten(graph: fx.GraphModule, examples: list) -> tuple[_Found, Callable]
     left = {node.name for node in graph.graph.nodes}
     functions = [node.target for node in graph.graph.nodes if callable(node.target)]
     calls = Counter(f.__name__ for f in functions if (getattr(f, "__module__", None) or "").startswith(OURS))
-    if not calls:
+    if not calls and not (running.compiles and len(before) >= MIN_LAUNCHES):
         raise Refusal("it has nothing to fuse")
     original, products = Counter[str](), Counter[str]()
     for node in before:
@@ -332,6 +351,8 @@ def _rewritten(graph: fx.GraphModule, examples: list) -> tuple[_Found, Callable]
         apart = Region(why="its rates are numbers, which Inductor makes constants")
     else:
         apart = region(graph, as_captured, examples, running.compiles)
+    if not calls:
+        graph.graph = copied(graph.graph)  # Dynamo reads the facts of its own
     for part in (graph.graph, *(parts[1:] if parts else ())):
         for node in part.nodes:
             node.meta.clear()  # fake tensors and stack traces
@@ -424,6 +445,8 @@ def _is_known(code: CodeType) -> bool:
 def _check_effects(graph: fx.GraphModule) -> None:
     """Refuses a call that changes anything but tensors, or whose graph has operators that do not run by themselves."""
     effects = InstructionTranslator.current_tx().output.side_effects
+    if os.environ in effects:
+        raise Refusal("its code reads os.environ, which is not known to stay as it is")
     for variable in effects.id_to_variable.values():
         existing = isinstance(variable.mutation_type, (AttributeMutationExisting, ValueMutationExisting))
         if existing and effects.is_modified(variable) and not _keeps(effects, variable):

@@ -7,6 +7,7 @@ captures of the original, and make none themselves.
 """
 
 import contextlib
+import itertools
 import re
 import threading
 import weakref
@@ -79,7 +80,9 @@ def run(module: nn.Module, /, *args: Any, **named: Any) -> Any:
     """Forward that `optimize` binds: runs a capture, or the forward of the module's class, which it may capture."""
     if torch.compiler.is_compiling() or (ways.state.inside_plain and not state.example):
         return type(module).forward(module, *args, **named)
-    x = first_tensor((*args, *named.values()))
+    given = first_tensor((*args, *named.values()))
+    # positions may be computed from sizes alone
+    x = next(itertools.chain(module.parameters(), module.buffers()), None) if given is None else given
     traced = has_global_hooks() or gives_proxies(module)
     if type(x) is not Tensor or not (state.example or can_run(x)) or traced:
         return type(module).forward(module, *args, **named)
@@ -95,22 +98,24 @@ def run(module: nn.Module, /, *args: Any, **named: Any) -> Any:
         if module in _asked:
             _capture(module, captures, args, named)
         return outputs
-    if _takes_region(capture, x):
+    if _takes_region(capture, x, 0 if given is None else given.shape[0]):
         return capture.call_region(module, args, named)
+    if given is None:
+        return capture(module, *args, **named)
     # on a CPU a record has no second derivatives, which the graph has
     if kernels_available(x) or (plan.has_ways(x) and not torch.is_grad_enabled()):
         return replay.call((capture, settings.choices(x.device.type)), capture, module, *args, **named)
     return capture(module, *args, **named)
 
 
-def _takes_region(capture: "Capture", x: Tensor) -> bool:
+def _takes_region(capture: "Capture", x: Tensor, images: int) -> bool:
     """True if a call runs what Inductor compiled; in a trace, what it would compile on a GPU.
 
     Recorders and transforms see operators, so for these the graph runs. A few images without gradients take the least
     time on the host, which a replay of the graph saves.
     """
     on_gpu = launch.target is not None or not x.is_cpu
-    if on_gpu and not torch.is_grad_enabled() and x.shape[0] <= REPLAYED:
+    if on_gpu and not torch.is_grad_enabled() and 0 < images <= REPLAYED:
         return False
     if settings.region is not None:
         return launch.target is not None and settings.forced is None and capture.region.counted is not None
@@ -203,6 +208,13 @@ def ask(module: nn.Module, compiles: bool | None = False) -> None:
         _captures.pop(module, None)
 
 
+def compiles(module: nn.Module, asked: bool | None) -> bool:
+    """Whether Inductor compiles captured calls of a module on its device, if `asked` is `optimize`'s argument."""
+    if asked is not None:
+        return asked
+    return any(not t.is_cpu for t in (*module.parameters(), *module.buffers()))
+
+
 def is_bound(module: nn.Module) -> bool:
     """True if a module's forward is `run`."""
     forward = module.__dict__.get("forward")
@@ -257,9 +269,8 @@ def _capture(module: nn.Module, captures: Captures, args: tuple, named: dict[str
         for m, _ in inside:
             del m.__dict__["forward"]  # Dynamo follows the code of the classes
         try:
-            key, x = _key(module), first_tensor((*args, *named.values()))
-            compiles = (x is not None and not x.is_cpu) if key[1] is None else key[1]
-            made = capture(module, args, named, key, compiles)
+            key = _key(module)
+            made = capture(module, args, named, key, compiles(module, key[1]))
         except Refusal as refusal:
             captures.why, captures.refused = str(refusal), True
         else:
@@ -320,6 +331,24 @@ def candidates(
 
     top = inside or ""
     yield from visit(top, model.get_submodule(top))
+
+
+def computing(model: nn.Module, taken: set[str]) -> Iterator[str]:
+    """Yields paths of modules to compile by Inductor alone: positions, norms and gates that are written out.
+
+    They are the outermost ones of classes that are not PyTorch's or ours, without layers of products inside, and not
+    inside a module at the paths `taken`, nor around one.
+    """
+    found: list[str] = []
+    for path, module in model.named_modules():
+        if not path or not taken.isdisjoint(enclosing(path)) or not set(found).isdisjoint(enclosing(path)):
+            continue
+        if not is_foreign(module) or type(module).__module__.partition(".")[0] == PACKAGE:
+            continue
+        inside = (name for name in taken if name.startswith(f"{path}."))
+        if next(inside, None) is None and not any(isinstance(m, (*LAYERS, *STACKS)) for m in module.modules()):
+            found.append(path)
+            yield path
 
 
 def is_foreign(module: nn.Module) -> bool:

@@ -1,6 +1,7 @@
 """Calls of a model with an example input that leave the model as it was."""
 
 import contextlib
+import itertools
 import operator
 import random
 import sys
@@ -31,17 +32,19 @@ def arguments(inputs: Any) -> tuple[tuple, dict[str, Any]]:
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Context that restores what a call may change, and invalidates cached folds.
 
-    These are buffers and tensors among the modules' attributes, the attributes themselves with lists, dictionaries and
-    sets at any depth, and the random states of PyTorch, Python and NumPy. Other objects stay as the call leaves them.
+    These are buffers, the modules' attributes, with lists, dictionaries, sets and tensors in them at any depth, and the
+    random states of PyTorch, Python and NumPy. Other objects stay as the call leaves them.
     """
     modules = [m for m in model.modules() if not isinstance(m, LazyModuleMixin)]  # whose first call makes weights
     before = [(m.__dict__, _attributes(m)) for m in modules]
     tables = [(m._buffers, dict(m._buffers)) for m in modules]
-    tensors = [t for _, held in (*before, *tables) for t in held.values() if isinstance(t, Tensor)]
-    values = [(t, t.detach().clone()) for t in tensors if not is_lazy(t)]
     contents: dict[int, tuple[Any, list]] = {}
     for _, held in before:
         _collect(held, contents)
+    in_modules = (held.values() for _, held in (*before, *tables))
+    kept = itertools.chain(*in_modules, *(inside for _, inside in contents.values()))
+    tensors = {id(t): t for t in kept if isinstance(t, Tensor) and not is_lazy(t)}
+    values = [(t, t.detach().clone()) for t in tensors.values()]
     devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.is_cuda}
     try:
         with same_random_states([d.index for d in devices]):

@@ -289,7 +289,35 @@ def _with_captured(
             if row.became is None:
                 del model.get_submodule(path).__dict__["forward"]
                 paths += captured.candidates(model, converted, called, False, path)
+    if example is not None and captured.compiles(model, compiles):
+        taken = {path for path, row in by_path.items() if row.became is not None} | converted
+        by_path |= _with_inductor_alone(model, [*captured.computing(model, taken)], filter_fn, example, compiles)
     return _merged(model, rows, by_path)
+
+
+def _with_inductor_alone(
+    model: nn.Module,
+    paths: list[str],
+    filter_fn: Callable[[nn.Module, str], bool] | None,
+    example: Any,
+    compiles: bool | None,
+) -> dict[str, Row]:
+    """The rows of modules without products, for those that Inductor compiles; the others are left as they are."""
+    modules = {path: model.get_submodule(path) for path in paths}
+    free = {path: module for path, module in modules.items() if "forward" not in module.__dict__}
+    chosen = {path: module for path, module in free.items() if filter_fn is None or filter_fn(module, path)}
+    for module in chosen.values():
+        captured.ask(module, compiles)
+        bind(module, "forward", captured.run)
+    if chosen:
+        captured.call(model, example)
+    rows = {}
+    for path, module in chosen.items():
+        if captured.captures_of(module):
+            rows[path] = Row(path, type(module).__name__, "fused captured module (by Inductor)")
+        elif captured.is_bound(module):
+            del module.__dict__["forward"]
+    return rows
 
 
 def _captured_row(module: nn.Module, path: str, converted: set[str]) -> Row:

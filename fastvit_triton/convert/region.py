@@ -1,9 +1,10 @@
 """Compiles a captured graph with Inductor: calls of the kernels where these pay, with PyTorch's operators between."""
 
+import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from .backend import compiled, compiling, copied, rewrite
 log = logging.getLogger(__name__)
 
 _numbers = itertools.count(1)
+_counts_only = False  # see `counting`
 
 
 class Region(NamedTuple):
@@ -51,7 +53,7 @@ def region(owner: fx.GraphModule, graph: fx.Graph, examples: list, compiles: boo
     def counted(*inputs: Any) -> Any:
         return _Counted.apply(operators, *inputs) if torch.is_grad_enabled() else _in_region(operators, inputs)
 
-    if not compiles:
+    if _counts_only or not compiles:
         return Region(counted)
     start = time.perf_counter()
     try:
@@ -63,6 +65,17 @@ def region(owner: fx.GraphModule, graph: fx.Graph, examples: list, compiles: boo
         line = next((text for text in str(error).splitlines() if text.strip()), "")
         return Region(counted, why=f"Inductor failed with {type(error).__name__}: {line}")
     return Region(counted, call, time.perf_counter() - start)
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[None]:
+    """Context in which regions are not compiled, but a trace counts them."""
+    global _counts_only
+    before, _counts_only = _counts_only, True
+    try:
+        yield
+    finally:
+        _counts_only = before
 
 
 def _in_region(function: Callable, inputs: tuple) -> Any:
