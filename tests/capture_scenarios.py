@@ -1460,6 +1460,14 @@ def noise(n: int) -> Tensor:
     return torch.rand(n, dtype=W)
 
 
+# what PyTorch's compiler does otherwise: it draws where a rate is 1, and dropout that is off gives new memory
+COMPILED_OTHERWISE = {
+    "training mode of one module",
+    "dropout in a list, in training mode",
+    "rate of a dropout in a list",
+    "flattened view of the input",
+}
+
 LIMITS = {
     "attribute of a metaclass": by_attribute(
         lambda: type("Meta", (type,), dict(s=0.35))("Options", (), {}),

@@ -45,7 +45,10 @@ def sampled(cases: Iterable[Any], step: int, one_in: int = 2) -> list[Any]:
 
 
 class Few:
-    """pytest plugin: of the cases of a test marked `few(n)`, n at equal distances run by default, the rest is full."""
+    """pytest plugin: of the cases of a test marked `few(n)`, n at equal distances run by default, the rest is full.
+
+    Keywords of the mark, such as one_in, are those of `full`.
+    """
 
     @pytest.hookimpl(tryfirst=True)  # before -m selects
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -55,8 +58,9 @@ class Few:
             if item.get_closest_marker("few") and not item.get_closest_marker("full"):
                 cases[item.nodeid.partition("[")[0]].append(item)
         for found in cases.values():
-            (count,) = found[0].get_closest_marker("few").args
+            mark = found[0].get_closest_marker("few")
+            (count,) = mark.args
             shown = {i * len(found) // count for i in range(count)}
             for i, item in enumerate(found):
                 if i not in shown:
-                    item.add_marker(pytest.mark.full)
+                    item.add_marker(pytest.mark.full(**mark.kwargs))

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 from capture_scenarios import Block, Case, call, tokens
+from test_regions import compiler  # noqa: F401  (a fixture)
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
@@ -141,10 +142,10 @@ def outputs(result):
     return [shown[0] for shown in result[0]]
 
 
-def optimized(block, case):
+def optimized(block, case, compiles=False):
     """The block of a case after `optimize`, with the first call as its example."""
     args, named = case.calls(block)[0]
-    optimize(block, example=named | dict(zip("x", args, strict=False)) if named else args)
+    optimize(block, compile=compiles, example=named | dict(zip("x", args, strict=False)) if named else args)
     why = captured.why_none(block)
     assert captured.captures_of(block) or not any(
         word in why for word in ("rewriting failed", "code was changed", "does not reach", "nothing to fuse")
@@ -154,7 +155,7 @@ def optimized(block, case):
     return block
 
 
-def check(case, patch, varies=False, without=None):
+def check(case, patch, varies=False, without=None, compiles=False):
     """Compares a block with itself, as written and optimised.
 
     Args:
@@ -162,8 +163,9 @@ def check(case, patch, varies=False, without=None):
         patch: pytest's monkeypatch.
         varies: whether the outputs of the calls must differ.
         without: another forward, with which something must differ; None for any.
+        compiles: whether the graphs are compiled.
     """
-    original, block = case.block(), optimized(case.block(), case)
+    original, block = case.block(), optimized(case.block(), case, compiles)
     want = run(original, case)
     same(run(block, case), want)
     raised = {y for y in outputs(want) if isinstance(y, type) and issubclass(y, Exception)}
@@ -186,21 +188,21 @@ def differ(one, other):
         same(one, other)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(3, one_in=4)
 @pytest.mark.parametrize("name", scenarios.STATES)
 def test_changes_of_state(name, monkeypatch):
     """Calls before and after a change of what the block reads."""
     check(scenarios.STATES[name], monkeypatch)
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(1, one_in=4)
 @pytest.mark.parametrize("name", scenarios.COMPILING)
 def test_code_that_asks_whether_it_is_compiled(name, monkeypatch):
     """It is told that it is not, as in an eager call."""
     check(Case(scenarios.COMPILING[name]), monkeypatch)
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(1, one_in=4)
 @pytest.mark.parametrize("name", scenarios.SETTINGS)
 def test_settings(name):
     """Calls before, within and after a context that changes what the block reads."""
@@ -216,7 +218,7 @@ def test_settings(name):
     differ(shown[0], shown[1])
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(1, one_in=4)
 @pytest.mark.parametrize("name", scenarios.INTEGERS)
 def test_integer_arguments(name, monkeypatch):
     """Calls with integers, of which the first one is captured."""
@@ -225,21 +227,21 @@ def test_integer_arguments(name, monkeypatch):
     check(case, monkeypatch, varies=True)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(2, one_in=4)
 @pytest.mark.parametrize("name", scenarios.ARGUMENTS)
 def test_arguments(name, monkeypatch):
     """Calls with arguments, and facts of tensors, of which the first ones are captured."""
     check(scenarios.ARGUMENTS[name], monkeypatch, varies=True)
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(1, one_in=4)
 @pytest.mark.parametrize("name", scenarios.OUTPUTS)
 def test_outputs(name, monkeypatch):
     """Outputs of any structure, with the memory that they share."""
     check(scenarios.OUTPUTS[name], monkeypatch)
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(1, one_in=4)
 @pytest.mark.filterwarnings("ignore:a warning of the block")
 @pytest.mark.parametrize("name", scenarios.EFFECTS)
 def test_effects(name, monkeypatch):
@@ -247,13 +249,26 @@ def test_effects(name, monkeypatch):
     check(scenarios.EFFECTS[name], monkeypatch, without=Block.attend)
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(1, one_in=4)
 @pytest.mark.parametrize("copies", [True, False])
 @pytest.mark.parametrize("statement", scenarios.WRITES)
 def test_writes(statement, copies, monkeypatch):
     """A statement that writes between a norm and the linear layer that reads it."""
     without = None if statement in scenarios.SILENT else scenarios.writing("pass", copies).run
     check(scenarios.writing(statement, copies), monkeypatch, without=without)
+
+
+CASES = scenarios.STATES | scenarios.ARGUMENTS | scenarios.OUTPUTS | scenarios.EFFECTS
+CASES |= {text: scenarios.writing(text, True) for text in scenarios.WRITES}
+CASES = {name: case for name, case in CASES.items() if name not in scenarios.COMPILED_OTHERWISE}
+
+
+@pytest.mark.full(one_in=4)
+@pytest.mark.filterwarnings("ignore:a warning of the block")
+@pytest.mark.parametrize("name", CASES)
+def test_regions(name, compiler, monkeypatch):
+    """The same cases with compiled graphs, which run operator by operator here."""
+    check(CASES[name], monkeypatch, compiles=True)
 
 
 @pytest.mark.full
@@ -264,7 +279,7 @@ def test_limits(name, monkeypatch):
     check(scenarios.LIMITS[name], monkeypatch)
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(1, one_in=4)
 @pytest.mark.parametrize("name", scenarios.STATEFUL)
 def test_optimize_leaves_state_as_it_was(name):
     """Oracle: attributes of another block, and the random numbers' states before."""
@@ -277,7 +292,7 @@ def test_optimize_leaves_state_as_it_was(name):
     same(streams(), before)
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(1, one_in=4)
 @pytest.mark.parametrize("limit", [1, captured.MAX_CAPTURES])
 def test_captures_of_a_changing_attribute_are_bounded(limit, monkeypatch):
     """At most MAX_CAPTURES of a block in a mode, after which it runs as written; none outlives the block."""
