@@ -349,6 +349,8 @@ def _rewritten(graph: fx.GraphModule, examples: list) -> tuple[_Found, Callable]
         parts = split(copied(graph.graph), {node.name for node in inputs if _source(node).startswith("L['module']")})
     if numbers:
         apart = Region(why="its rates are numbers, which Inductor makes constants")
+    elif writes and graph.graph.find_nodes(op="call_method", target="unfold"):
+        apart = Region(why="PyTorch's compiler loses what is written through windows of unfold")
     else:
         apart = region(graph, as_captured, examples, running.compiles)
     if not calls:
