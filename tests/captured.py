@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import fx
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastvit_triton.convert import backend
+from fastvit_triton.convert import backend, region
 from fastvit_triton.convert.graph import rewrite
 
 D = 8
@@ -187,3 +189,22 @@ def same(got: list[torch.Tensor], want: list[torch.Tensor], dtype: torch.dtype) 
 def calls(graph: fx.GraphModule) -> Iterator[fx.Node]:
     """The calls of a graph."""
     return (node for node in graph.graph.nodes if node.op in ("call_function", "call_method"))
+
+
+def without_inductor(patch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Makes regions run AOTAutograd's graphs operator by operator; counts what is compiled, and the calls of it."""
+    seen = {"compiled": 0, "called": 0}
+
+    def compiled(graph: fx.GraphModule, inputs: list, *_: object) -> Callable:
+        seen["compiled"] += 1
+        with backend.compiling():
+            function = aot_autograd(fw_compiler=lambda part, _: make_boxed_func(part.forward))(graph, inputs)
+
+        def call(*inputs: object) -> object:
+            seen["called"] += 1
+            return function(*inputs)
+
+        return call
+
+    patch.setattr(region, "compiled", compiled)
+    return seen

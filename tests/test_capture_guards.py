@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 from capture_scenarios import Block, Case, call, tokens
-from test_regions import compiler  # noqa: F401  (a fixture)
+from captured import without_inductor
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
@@ -266,8 +266,9 @@ CASES = {name: case for name, case in CASES.items() if name not in scenarios.COM
 @pytest.mark.full(one_in=4)
 @pytest.mark.filterwarnings("ignore:a warning of the block")
 @pytest.mark.parametrize("name", CASES)
-def test_regions(name, compiler, monkeypatch):
+def test_regions(name, monkeypatch):
     """The same cases with compiled graphs, which run operator by operator here."""
+    without_inductor(monkeypatch)
     check(CASES[name], monkeypatch, compiles=True)
 
 

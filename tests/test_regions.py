@@ -12,12 +12,11 @@ import pytest
 import research
 import torch
 from budget import telling
+from captured import without_inductor
 from catalogue import joined
-from functorch.compile import make_boxed_func
 from interpreter import interpreting
 from test_capture import gradients
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -25,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 from fastvit_triton import optimize, revert
 from fastvit_triton.convert import captured
 from fastvit_triton.convert import region as region_file
-from fastvit_triton.convert.backend import compiling
 from fastvit_triton.expected.count import traced
 from fastvit_triton.expected.inductor import inductor_count
 from fastvit_triton.kernels import cost
@@ -44,22 +42,8 @@ def alone(monkeypatch):
 
 @pytest.fixture
 def compiler(monkeypatch):
-    """Stands in for Inductor; a list with an entry for each graph that it compiled, and for each call of one."""
-    seen = {"compiled": 0, "called": 0}
-
-    def compiled(graph, inputs, mode, options):
-        seen["compiled"] += 1
-        with compiling():
-            function = aot_autograd(fw_compiler=lambda part, _: make_boxed_func(part.forward))(graph, inputs)
-
-        def call(*inputs):
-            seen["called"] += 1
-            return function(*inputs)
-
-        return call
-
-    monkeypatch.setattr(region_file, "compiled", compiled)
-    return seen
+    """Stands in for Inductor; counts the graphs that it compiled, and the calls of these."""
+    return without_inductor(monkeypatch)
 
 
 def pair(name, **options):
