@@ -7,17 +7,15 @@ with random weights. Counted: the FLOPs of operators that the kernels replace, o
 if its calls can be traced; the weights of linear layers in fused calls, of all of the model's; and the attention
 products in them. Compared: outputs and all gradients in float64 with those of the original, as the largest difference
 divided by the largest value, in evaluation and in training mode, where stochastic depth and dropout are 0.
+
+official_speed.py counts some of them at their usual size. ViT-5's rope.py calls `.cuda()`, which its checkout must not.
 """
 
-import contextlib
 import copy
 import json
 import re
-import subprocess
-import sys
-import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -34,6 +32,8 @@ from fastvit_triton.files import replacing
 from fastvit_triton.measure.machine import provenance
 from fastvit_triton.measure.timeout import one_line
 
+from . import official_speed
+from .checkouts import commit, sources
 from .tables import official_markdown
 
 ATTENTION = ("scaled_dot_product_attention", "softmax", "multi_head_attention")
@@ -347,41 +347,6 @@ MODELS = (
 )
 
 
-class Hydra:
-    """Stands in for `hydra.core.global_hydra.GlobalHydra`, which SAM 2 asks when it is imported."""
-
-    @classmethod
-    def instance(cls) -> "Hydra":
-        """This class."""
-        return cls()
-
-    def is_initialized(self) -> bool:
-        """True, so that nothing is configured."""
-        return True
-
-
-@contextlib.contextmanager
-def sources(folder: Path) -> Iterator[None]:
-    """Context in which a repository's modules can be imported; they are forgotten afterwards.
-
-    Packages that only read files or tokenise text, which these models do not need, are replaced by empty modules.
-    """
-    before = dict(sys.modules)
-    for name, attributes in {
-        "iopath.common.file_io": {"g_pathmgr": None}, "iopath.common": {}, "iopath": {},
-        "ftfy": {"fix_text": lambda text: text}, "hydra.core.global_hydra": {"GlobalHydra": Hydra}, "hydra.core": {},
-        "hydra": {"initialize_config_module": None},
-    }.items():  # fmt: skip
-        sys.modules.setdefault(name, types.ModuleType(name)).__dict__.update(attributes)
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
-        sys.modules.clear()
-        sys.modules.update(before)
-
-
 def randomise(model: nn.Module) -> None:
     """Gives all floating-point parameters random values, so that none hides another."""
     generator = torch.Generator().manual_seed(0)
@@ -496,20 +461,18 @@ def main(folder: Path, only: str, out: Path | None) -> None:
     for entry in MODELS:
         if not re.search(only, f"{entry.repository} {entry.model}"):
             continue
-        row = row_of(entry, folder) | dict(commit=commit(folder, entry))
+        row = row_of(entry, folder) | dict(commit=commit(folder, entry.repository))
         rows.append(row)
         print(*(f"{name}={value}" for name, value in row.items() if name != "why"), flush=True)
+    speeds = []
+    for usual in official_speed.MODELS:
+        if re.search(only, f"{usual.repository} {usual.model}"):
+            speed = official_speed.row_of(usual, folder)
+            speeds.append(speed | dict(commit=commit(folder, usual.repository)))
+            print(*(f"{name}={value}" for name, value in speed.items()), flush=True)
     if out is not None:
         facts = {k: v for k, v in provenance().items() if k in ("command", "date", "commit", "packages")}
-        result = facts | dict(rows=rows)
+        result = facts | dict(rows=rows, speeds=speeds)
         for kind, text in (("json", json.dumps(result, indent=1) + "\n"), ("md", official_markdown(result))):
             with replacing(out / f"coverage-official.{kind}") as temporary:
                 temporary.write_text(text)
-
-
-def commit(folder: Path, entry: Official) -> str:
-    """The commit of a repository's checkout, from its .git or a file COMMIT."""
-    root = folder / entry.repository.partition("/")[2]
-    if (root / "COMMIT").exists():
-        return (root / "COMMIT").read_text().strip()
-    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True).stdout.strip()

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, layers, optimize
+from fastvit_triton.convert.backend import compiling
 from fastvit_triton.convert.modules import attach
 from fastvit_triton.engine import ways
 from fastvit_triton.expected.count import assumed, traced
@@ -291,6 +292,21 @@ def test_ops_have_the_dtype_of_autocast(op):
         with torch.autocast("cpu", torch.bfloat16):
             plan.prefers_kernel(x, op, *sizes)
     assert seen[0] == seen[1] and (" fp32" in seen[0].shapes[0]) == (op == "layer_norm")
+
+
+@pytest.mark.parametrize("op, sizes", [("layer_norm", (12608, 384)), ("add_layer_norm", (12608, 384, False, False))])
+def test_norms_of_traced_inference_are_left_to_the_compiler(op, sizes):
+    """Oracle: Inductor fuses them with their neighbours; in training, and if kernels are asked for, ours run."""
+    x = torch.empty(1, dtype=torch.bfloat16)
+
+    def chosen(traced, training):
+        with compiling() if traced else nullcontext(), torch.set_grad_enabled(training):
+            return plan.prefers_kernel(x, op, *sizes)
+
+    with targeting("sm_90"):
+        assert chosen(False, False) and not chosen(True, False) and chosen(True, True) == chosen(False, True)
+        with plan.forcing("fused"):
+            assert chosen(True, False)
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -152,6 +152,51 @@ def test_the_report_tells_what_was_compiled(compiler, monkeypatch):
         assert_close(converted(x), model(x))
 
 
+class Table(nn.Module):
+    """Angles from sizes alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("periods", torch.linspace(1, 3, research.D // 4, dtype=torch.float64))
+
+    def forward(self, *, tokens):
+        angles = torch.arange(tokens, device=self.periods.device)[:, None] / self.periods
+        return torch.cat((angles, angles), -1).sin(), torch.cat((angles, angles), -1).cos()
+
+
+class Rotated(nn.Module):
+    """Rotary blocks whose table is a module of its own, which is computed for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = MODELS["rotary"].build().blocks
+        self.table = Table()
+
+    def forward(self, x):
+        for block in self.blocks:
+            (x,) = block([x], self.table(tokens=x.shape[1] - 1))
+        return x
+
+
+@pytest.mark.full
+def test_modules_without_products_are_compiled(compiler):
+    """A table of positions outside of blocks, if anything is compiled; norms that readers know stay with these."""
+    model = Rotated().eval()
+    x = torch.randn(2, 5, research.D, dtype=torch.float64)
+    assert "table" not in {row.path for row in optimize(copy.deepcopy(model), example=x).rows}
+    converted = copy.deepcopy(model)
+    rows = {row.path: row for row in optimize(converted, example=x, compile=True).rows}
+    assert rows["table"].became == "fused captured module (by Inductor)" and rows["blocks.0"].became is not None
+    compiler["called"] = 0
+    for length in (5, 8):
+        x = torch.randn(3, length, research.D, dtype=torch.float64)
+        with torch.no_grad():
+            assert_close(converted(x), model(x))
+    assert compiler["called"] == 8  # of two tables and two blocks, twice
+    revert(converted)
+    assert "forward" not in vars(converted.table)
+
+
 class Dropping(nn.Module):
     """A block with stochastic depth and dropout, whose norm is written out.
 

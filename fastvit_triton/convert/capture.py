@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import os
+import re
 import threading
 import warnings
 from collections import Counter
@@ -65,6 +66,7 @@ FAILURES = (
     *(RuntimeError, TypeError, ValueError),
 )
 MIN_LAUNCHES = 3  # of a graph that only Inductor fuses
+IGNORED = re.compile(r"\['__import_einops|\.backends\.cuda\.sdp_kernel\b")  # places of guards, see `_are_kept`
 ABSENT = "NOT_PRESENT_IN_GENERIC_DICT"  # Dynamo's guard that an instance does not have an attribute
 # what Dynamo reads once, and does not guard: names in code, and facts of tensors
 UNGUARDED = {"__dict__", "environ", "getenv", "vars"}
@@ -108,6 +110,7 @@ class Capture:
 
     Attributes:
         key: of the module that was captured, to find it for modules alike.
+        mode: of the call.
         repeatable: True if its operators may be recorded and repeated: its graph writes no tensor in place.
         calls: of the graph to the kernels' public functions, by name.
         left: what the patterns look for and did not fuse, with the reasons.
@@ -126,7 +129,7 @@ class Capture:
         forwards = "".join(f"{place}.__dict__.get('forward'), " for place in dict.fromkeys(running.places))
         self._forwards = eval(f"lambda L: ({forwards})", {})
         self._call = FunctionType(entry.code, call.__globals__, call.__name__)
-        self.key = key
+        self.key, self.mode = key
         self.repeatable, self.calls, self.left, self.launches, self.replaced, self.region = found
 
     def fits(self, module: nn.Module, args: tuple, named: dict[str, Any]) -> bool:
@@ -197,7 +200,7 @@ def capture(module: nn.Module, args: tuple, named: dict[str, Any], key: tuple, c
         module: it and its submodules must run the code of their classes, without hooks.
         args: positional arguments.
         named: keyword arguments.
-        key: kept as `Capture.key`.
+        key: kept as `Capture.key` and `Capture.mode`.
         compiles: True to compile the graph with Inductor, too.
 
     Raises:
@@ -236,10 +239,14 @@ def _call(module, args, named):
 
 
 def _are_kept(guards: Sequence[Any]) -> list[bool]:
-    """Tells Dynamo to keep all guards but those on forwards of instances, which `Capture` compares: ours are none."""
+    """Tells Dynamo which guards to keep: not those on forwards of instances, as ours are none; `Capture` compares them.
+
+    Nor those on what is replaced while a call is captured, and on einops, whose table of types grows with each new one.
+    """
     ours = [guard.guard_type == ABSENT and guard.orig_guard.create_fn.keywords["attr"] == "forward" for guard in guards]
-    running.places = [guard.orig_guard.name for guard, is_ours in zip(guards, ours, strict=True) if is_ours]
-    return [not is_ours for is_ours in ours]
+    names = [guard.orig_guard.name for guard in guards]
+    running.places = [name for name, is_ours in zip(names, ours, strict=True) if is_ours]
+    return [not (is_ours or IGNORED.search(name)) for name, is_ours in zip(names, ours, strict=True)]
 
 
 def _compiled(graph: fx.GraphModule, inputs: list, options: object = None) -> Callable:

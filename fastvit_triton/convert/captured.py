@@ -43,12 +43,14 @@ class Captures:
     """The captures that a module runs in one mode.
 
     Attributes:
+        mode: see `_mode`.
         found: at most MAX_CAPTURES.
         why: why the last attempt failed; None if it did not.
         refused: True if it would fail again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mode: Hashable) -> None:
+        self.mode = mode
         self.found: list[Capture] = []
         self.why: str | None = None
         self.refused = False
@@ -134,7 +136,7 @@ def _captures_in(module: nn.Module, mode: Hashable) -> Captures:
     if by_mode is None:
         by_mode = _captures.setdefault(module, {})
     found = by_mode.get(mode)
-    return by_mode.setdefault(mode, Captures()) if found is None else found
+    return by_mode.setdefault(mode, Captures(mode)) if found is None else found
 
 
 def _fitting(captures: Captures, module: nn.Module, args: tuple, named: dict[str, Any]) -> "Capture | None":
@@ -144,11 +146,13 @@ def _fitting(captures: Captures, module: nn.Module, args: tuple, named: dict[str
             if capture.fits(module, args, named):
                 return capture
         if len(captures.found) < MAX_CAPTURES:
-            for capture in _alike(module):
+            for capture in _alike(module, captures.mode):
                 if capture not in captures.found and capture.fits(module, args, named):
                     captures.found.append(capture)
                     return capture
-    return None
+    # tensors that a trace makes are no views, which guards of tensors kept from earlier calls may compare
+    alike = _alike(module, captures.mode) if settings.region is not None else []
+    return alike[0] if len(alike) == 1 else None
 
 
 def _without_modes() -> contextlib.AbstractContextManager:
@@ -167,14 +171,14 @@ def _without_modes() -> contextlib.AbstractContextManager:
     return stack
 
 
-def _alike(module: nn.Module) -> "list[Capture]":
-    """The captures of modules with the same forward, and parameters of the same sizes."""
+def _alike(module: nn.Module, mode: Hashable = None) -> "list[Capture]":
+    """The captures, in one mode or in all, of modules with the same forward, and parameters of the same sizes."""
     captures = _by_forward.get(type(module).forward, ())
     if not captures:
         return []
     sizes, compiles = _key(module)
-    any_way = module not in _asked  # a copy
-    return [c for c in captures if c.key[0] == sizes and (any_way or c.key[1] == compiles)]
+    found = [c for c in captures if c.key[0] == sizes and mode in (None, c.mode)]
+    return [c for c in found if c.key[1] == compiles] if module in _asked else found  # else it is a copy
 
 
 def _key(module: nn.Module) -> tuple[Hashable, bool | None]:
@@ -270,7 +274,7 @@ def _capture(module: nn.Module, captures: Captures, args: tuple, named: dict[str
             del m.__dict__["forward"]  # Dynamo follows the code of the classes
         try:
             key = _key(module)
-            made = capture(module, args, named, key, compiles(module, key[1]))
+            made = capture(module, args, named, (key, captures.mode), compiles(module, key[1]))
         except Refusal as refusal:
             captures.why, captures.refused = str(refusal), True
         else:

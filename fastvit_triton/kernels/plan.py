@@ -29,6 +29,7 @@ from .op_cost import OPS
 
 TRACED = (256, 197)  # (images, tokens) assumed while tracing
 MAX_CHOICES = 4096  # cached choices
+NORMS = ("layer_norm", "add_layer_norm")  # ops
 # ops whose operands autocast does not cast
 KEEP_DTYPE = ("layer_norm", "add_layer_norm", "depthwise", "deformable_attention", "batch_norm_act")
 
@@ -310,11 +311,15 @@ def copies(x: Tensor, residual: Tensor | None) -> bool:
 def prefers_kernel(x: Tensor, op: str, *sizes: int) -> bool:
     """True if our kernels are chosen for a public function; they must be available.
 
+    Norms of a traced inference call are left to the compiler, which fuses them with what is around them.
+
     Args:
         x: tensor of the operation's device and dtype.
         op: a name in `op_cost.OPS`.
         sizes: arguments of its function in `op_cost.OPS`.
     """
+    if op in NORMS and torch.compiler.is_compiling() and not (torch.is_grad_enabled() or is_asked_for()):
+        return False
     dtype = x.dtype if op in KEEP_DTYPE else launch.product_dtype(x)
     fixed = tuple(map(operator.index, sizes))  # of weights, which may be symbolic
     return _prefers(x.device, dtype, dtype.itemsize, torch.is_grad_enabled(), op, fixed)
