@@ -6,6 +6,7 @@ Where the compiler does not matter, AOTAutograd's graphs run operator by operato
 import contextlib
 import copy
 import re
+import types
 import weakref
 
 import pytest
@@ -21,7 +22,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fastvit_triton import optimize, revert
+from fastvit_triton import optimize, revert, warmup
 from fastvit_triton.convert import captured
 from fastvit_triton.convert import region as region_file
 from fastvit_triton.expected.count import traced
@@ -195,6 +196,32 @@ def test_modules_without_products_are_compiled(compiler):
     assert compiler["called"] == 8  # of two tables and two blocks, twice
     revert(converted)
     assert "forward" not in vars(converted.table)
+
+
+@pytest.mark.full
+def test_warm_up_keeps_the_choice(compiler):
+    """Of a copy that of the original."""
+    original, converted = pair("dino")
+    x = MODELS["dino"].inputs(2, 5)[0]
+    twin = copy.deepcopy(converted)
+    for model in (converted, twin):
+        warmup(model, x)
+        compiler["called"] = 0
+        with torch.no_grad():
+            assert_close(model(x), original(x))
+        assert compiler == dict(compiled=1, called=2)
+
+
+@pytest.mark.full
+def test_ddp_does_not_split_a_region(compiler, monkeypatch):
+    """With buckets of one byte, Dynamo's optimiser for DDP would compile each layer apart."""
+    ddp = types.SimpleNamespace(bucket_bytes_cap=1, parameters_to_ignore=set())
+    monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_get_active_ddp_module", lambda: ddp)
+    original, converted = pair("dino")
+    inputs = MODELS["dino"].inputs(3, 5)
+    gradients(converted.train(), inputs)
+    assert compiler["compiled"] == 2  # one without gradients, and one with
+    assert_close(gradients(converted, inputs), gradients(original.train(), inputs))
 
 
 class Dropping(nn.Module):

@@ -311,6 +311,7 @@ def _settings(ones: bool) -> Iterator[None]:
             specialize_float=WRAP is None,
             skip_nnmodule_hook_guards=False,
             skip_no_tensor_aliasing_guards_on_parameters=False,
+            optimize_ddp=False,  # else DDP would split the graph by its buckets
         ),
         shapes_config.patch(  # type: ignore[attr-defined]
             use_duck_shape=False, backed_size_oblivious=ones

@@ -120,7 +120,8 @@ def _takes_region(capture: "Capture", x: Tensor, images: int) -> bool:
     if on_gpu and not torch.is_grad_enabled() and 0 < images <= REPLAYED:
         return False
     if settings.region is not None:
-        return launch.target is not None and settings.forced is None and capture.region.counted is not None
+        compiles = capture.key[1] is not False and capture.region.counted is not None
+        return compiles and launch.target is not None and settings.forced is None
     return capture.region.call is not None and not settings.is_observed()
 
 
@@ -205,11 +206,17 @@ def first_tensor(values: Any) -> Tensor | None:
     return None
 
 
-def ask(module: nn.Module, compiles: bool | None = False) -> None:
+def ask(module: nn.Module, compiles: bool | None = None) -> None:
     """Lets calls of a module be captured, where no graph fits, and compiled; None to compile those on a GPU."""
     if _asked.setdefault(module, compiles) is not compiles:
         _asked[module] = compiles
         _captures.pop(module, None)
+
+
+def ask_if_new(module: nn.Module) -> None:
+    """As `ask`, for a module that was not asked in this process, such as a copy, which is compiled as the original."""
+    if module not in _asked:
+        ask(module, next((capture.key[1] for capture in _alike(module)), None))
 
 
 def compiles(module: nn.Module, asked: bool | None) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..convert.captured import ask, is_bound
+from ..convert.captured import ask_if_new, is_bound
 from ..convert.example import unchanged
 from ..kernels.compiling import Collector, compiling
 
@@ -48,7 +48,7 @@ def warmup(
     start, inputs, named = time.perf_counter(), *given(example)
     if blocks := list(filter(is_bound, model.modules())):
         for module in blocks:
-            ask(module)
+            ask_if_new(module)
         with unchanged(model):  # Dynamo captures nothing under a mode such as the collector's
             run(model, inputs, named, train)
     with unchanged(model), Collector() as collector:
