@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastvit_triton import optimize
-from fastvit_triton.convert.region import counting
+from fastvit_triton.convert.captured import counting
 from fastvit_triton.expected import times, work
 from fastvit_triton.expected.count import traced
 from fastvit_triton.expected.events import Count

@@ -185,6 +185,91 @@ def test_outputs_and_gradients(name, runs):
     assert not any("forward" in vars(m) for m in converted.modules())
 
 
+class Positions(nn.Module):
+    """Rotates by positions whose values it reads, with tables that it keeps, as CroCo and its kin do."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = {}
+        self.halves = False
+
+    def forward(self, tokens, positions):
+        number = int(positions.max()) + 1
+        if number not in self.tables:
+            angles = torch.arange(number)[:, None] / torch.linspace(1, 3, tokens.shape[-1], dtype=tokens.dtype)
+            self.tables[number] = angles.cos(), angles.sin()
+        cos, sin = (table[positions][:, None] for table in self.tables[number])
+        turned = tokens * cos + tokens.roll(1, -1) * sin
+        return turned.float() if self.halves else turned
+
+
+class PlacedAttention(nn.Module):
+    """Attention whose queries and keys are rotated by `Positions`."""
+
+    def __init__(self, rope):
+        super().__init__()
+        self.norm, self.qkv, self.proj = nn.LayerNorm(D), nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.rope = rope
+
+    def forward(self, x, positions):
+        B, N, _ = x.shape
+        q, k, v = self.qkv(self.norm(x)).reshape(B, N, 3, 2, D // 2).permute(2, 0, 3, 1, 4)
+        q, k = self.rope(q, positions), self.rope(k, positions)
+        attn = (q @ k.transpose(-2, -1) * 0.3).softmax(-1).to(v.dtype)
+        return x + self.proj((attn @ v).transpose(1, 2).reshape(B, N, D)), positions
+
+
+class Placed(nn.Module):
+    """Two of them, which share the rotation."""
+
+    def __init__(self):
+        super().__init__()
+        rope = Positions()
+        self.blocks = nn.ModuleList(PlacedAttention(rope) for _ in range(2))
+
+    def forward(self, x, positions):
+        for block in self.blocks:
+            x, positions = block(x, positions)
+        return x
+
+
+@pytest.mark.full
+def test_a_submodule_that_dynamo_cannot_trace_is_called(no_graphs, runs):
+    """The attention around it is fused; it runs its own code with its own state, also when that changes."""
+    torch.manual_seed(0)
+    original = Placed().double()
+    converted = copy.deepcopy(original)
+    x, positions = torch.randn(2, 5, D, dtype=torch.float64), torch.arange(5).expand(2, 5)
+    report = optimize(converted.eval(), example=(x, positions))
+    assert {row.why for row in report.rows} == {None}
+    assert {c.calls["attention"] for block in converted.blocks for c in captured.captures_of(block)} == {1}
+    assert converted.blocks[0].rope.tables == {} and "forward" not in vars(converted.blocks[0].rope)
+
+    def check(graphs):
+        for grad in (False, True):
+            inputs = torch.randn(3, 7, D, dtype=torch.float64).requires_grad_(grad)
+            converted(inputs, 2 * torch.arange(7).expand(3, 7))  # captured with gradients
+            runs["graph"] = 0
+            with torch.set_grad_enabled(grad):
+                got, want = (m(inputs, 2 * torch.arange(7).expand(3, 7)) for m in (converted, original))
+            assert_close(got, want)
+            assert (runs["graph"] > 0) == graphs
+            if grad:
+                weights = [[*m.parameters()] for m in (converted, original)]
+                assert_close(*(torch.autograd.grad(y.sum(), w) for y, w in zip((got, want), weights, strict=True)))
+
+    check(True)
+    for model in (converted, original):
+        model.blocks[0].rope.halves = True  # another dtype than that of the queries
+    check(True)
+    for model in (converted, original):
+        model.blocks[0].rope.halves = False
+        model.blocks[0].rope.forward = lambda tokens, positions: 2 * tokens
+    check(False)
+    report = optimize(Placed().eval(), example=(x.float(), positions), compile=True)
+    assert {row.why for row in report.rows} == {"not compiled: rope cannot be traced and is called as it is"}
+
+
 class ChoosingAttention(research.WrittenAttention):
     """Chooses among PyTorch's implementations of attention, and calls einops, which keeps a table of tensor types."""
 

@@ -15,9 +15,11 @@ import torch
 from budget import telling
 from captured import without_inductor
 from catalogue import joined
+from functorch.compile import make_boxed_func
 from interpreter import interpreting
 from test_capture import gradients
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -25,9 +27,11 @@ from torch.utils.checkpoint import checkpoint
 from fastvit_triton import optimize, revert, warmup
 from fastvit_triton.convert import captured
 from fastvit_triton.convert import region as region_file
+from fastvit_triton.convert.backend import compiling
 from fastvit_triton.expected.count import traced
-from fastvit_triton.expected.inductor import inductor_count
-from fastvit_triton.kernels import cost
+from fastvit_triton.expected.events import Count, Event, Piece
+from fastvit_triton.expected.inductor import counted, inductor_count
+from fastvit_triton.kernels import cost, plan
 from fastvit_triton.kernels.backend import using_backend
 
 MODELS = research.MODELS
@@ -224,6 +228,141 @@ def test_ddp_does_not_split_a_region(compiler, monkeypatch):
     assert_close(gradients(converted, inputs), gradients(original.train(), inputs))
 
 
+class Scaled(nn.Module):
+    """Attention on x and a number that is a tensor without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = research.WrittenAttention()
+
+    def forward(self, scale, x):
+        return scale, x + scale * self.attn(x)
+
+
+class ScaledStack(nn.Module):
+    """Two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Scaled(), Scaled()])
+
+    def forward(self, scale, x):
+        for block in self.blocks:
+            scale, x = block(scale, x)
+        return x
+
+
+@pytest.mark.full
+def test_the_first_tensor_may_have_no_dimensions(compiler):
+    """Such as a temperature."""
+    torch.manual_seed(0)
+    model = ScaledStack().double().eval()
+    converted = copy.deepcopy(model)
+    given = torch.tensor(0.5, dtype=torch.float64), torch.randn(2, 5, research.D, dtype=torch.float64)
+    optimize(converted, example=given, compile=True)
+    compiler["called"] = 0
+    with torch.no_grad():
+        assert_close(converted(*given), model(*given))
+    assert compiler["called"] == 2
+
+
+@pytest.mark.full
+def test_errors_of_the_backward_pass_are_seen_when_it_is_compiled(monkeypatch):
+    """The graph then runs operator by operator in training."""
+
+    def compiled(graph, inputs, mode, options):
+        def fails(*_):
+            raise OSError("no compiler")
+
+        with compiling():
+            compile_both = aot_autograd(fw_compiler=lambda part, _: make_boxed_func(part.forward), bw_compiler=fails)
+            return compile_both(graph, inputs)
+
+    monkeypatch.setattr(region_file, "compiled", compiled)
+    original, converted = pair("dino")
+    inputs = MODELS["dino"].inputs(3, 5)
+    gradients(converted.train(), inputs)
+    found = [c.region for c in captured.captures_of(converted.blocks[0]) if c.mode[-1][0]]
+    assert [(region.call, region.why) for region in found] == [(None, "Inductor failed with OSError: no compiler")]
+    assert_close(gradients(converted, inputs), gradients(original.train(), inputs))
+
+
+@pytest.mark.full
+def test_settings_are_compared(compiler):
+    """Oracle: by hand, compiled code has the choices of the settings that it was compiled with."""
+    original, converted = pair("dino")
+    x = MODELS["dino"].inputs(2, 5)[0]
+    for settings, called in (using_backend("auto"), 0), (plan.forcing("plain"), 0), (contextlib.nullcontext(), 2):
+        compiler["called"] = 0
+        with torch.no_grad(), settings:
+            assert_close(converted(x), original(x))
+        assert compiler["called"] == called
+    with using_backend("auto"):  # float64, for which nothing is chosen otherwise
+        converted = copy.deepcopy(original)
+        optimize(converted, example=x, compile=True)
+        compiler["called"] = 0
+        with torch.no_grad():
+            assert_close(converted(x), original(x))
+        assert compiler["called"] == 2
+
+
+@pytest.mark.full
+def test_what_was_compiled_can_be_left(compiler):
+    """By `compile=False`, also of a copy that was called, and of modules without products."""
+    model = Rotated().eval()
+    x = torch.randn(2, 5, research.D, dtype=torch.float64)
+    converted = copy.deepcopy(model)
+    optimize(converted, example=x, compile=True)
+    twin = copy.deepcopy(converted)
+    with torch.no_grad():
+        twin(x)
+    for each in (converted, twin):
+        report = optimize(each, example=x, compile=False)
+        assert "table" not in {row.path for row in report.rows} and report.compiled is None
+        compiler["called"] = 0
+        with torch.no_grad():
+            assert_close(each(x), model(x))
+        assert compiler["called"] == 0
+
+
+class Two(nn.Module):
+    """Two results, of which the first has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = research.WrittenAttention()
+
+    def forward(self, x):
+        y = self.attn(x)
+        return y.detach() * 2, (y * y).sum(), y
+
+
+@pytest.mark.full
+def test_a_trace_counts_outputs_without_gradients():
+    """Oracle: no more launches than by the rule for the block as written."""
+    model = nn.ModuleList([Two()]).float().train()[0]
+    original, x = copy.deepcopy(model), torch.randn(2, 3, research.D)
+    optimize(model, example=x)
+    model(x)
+    images = torch.empty(16, 5, research.D, device="meta")
+    found = traced(model, cost.gpus()["h100"], True, (images,), {})
+    assert len({event.region for event in found.events} - {0}) == 2
+    assert found.count.launches <= inductor_count(traced(original, None, True, (images,), {}).events).launches
+
+
+def test_a_kernel_writes_what_other_regions_read():
+    """Oracle: by hand, for tensors of 40 bytes: region 1 writes both results, as region 2 reads them."""
+
+    def piece(storage):
+        return Piece(storage, 0, (10,), 40)
+
+    def event(name, reads, write, region):
+        return Event(name, "", False, 1, tuple(map(piece, reads)), (piece(write),), region=region)
+
+    events = [event("mul", [0], 1, 1), event("exp", [1], 2, 1), event("mul", [1, 2], 3, 2)]
+    assert counted(events) == Count(2, 6 * 40)
+
+
 class Dropping(nn.Module):
     """A block with stochastic depth and dropout, whose norm is written out.
 
@@ -285,8 +424,12 @@ def test_inductor():
         for exact, theirs, ours in zip(want, plain, got, strict=True):
             rounding = torch.finfo(torch.float32).eps * telling(exact).norm()
             assert (ours - exact).norm() <= 2 * ((theirs - exact).norm() + rounding)
+    y = converted.train()(x).square().sum()
+    weights = [layer.weight for layer in converted.modules() if isinstance(layer, nn.Linear)]
+    first, second = (torch.autograd.grad(y, weights, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
     compiled = {c for block in converted for c in captured.captures_of(block)}
-    assert all(c.region.call is not None for c in compiled) and len(compiled) <= 4
+    assert all(c.region.call is not None for c in compiled) and len(compiled) <= 5
 
 
 @pytest.mark.full

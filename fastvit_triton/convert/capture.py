@@ -4,8 +4,8 @@ A capture is what Dynamo compiles for a call: its guards, all of which Dynamo ev
 code, which calls the graph. The graph holds PyTorch calls on the parameters and inputs, and sizes as symbols, so that
 one capture serves every batch and image size, and every module for which its guards hold.
 
-The rewritten graph runs as it is, and autograd records its operators. If it is asked for, Inductor also compiles it:
-what the kernels do not compute becomes few launches, forward and backward.
+The rewritten graph runs as it is, and autograd records its operators. If it is asked for, Inductor compiles the graph
+beside that, see `region`: what the kernels do not compute becomes few launches, forward and backward.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import RestartAnalysis, TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
@@ -43,7 +43,9 @@ from ..engine.hooks import PACKAGE, is_our_forward
 from ..engine.source import facts_of, hold
 from ..kernels import settings
 from ..kernels.backend import kernels_available
+from . import untraced
 from .backend import copied, path_of, rewrite
+from .candidates import has_no_products
 from .flop_shares import ATTENTION_FLOPS, enclosing
 from .graph.nodes import kind, read, same, up, value
 from .graph.regions import Memory, memory, written
@@ -54,7 +56,7 @@ from .third_party import is_rate
 
 log = logging.getLogger(__name__)
 
-OURS = f"{PACKAGE}."
+OURS = f"{PACKAGE}.kernels."
 PRODUCTS = {"addmm": 1, "encoder_layer": 5, "linear": 1, "matmul": 1, "scaled_dot_product_attention": 1}
 # private: the setting `specialize_float` is for all numbers, and a softmax whose scale is an input is not fused
 WRAP = getattr(VariableBuilder, "wrap_symfloat", None)
@@ -109,6 +111,7 @@ class Capture:
     """A call as Dynamo compiled it, with a rewritten graph.
 
     Attributes:
+        compiles: whether Inductor was to compile the graph.
         key: of the module that was captured, to find it for modules alike.
         mode: of the call.
         repeatable: True if its operators may be recorded and repeated: its graph writes no tensor in place.
@@ -126,9 +129,11 @@ class Capture:
         # no class has gained an attribute, which might hide an inherited one
         self._facts = facts_of(classes) + [(len, names, len(names)) for names in namespaces]
         self._guards = entry.guard_manager
-        forwards = "".join(f"{place}.__dict__.get('forward'), " for place in dict.fromkeys(running.places))
+        places = [*dict.fromkeys(running.places), *(f"L['module'].get_submodule({p!r})" for p in running.untraced)]
+        forwards = "".join(f"{place}.__dict__.get('forward'), " for place in places)
         self._forwards = eval(f"lambda L: ({forwards})", {})
         self._call = FunctionType(entry.code, call.__globals__, call.__name__)
+        self.compiles = running.compiles
         self.key, self.mode = key
         self.repeatable, self.calls, self.left, self.launches, self.replaced, self.region = found
 
@@ -152,6 +157,8 @@ class Capture:
         running.module, running.in_region = module, in_region
         try:
             return self._call(module, args, named)
+        except untraced.Changed:
+            return type(module).forward(module, *args, **named)
         finally:
             running.module, running.in_region = before
 
@@ -174,24 +181,31 @@ class _Running(threading.local):
         module: whose capture runs.
         in_region: whether the region of its capture runs.
         compiles: whether Inductor compiles the graph that is captured.
+        counts_only: whether that is left out.
         found: what the graph that is compiled now is, or why it is refused; None before.
         training: whether the module that is captured is in training mode.
         rates: whether it then has attributes that are rates.
+        device: type of that of the call that is captured.
+        untraced: paths of the submodules that are called as they are.
         places: Python texts of the modules in which Dynamo looked for a forward of the instance.
     """
 
     def __init__(self) -> None:
         self.module: nn.Module | None = None
-        self.in_region = self.compiles = False
+        self.in_region = self.compiles = self.counts_only = False
         self.found: _Found | Refusal | None = None
         self.training = self.rates = False
+        self.device = "cpu"
+        self.untraced: list[str] = []
         self.places: list[str] = []
 
 
 running = _Running()
 
 
-def capture(module: nn.Module, args: tuple, named: dict[str, Any], key: tuple, compiles: bool = False) -> Capture:
+def capture(
+    module: nn.Module, args: tuple, named: dict[str, Any], key: tuple, compiles: bool = False, counts_only: bool = False
+) -> Capture:
     """Captures and rewrites the call of a module's own forward; nothing is computed.
 
     Gradients, autocast and the training mode are those of the moment.
@@ -202,10 +216,23 @@ def capture(module: nn.Module, args: tuple, named: dict[str, Any], key: tuple, c
         named: keyword arguments.
         key: kept as `Capture.key` and `Capture.mode`.
         compiles: True to compile the graph with Inductor, too.
+        counts_only: True not to call Inductor even then.
 
     Raises:
         Refusal: with the reason, for example a graph break.
     """
+    running.compiles, running.counts_only = compiles, counts_only
+    try:
+        return _capture(module, args, named, key, [])
+    except Refusal as refusal:
+        paths = untraced.paths_in(module, refusal.__cause__, has_no_products)
+        if not (paths and untraced.are_known(module, paths, args, named)):
+            raise
+    return _capture(module, args, named, key, paths)
+
+
+def _capture(module: nn.Module, args: tuple, named: dict[str, Any], key: tuple, paths: list[str]) -> Capture:
+    """`capture`, which does not trace the submodules at these paths."""
     # a function of its own, as Dynamo keeps compiled code by code object, and names of modules in its globals
     call = FunctionType(_call.__code__.replace(), {"__builtins__": __builtins__}, "call")
     leaves: dict[int, Tensor] = {}  # without history; what was one tensor remains one
@@ -215,11 +242,12 @@ def capture(module: nn.Module, args: tuple, named: dict[str, Any], key: tuple, c
 
     inputs = tree_map_only(Tensor, leaf, (args, named))
     failure: Exception | None = None
-    running.found, running.training, running.places, running.compiles = None, module.training, [], compiles
+    running.found, running.training, running.places = None, module.training, []
+    running.untraced, running.device = paths, key[1][1]
     running.rates = module.training and any(is_rate(*fact) for m in module.modules() for fact in vars(m).items())
     for ones in (True, False):
         try:
-            with _settings(ones):
+            with _settings(ones), untraced.opaque(module, paths, lambda: running.module):
                 options: dict[str, Any] = dict(guard_filter_fn=_are_kept)
                 torch.compile(call, backend=_compiled, fullgraph=True, dynamic=True, options=options)(module, *inputs)
         except _Stop:
@@ -228,7 +256,8 @@ def capture(module: nn.Module, args: tuple, named: dict[str, Any], key: tuple, c
             failure, running.found = failure or error, None
     found, running.found = running.found, None
     if found is None:
-        raise Refusal("Dynamo is disabled" if failure is None else f"{type(failure).__name__}: {_first_line(failure)}")
+        why = "Dynamo is disabled" if failure is None else f"{type(failure).__name__}: {_first_line(failure)}"
+        raise Refusal(why) from failure
     if isinstance(found, Refusal):
         raise found
     return Capture(module, call, found, key)
@@ -246,7 +275,13 @@ def _are_kept(guards: Sequence[Any]) -> list[bool]:
     ours = [guard.guard_type == ABSENT and guard.orig_guard.create_fn.keywords["attr"] == "forward" for guard in guards]
     names = [guard.orig_guard.name for guard in guards]
     running.places = [name for name, is_ours in zip(names, ours, strict=True) if is_ours]
-    return [not (is_ours or IGNORED.search(name)) for name, is_ours in zip(names, ours, strict=True)]
+    untraced_places = ["".join(f"._modules[{part!r}]" for part in path.split(".")) for path in running.untraced]
+
+    def is_kept(name: str) -> bool:
+        replaced = "forward" in name and any(place in name for place in untraced_places)
+        return not (replaced or IGNORED.search(name))
+
+    return [not is_ours and is_kept(name) for name, is_ours in zip(names, ours, strict=True)]
 
 
 def _compiled(graph: fx.GraphModule, inputs: list, options: object = None) -> Callable:
@@ -258,6 +293,8 @@ def _compiled(graph: fx.GraphModule, inputs: list, options: object = None) -> Ca
         apart = running.found.region
     except Refusal as refusal:
         running.found = refusal
+    except RestartAnalysis:  # Dynamo traces again
+        raise
     # Any error of the rewriting: the module runs as it is written, and the report has the error.
     except Exception as error:
         log.debug("the rewriting failed", exc_info=True)
@@ -269,7 +306,7 @@ def _compiled(graph: fx.GraphModule, inputs: list, options: object = None) -> Ca
             first.clear()
             raise _Stop
         if running.in_region:
-            function = apart.call if settings.region is None else apart.counted
+            function = apart.counted if apart.call is None or settings.is_observed() else apart.call
             assert function is not None  # as `captured.run` asked for it
             return function(*inputs)
         assert run is not None
@@ -355,12 +392,17 @@ def _rewritten(graph: fx.GraphModule, examples: list) -> tuple[_Found, Callable]
         writes or numbers or running.training or any(map(_changes_modes, graph.graph.nodes)) or _casts(graph.graph)
     ):
         parts = split(copied(graph.graph), {node.name for node in inputs if _source(node).startswith("L['module']")})
-    if numbers:
+    if running.untraced:
+        apart = Region(why=f"{', '.join(running.untraced)} cannot be traced and is called as it is")
+    elif numbers:
         apart = Region(why="its rates are numbers, which Inductor makes constants")
     elif writes and graph.graph.find_nodes(op="call_method", target="unfold"):
         apart = Region(why="PyTorch's compiler loses what is written through windows of unfold")
     else:
-        apart = region(graph, as_captured, examples, running.compiles)
+        apart = region(graph, as_captured, examples, running.compiles and not running.counts_only)
+        if not calls and running.compiles and apart.why is not None:
+            raise Refusal(apart.why)
+        apart = apart._replace(settings=settings.compiled(running.device))
     if not calls:
         graph.graph = copied(graph.graph)  # Dynamo reads the facts of its own
     for part in (graph.graph, *(parts[1:] if parts else ())):
@@ -369,7 +411,8 @@ def _rewritten(graph: fx.GraphModule, examples: list) -> tuple[_Found, Callable]
     if WRAP is None and running.rates:
         unfused += (Row("", "rate", why=RATES),)
     replaced = sum(n for name, n in work.items() if name not in left) / max(sum(work.values()), 1)
-    return _Found(not writes, calls, unfused, launches, replaced, apart), _runner(graph, numbers, parts)
+    repeatable = not (writes or running.untraced)
+    return _Found(repeatable, calls, unfused, launches, replaced, apart), _runner(graph, numbers, parts)
 
 
 def _launching(graph: fx.Graph) -> list[fx.Node]:

@@ -8,7 +8,6 @@ captures of the original, and make none themselves.
 
 import contextlib
 import itertools
-import re
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -25,15 +24,11 @@ from ..engine.hooks import PACKAGE, has_global_hooks, has_hooks, is_our_forward,
 from ..kernels import launch, plan, settings
 from ..kernels.backend import kernels_available, transparent
 from .example import arguments, unchanged
-from .flop_shares import enclosing
 from .third_party import can_run, gives_proxies
 
 if TYPE_CHECKING:
     from .capture import Capture
 
-LAYERS = (nn.Linear, nn.MultiheadAttention, nn.modules.conv._ConvNd)
-STACKS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-NAMES = re.compile("(?<!Batch)Norm|Attention|Attn|M[Ll][Pp]|F[Ff][Nn]|Feed[Ff]orward|Glu|GLU")
 NO_MODES = contextlib.nullcontext()
 REPLAYED = 8  # images, up to which the graph is replayed on a GPU
 MAX_CAPTURES = 4  # of one module in one mode, for the branches that sizes and attributes select
@@ -44,13 +39,15 @@ class Captures:
 
     Attributes:
         mode: see `_mode`.
+        on_gpu: True if it is that of calls on a GPU.
         found: at most MAX_CAPTURES.
         why: why the last attempt failed; None if it did not.
         refused: True if it would fail again.
     """
 
-    def __init__(self, mode: Hashable) -> None:
+    def __init__(self, mode: Hashable, on_gpu: bool) -> None:
         self.mode = mode
+        self.on_gpu = on_gpu
         self.found: list[Capture] = []
         self.why: str | None = None
         self.refused = False
@@ -68,10 +65,13 @@ class State(threading.local):
 
     Attributes:
         example: True while `optimize` runs an example, whose calls are captured on every device.
+        counts_only: True while what Inductor would compile is only to be counted, see `counting`.
+        seconds: how long Inductor took for each graph that it compiled since `optimize` began.
     """
 
     def __init__(self) -> None:
-        self.example = False
+        self.example = self.counts_only = False
+        self.seconds: list[float] = []
 
 
 state = State()
@@ -86,9 +86,10 @@ def run(module: nn.Module, /, *args: Any, **named: Any) -> Any:
     # positions may be computed from sizes alone
     x = next(itertools.chain(module.parameters(), module.buffers()), None) if given is None else given
     traced = has_global_hooks() or gives_proxies(module)
-    if type(x) is not Tensor or not (state.example or can_run(x)) or traced:
+    x = x.detach() if given is None and x is not None else x
+    if type(x) is not Tensor or traced or not (state.example or can_run(x) or _asked.get(module)):
         return type(module).forward(module, *args, **named)
-    captures = _captures_in(module, _mode(module, x))
+    captures = _captures_in(module, _mode(module, x), not x.is_cpu)
     capture = _fitting(captures, module, args, named)
     if capture is None and module in _asked and _is_checkpointed():
         with torch.no_grad(), torch.random.fork_rng():
@@ -100,7 +101,8 @@ def run(module: nn.Module, /, *args: Any, **named: Any) -> Any:
         if module in _asked:
             _capture(module, captures, args, named)
         return outputs
-    if _takes_region(capture, x, 0 if given is None else given.shape[0]):
+    images = given.shape[0] if given is not None and given.dim() else 0
+    if _takes_region(capture, x, images):
         return capture.call_region(module, args, named)
     if given is None:
         return capture(module, *args, **named)
@@ -111,18 +113,28 @@ def run(module: nn.Module, /, *args: Any, **named: Any) -> Any:
 
 
 def _takes_region(capture: "Capture", x: Tensor, images: int) -> bool:
-    """True if a call runs what Inductor compiled; in a trace, what it would compile on a GPU.
+    """True if a call runs what Inductor compiled; in a trace, whether it would on a GPU.
 
-    Recorders and transforms see operators, so for these the graph runs. A few images without gradients take the least
-    time on the host, which a replay of the graph saves.
+    Recorders and transforms see operators, so for these the graph runs, as under other settings than those that were
+    compiled. On a GPU, a few images without gradients take the least time on the host if the graph is replayed.
     """
     on_gpu = launch.target is not None or not x.is_cpu
     if on_gpu and not torch.is_grad_enabled() and 0 < images <= REPLAYED:
         return False
-    if settings.region is not None:
+    if _is_traced():
         compiles = capture.key[1] is not False and capture.region.counted is not None
         return compiles and launch.target is not None and settings.forced is None
-    return capture.region.call is not None and not settings.is_observed()
+    return capture.region.call is not None and _is_current(capture) and not settings.is_observed()
+
+
+def _is_current(capture: "Capture") -> bool:
+    """True if a capture was not compiled, or for the settings of now."""
+    return capture.region.call is None or capture.region.settings == settings.compiled(capture.mode[1])
+
+
+def _is_traced() -> bool:
+    """True in a trace of `expected` on this thread."""
+    return settings.region is not None and torch._C._len_torch_dispatch_stack() > 0
 
 
 def _mode(module: nn.Module, x: Tensor) -> Hashable:
@@ -132,12 +144,12 @@ def _mode(module: nn.Module, x: Tensor) -> Hashable:
     return x.dtype, kind, module.training, modes
 
 
-def _captures_in(module: nn.Module, mode: Hashable) -> Captures:
+def _captures_in(module: nn.Module, mode: Hashable, on_gpu: bool) -> Captures:
     by_mode = _captures.get(module)
     if by_mode is None:
         by_mode = _captures.setdefault(module, {})
     found = by_mode.get(mode)
-    return by_mode.setdefault(mode, Captures(mode)) if found is None else found
+    return by_mode.setdefault(mode, Captures(mode, on_gpu)) if found is None else found
 
 
 def _fitting(captures: Captures, module: nn.Module, args: tuple, named: dict[str, Any]) -> "Capture | None":
@@ -148,11 +160,13 @@ def _fitting(captures: Captures, module: nn.Module, args: tuple, named: dict[str
                 return capture
         if len(captures.found) < MAX_CAPTURES:
             for capture in _alike(module, captures.mode):
-                if capture not in captures.found and capture.fits(module, args, named):
+                if capture not in captures.found and _is_current(capture) and capture.fits(module, args, named):
                     captures.found.append(capture)
                     return capture
     # tensors that a trace makes are no views, which guards of tensors kept from earlier calls may compare
-    alike = _alike(module, captures.mode) if settings.region is not None else []
+    if not _is_traced() or captures.refused or any(map(has_hooks, module.modules())):
+        return None
+    alike = _alike(module, captures.mode)
     return alike[0] if len(alike) == 1 else None
 
 
@@ -177,18 +191,18 @@ def _alike(module: nn.Module, mode: Hashable = None) -> "list[Capture]":
     captures = _by_forward.get(type(module).forward, ())
     if not captures:
         return []
-    sizes, compiles = _key(module)
-    found = [c for c in captures if c.key[0] == sizes and mode in (None, c.mode)]
-    return [c for c in found if c.key[1] == compiles] if module in _asked else found  # else it is a copy
+    key = _key(module)
+    found = [c for c in captures if c.key[0] == key[0] and mode in (None, c.mode)]
+    return [c for c in found if c.key == key] if module in _asked else found  # else it is a copy
 
 
-def _key(module: nn.Module) -> tuple[Hashable, bool | None]:
-    """Types and sizes of the parameters of a module and its submodules, and whether its graphs are compiled."""
+def _key(module: nn.Module) -> tuple[Hashable, bool | None, bool]:
+    """Types and sizes of the parameters of a module and its submodules; whether its graphs are compiled, or counted."""
     sizes = tuple(
         (type(m).__qualname__, *(None if p is None else p.shape for p in m._parameters.values()))
         for m in module.modules()
     )
-    return sizes, _asked.get(module)
+    return sizes, _asked.get(module), state.counts_only
 
 
 def _is_checkpointed() -> bool:
@@ -208,7 +222,7 @@ def first_tensor(values: Any) -> Tensor | None:
 
 def ask(module: nn.Module, compiles: bool | None = None) -> None:
     """Lets calls of a module be captured, where no graph fits, and compiled; None to compile those on a GPU."""
-    if _asked.setdefault(module, compiles) is not compiles:
+    if module not in _asked or _asked[module] is not compiles:
         _asked[module] = compiles
         _captures.pop(module, None)
 
@@ -219,11 +233,20 @@ def ask_if_new(module: nn.Module) -> None:
         ask(module, next((capture.key[1] for capture in _alike(module)), None))
 
 
-def compiles(module: nn.Module, asked: bool | None) -> bool:
-    """Whether Inductor compiles captured calls of a module on its device, if `asked` is `optimize`'s argument."""
-    if asked is not None:
-        return asked
-    return any(not t.is_cpu for t in (*module.parameters(), *module.buffers()))
+@contextlib.contextmanager
+def counting() -> Iterator[None]:
+    """Context in which nothing is compiled, but a trace counts what would be."""
+    before, state.counts_only = state.counts_only, True
+    try:
+        yield
+    finally:
+        state.counts_only = before
+
+
+def forget(model: nn.Module) -> None:
+    """Drops the captures of a model's modules, so that their next calls are captured anew."""
+    for module in model.modules():
+        _captures.pop(module, None)
 
 
 def is_bound(module: nn.Module) -> bool:
@@ -236,13 +259,6 @@ def captures_of(module: nn.Module) -> "list[Capture]":
     """The captures that a module runs; of a copy that was not called, those that it may run."""
     own = [capture for captures in _captures.get(module, {}).values() for capture in captures.found]
     return own or _alike(module)
-
-
-def compiled(model: nn.Module) -> tuple[int, float] | None:
-    """The number of graphs that Inductor compiled for a model's modules, and the seconds that it took; None if none."""
-    captures = {capture for module in model.modules() if is_bound(module) for capture in captures_of(module)}
-    seconds = [capture.region.seconds for capture in captures if capture.region.call is not None]
-    return (len(seconds), sum(seconds)) if seconds else None
 
 
 def why_none(module: nn.Module) -> str:
@@ -281,10 +297,13 @@ def _capture(module: nn.Module, captures: Captures, args: tuple, named: dict[str
             del m.__dict__["forward"]  # Dynamo follows the code of the classes
         try:
             key = _key(module)
-            made = capture(module, args, named, (key, captures.mode), compiles(module, key[1]))
+            compiles = captures.on_gpu if key[1] is None else key[1]
+            made = capture(module, args, named, (key, captures.mode), compiles, state.counts_only)
         except Refusal as refusal:
             captures.why, captures.refused = str(refusal), True
         else:
+            if made.region.call is not None:
+                state.seconds.append(made.region.seconds)
             captures.found.append(made)
             _by_forward.setdefault(type(module).forward, weakref.WeakSet()).add(made)
         finally:
@@ -301,72 +320,3 @@ def call(model: nn.Module, example: Any) -> None:
             model(*args, **named)
     finally:
         state.example = False
-
-
-def candidates(
-    model: nn.Module, converted: set[str], called: set[str], within: bool, inside: str | None = None
-) -> Iterator[str]:
-    """Yields paths of modules to capture: the outermost ones that hold no stack of such modules.
-
-    Each is of a class that is not PyTorch's, holds an `nn.MultiheadAttention` or two linear layers, and a class whose
-    name is that of a norm, an attention or an MLP.
-
-    Args:
-        model: the model.
-        converted: paths of modules with a fused forward, which are passed over with all that they hold.
-        called: paths of modules of unknown types, which the fused forward of a module around them calls.
-        within: False to count only layers outside of modules with a fused forward.
-        inside: path of a module that is passed over itself; None for the model.
-    """
-
-    def is_free(path: str) -> bool:
-        nearest = next((p for p in enclosing(path) if p in converted or p in called), None)
-        return nearest not in converted
-
-    free = {path for path, _ in model.named_modules() if is_free(path)}
-
-    def is_candidate(path: str, module: nn.Module) -> bool:
-        below = dict(module.named_modules(prefix=path))
-        layers = (m for name, m in below.items() if within or name in free)
-        number = sum(2 * isinstance(m, nn.MultiheadAttention) + isinstance(m, nn.Linear) for m in layers)
-        parts = (part for m in below.values() if isinstance(m, STACKS) for part in m.children())
-        named = any(NAMES.search(type(m).__name__) for m in below.values())
-        return is_foreign(module) and number > 1 and named and not any(map(_is_block, parts))
-
-    def visit(path: str, module: nn.Module) -> Iterator[str]:
-        if path in free and path != inside and is_candidate(path, module):
-            yield path
-            return
-        for name, child in module.named_children():
-            yield from visit(f"{path}.{name}" if path else name, child)
-
-    top = inside or ""
-    yield from visit(top, model.get_submodule(top))
-
-
-def computing(model: nn.Module, taken: set[str]) -> Iterator[str]:
-    """Yields paths of modules to compile by Inductor alone: positions, norms and gates that are written out.
-
-    They are the outermost ones of classes that are not PyTorch's or ours, without layers of products inside, and not
-    inside a module at the paths `taken`, nor around one.
-    """
-    found: list[str] = []
-    for path, module in model.named_modules():
-        if not path or not taken.isdisjoint(enclosing(path)) or not set(found).isdisjoint(enclosing(path)):
-            continue
-        if not is_foreign(module) or type(module).__module__.partition(".")[0] == PACKAGE:
-            continue
-        inside = (name for name in taken if name.startswith(f"{path}."))
-        if next(inside, None) is None and not any(isinstance(m, (*LAYERS, *STACKS)) for m in module.modules()):
-            found.append(path)
-            yield path
-
-
-def is_foreign(module: nn.Module) -> bool:
-    """True for a module whose class is not PyTorch's."""
-    return not type(module).__module__.startswith("torch.")
-
-
-def _is_block(module: nn.Module) -> bool:
-    """True for a module with layers whose class is not PyTorch's."""
-    return is_foreign(module) and any(isinstance(m, LAYERS) for m in module.modules())

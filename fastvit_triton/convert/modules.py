@@ -23,6 +23,7 @@ from ..engine.ways import SIZES
 from ..kernels import onednn
 from ..kernels.backend import backend, why_not
 from . import (
+    candidates,
     captured,
     readers,  # noqa: F401  (registers the fused forwards)
 )
@@ -78,8 +79,8 @@ def optimize(
     inside, patched code or another attribute the block's own forward runs. Copies share the graphs; a model that was
     unpickled in another process has none, until `optimize` or `warmup` runs it on an example. On a GPU, or with
     `compile`, Inductor also compiles these graphs, so that norms, rotations and gates take few launches; blocks that
-    are alike share the result. As under torch.compile, gradients of gradients then raise an error. Up to 8 images
-    without gradients run the graph as it is, which is replayed.
+    are alike share the result. As under torch.compile, gradients of gradients then raise an error. On a GPU, up to 8
+    images without gradients run the graph as it is, which is replayed.
 
     If an exception is raised, also in filter_fn, all modules are restored.
 
@@ -89,7 +90,7 @@ def optimize(
             fused block calls the others.
         example: an input of the model, a tensor or a tuple or dictionary of arguments: blocks of unknown types are
             captured from one call with it, without gradients and in the mode that the model is in.
-        compile: whether Inductor compiles captured blocks: True, False, or None for those on a GPU. It takes about ten
+        compile: whether Inductor compiles captured blocks: True, False, or None for those on a GPU. It takes 3 to 10
             seconds for each kind of block, dtype and mode; the report says how long.
         freeze: the weights are final: also call `fastvit_triton.freeze` on the model.
         tune: an example input: also measure how the model runs fastest on this GPU or CPU, in training if it is in
@@ -120,6 +121,8 @@ def optimize(
             raise TypeError(f"{name} is {value!r}; give an example input of the model, such as a tensor, or None")
     attention_interface.register()
     forget()
+    seconds: list[float] = []
+    captured.state.seconds = seconds
     with _all_or_nothing(model):
         if freeze:  # first, as only frozen BatchNorms are folded
             freeze_weights(model)
@@ -133,12 +136,13 @@ def optimize(
         from .. import tune as measure  # by its public name: `measure` imports this package
 
         measure(model, tune, model.training)
+        captured.forget(model)  # what was compiled has the choices from before
     device, products = (None, None) if parameter is None else _on_device(model, parameter, freeze)
     return Report(
         rows,
         device,
         products,
-        compiled=captured.compiled(model),
+        compiled=(len(seconds), sum(seconds)) if seconds else None,
         subject=Subject(model, next((e for e in (example, verify, tune) if e is not None), None)),
     )
 
@@ -260,7 +264,7 @@ def _with_captured(
     converted = ours | {path for path in bound_paths if not captured.is_bound(model.get_submodule(path))}
     called = {row.path for row in rows if row.why == UNKNOWN}
     by_path: dict[str, Row] = {}
-    paths = list(captured.candidates(model, converted, called, example is not None))
+    paths = list(candidates.candidates(model, converted, called, example is not None))
     while paths:
         to_capture: list[str] = []
         for path in paths:
@@ -288,10 +292,10 @@ def _with_captured(
             row = by_path[path] = _captured_row(model.get_submodule(path), path, converted)
             if row.became is None:
                 del model.get_submodule(path).__dict__["forward"]
-                paths += captured.candidates(model, converted, called, False, path)
-    if example is not None and captured.compiles(model, compiles):
+                paths += candidates.candidates(model, converted, called, False, path)
+    if example is not None:
         taken = {path for path, row in by_path.items() if row.became is not None} | converted
-        by_path |= _with_inductor_alone(model, [*captured.computing(model, taken)], filter_fn, example, compiles)
+        by_path |= _with_inductor_alone(model, [*candidates.computing(model, taken)], filter_fn, example, compiles)
     return _merged(model, rows, by_path)
 
 
@@ -304,6 +308,10 @@ def _with_inductor_alone(
 ) -> dict[str, Row]:
     """The rows of modules without products, for those that Inductor compiles; the others are left as they are."""
     modules = {path: model.get_submodule(path) for path in paths}
+    for module in filter(captured.is_bound, modules.values()):  # by an earlier call
+        del module.__dict__["forward"]
+    if not (any(not p.is_cpu for p in model.parameters()) if compiles is None else compiles):
+        return {}
     free = {path: module for path, module in modules.items() if "forward" not in module.__dict__}
     chosen = {path: module for path, module in free.items() if filter_fn is None or filter_fn(module, path)}
     for module in chosen.values():
@@ -331,7 +339,8 @@ def _captured_row(module: nn.Module, path: str, converted: set[str]) -> Row:
     for capture in captures:
         calls |= capture.calls
         unfused |= dict.fromkeys(f"{row.type}: {row.why}" for row in capture.left)
-    unfused |= dict.fromkeys(f"not compiled: {c.region.why}" for c in captures if c.region.why is not None)
+    why_not = (c.region.why for c in captures if c.compiles)
+    unfused |= dict.fromkeys(f"not compiled: {why}" for why in why_not if why is not None)
     layers = {row.type for capture in captures for row in capture.left} - {"layer_norm", "gelu", "relu", "silu", "rate"}
     prefix = f"{path}." if path else ""
     inside = {other.removeprefix(prefix) for other in converted if other.startswith(prefix)}
@@ -343,8 +352,9 @@ def _captured_row(module: nn.Module, path: str, converted: set[str]) -> Row:
             return Row(path, name, why=f"what it holds is fused instead, as {graph}")
     kind = "block" if re.search("Block|Layer", name) else "module"
     parts = ", ".join(function if n == 1 else f"{function} ×{n}" for function, n in calls.items())
-    rest = ", the rest by Inductor" if all(capture.region.call for capture in captures) else ""
-    return Row(path, name, f"fused captured {kind} ({parts}{rest})", why="; ".join(unfused) or None)
+    if all(capture.region.call for capture in captures):
+        parts = f"{parts}, the rest by Inductor" if parts else "by Inductor"
+    return Row(path, name, f"fused captured {kind} ({parts})", why="; ".join(unfused) or None)
 
 
 def _merged(model: nn.Module, rows: tuple[Row, ...], captured_rows: dict[str, Row]) -> tuple[Row, ...]:
@@ -363,7 +373,7 @@ def _with_others(model: nn.Module, rows: tuple[Row, ...]) -> tuple[Row, ...]:
     others = {}
     for path, module in by_path.items():
         layers = any(isinstance(child, (nn.Linear, nn.MultiheadAttention)) for child in module.children())
-        apart = path and captured.is_foreign(module) and not is_ours(path, by_path)
+        apart = path and candidates.is_foreign(module) and not is_ours(path, by_path)
         if apart and layers and named.isdisjoint(enclosing(path)):
             others[path] = Row(path, type(module).__name__, why=UNKNOWN, other=True)
     return _merged(model, rows, others)

@@ -4,11 +4,15 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
+import torch._functorch.config
 from torch import Tensor, fx
+from torch._dynamo.exc import RestartAnalysis
+from torch._functorch._aot_autograd import graph_compile
 
 from ..kernels import settings
 from .backend import compiled, compiling, copied, rewrite
@@ -16,23 +20,24 @@ from .backend import compiled, compiling, copied, rewrite
 log = logging.getLogger(__name__)
 
 _numbers = itertools.count(1)
-_counts_only = False  # see `counting`
 
 
 class Region(NamedTuple):
     """A captured graph for Inductor.
 
     Attributes:
-        counted: runs its operators one by one, as one region of a trace of `expected`; None if there is no such graph.
+        counted: runs its operators one by one, as one region of a trace of `expected`; None if it cannot be compiled.
         call: the compiled function; None if it was not compiled.
         seconds: how long Inductor took.
         why: why it was not compiled; None if it was, or was not to be.
+        settings: with which it was compiled, see `kernels.settings.compiled`.
     """
 
     counted: Callable | None = None
     call: Callable | None = None
     seconds: float = 0.0
     why: str | None = None
+    settings: Hashable = None
 
 
 def region(owner: fx.GraphModule, graph: fx.Graph, examples: list, compiles: bool) -> Region:
@@ -53,12 +58,15 @@ def region(owner: fx.GraphModule, graph: fx.Graph, examples: list, compiles: boo
     def counted(*inputs: Any) -> Any:
         return _Counted.apply(operators, *inputs) if torch.is_grad_enabled() else _in_region(operators, inputs)
 
-    if _counts_only or not compiles:
+    if not compiles:
         return Region(counted)
     start = time.perf_counter()
     try:
-        # with PyTorch's generators dropout draws what it draws in an eager call
-        call = compiled(part, examples, None, {"fallback_random": True})
+        with _settings():
+            # with PyTorch's generators dropout draws what it draws in an eager call
+            call = compiled(part, examples, None, {"fallback_random": True})
+    except RestartAnalysis:  # Dynamo traces again
+        raise
     # Any error of Inductor or of a compiler under it: the graph runs as it is, and the report has the error.
     except Exception as error:
         log.debug("Inductor failed", exc_info=True)
@@ -68,14 +76,20 @@ def region(owner: fx.GraphModule, graph: fx.Graph, examples: list, compiles: boo
 
 
 @contextlib.contextmanager
-def counting() -> Iterator[None]:
-    """Context in which regions are not compiled, but a trace counts them."""
-    global _counts_only
-    before, _counts_only = _counts_only, True
-    try:
+def _settings() -> Iterator[None]:
+    """Context in which the backward pass is compiled at once, so that errors are seen, and keeps what it reads.
+
+    AOTAutograd lets the code of the backward pass write over saved tensors, which then can run only once. Its cache on
+    disk does not compare that, and is not used.
+    """
+    options = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+    known = {name: value for name, value in options.items() if hasattr(torch._functorch.config, name)}
+    donated = "collect_bw_donated_buffer_idxs"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch._functorch.config.patch(known))
+        if hasattr(graph_compile, donated):
+            stack.enter_context(patch.object(graph_compile, donated, lambda *_: []))
         yield
-    finally:
-        _counts_only = before
 
 
 def _in_region(function: Callable, inputs: tuple) -> Any:
@@ -97,13 +111,17 @@ class _Counted(torch.autograd.Function):
         ctx.inputs = [t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t for t in inputs]
         with torch.enable_grad():
             outputs = _in_region(function, tuple(ctx.inputs))
-        ctx.outputs = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
-        return tuple(t.detach() if isinstance(t, Tensor) else t for t in outputs)
+        ctx.places = [i for i, t in enumerate(outputs) if isinstance(t, Tensor) and t.requires_grad]
+        ctx.outputs = [outputs[i] for i in ctx.places]
+        results = tuple(t.detach() if isinstance(t, Tensor) else t for t in outputs)
+        others = (t for i, t in enumerate(results) if i not in ctx.places and isinstance(t, Tensor))
+        ctx.mark_non_differentiable(*others)
+        return results
 
     @staticmethod
     def backward(ctx, *grads):
         wanted = [t for t in ctx.inputs if isinstance(t, Tensor) and t.requires_grad]
-        given = [g for g in grads if g is not None][: len(ctx.outputs)]
+        given = [grads[i] for i in ctx.places]
 
         def gradients(*outputs: Tensor) -> tuple[Tensor | None, ...]:
             return torch.autograd.grad(outputs, wanted, given, allow_unused=True)

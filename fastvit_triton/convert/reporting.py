@@ -148,7 +148,7 @@ class Report:
             return ""
         number, seconds = self.compiled
         graphs = f"{_several(number, 'graph')} of captured blocks took {seconds:.0f} s to compile"
-        return f"{graphs}; other dtypes and modes are compiled in their first call."
+        return f"{graphs}; other dtypes and modes, such as training, are compiled in their first call."
 
     def _here(self) -> str:
         """What the headline's "converted" means for the calls to come."""

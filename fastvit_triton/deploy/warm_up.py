@@ -29,7 +29,8 @@ def warmup(
 ) -> Warmed:
     """Compiles, in parallel, the kernels that a model launches for inputs like the example, before its first call.
 
-    The model runs once without launching kernels; the undefined results are discarded. Buffers and random states are
+    The model runs once without launching kernels; the undefined results are discarded. One with captured blocks runs
+    twice before that. Buffers and random states are
     restored, and gradients are not written, but hooks of parameters run. Triton caches compiled kernels on disk for
     other processes. Under DDP or FSDP pass the wrapped module. Without a GPU nothing
     is compiled. Captured blocks (see `optimize`) that have no graph, as in an unpickled model, are captured.

@@ -7,7 +7,7 @@ other axis. This models Inductor's defaults: no horizontal fusion, and no recomp
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from .events import FLASH, Count, Event, Piece
@@ -48,14 +48,18 @@ def counted(events: Iterable[Event]) -> Count:
 
 def kernels(events: Iterable[Event]) -> Iterator[Event | Kernel]:
     """Yields the events outside of regions, and the kernels of each region."""
+    events = list(events)
     regions = defaultdict(list)
+    readers = defaultdict(set)  # storage → regions that read it
     for event in events:
+        for piece in event.reads:
+            readers[piece.storage].add(event.region)
         if event.region:
             regions[event.region].append(event)
         else:
             yield event
-    for inside in regions.values():
-        yield from grouped(inside)
+    for region, inside in regions.items():
+        yield from grouped(inside, {storage for storage, others in readers.items() if others - {region}})
 
 
 def inductor_count(events: Iterable[Event]) -> Count:
@@ -63,8 +67,13 @@ def inductor_count(events: Iterable[Event]) -> Count:
     return sum((kernel.count for kernel in grouped(events)), Count())
 
 
-def grouped(events: Iterable[Event]) -> list[Kernel]:
-    """The kernels into which the rule groups an eager call's operators, in the order of their first operators."""
+def grouped(events: Iterable[Event], kept: Collection[int] = ()) -> list[Kernel]:
+    """The kernels into which the rule groups an eager call's operators, in the order of their first operators.
+
+    Args:
+        events: of the call.
+        kept: storages that are read afterwards, besides those that no kernel reads.
+    """
     events = [part for event in events for part in _parts(event)]
     groups = _groups(events)
     readers = defaultdict(set)  # storage → groups that read it
@@ -74,7 +83,7 @@ def grouped(events: Iterable[Event]) -> list[Kernel]:
     members = defaultdict(list)
     for event, group in zip(events, groups, strict=True):
         members[group].append(event)
-    return [_kernel(part, group, readers) for group, part in members.items()]
+    return [_kernel(part, group, readers, kept) for group, part in members.items()]
 
 
 def _parts(event: Event) -> list[Event]:
@@ -108,9 +117,9 @@ def _groups(events: list[Event]) -> list[int]:
     return groups
 
 
-def _kernel(events: list[Event], group: int, readers: dict[int, set[int]]) -> Kernel:
+def _kernel(events: list[Event], group: int, readers: dict[int, set[int]], kept: Collection[int]) -> Kernel:
     """One kernel: it reads external inputs, and writes what other kernels read or what is a result."""
     written: dict[int, Piece] = {piece.storage: piece for event in events for piece in event.writes}
     reads = {piece for event in events for piece in event.reads if piece.storage not in written}
-    writes = [piece for storage, piece in written.items() if readers[storage] != {group}]
+    writes = [piece for storage, piece in written.items() if readers[storage] != {group} or storage in kept]
     return Kernel(tuple(events), tuple(reads), tuple(writes))

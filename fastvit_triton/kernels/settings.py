@@ -43,6 +43,11 @@ def choices(kind: str) -> tuple:
     )
 
 
+def compiled(kind: str) -> tuple:
+    """Settings that compiled code with calls of the kernels depends on, for tensors on this type of device."""
+    return choices(kind), reduced
+
+
 def choices_on_cpu() -> tuple:
     """As `choices`, for tensors on a CPU of which no kernel runs: without what only choices among kernels depend on."""
     return (
