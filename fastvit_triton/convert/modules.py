@@ -385,7 +385,7 @@ def _verified(model: nn.Module, rows: tuple[Row, ...], inputs: Any) -> tuple[Row
     revert(original)
     converted = as_double(model)
     for module in filter(captured.is_bound, converted.modules()):
-        captured.ask(module, False)
+        captured.ask_if_new(module)
     paths = [row.path for row in rows if row.became is not None and "the same module as" not in (row.why or "")]
     try:
         errors = differences(original, converted, paths, inputs)
