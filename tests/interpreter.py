@@ -165,9 +165,12 @@ def _rounding(original):
     return cast
 
 
-def _mm(a, b, out_dtype=None):
+def _mm(a, b, out_dtype=None, *, out=None, _original=torch.mm):
     """PyTorch's mm with `out_dtype` on the CPU (PyTorch has it only on GPUs); accumulates and returns in that dtype."""
-    return torch.ops.aten.mm(a, b) if out_dtype is None else torch.ops.aten.mm(a.to(out_dtype), b.to(out_dtype))
+    return _original(a, b, out=out) if out_dtype is None else _original(a.to(out_dtype), b.to(out_dtype))
+
+
+_mm.__name__ = "mm"  # Inductor keeps functions by this name, also if it is imported now
 
 
 class Memory:

@@ -56,7 +56,7 @@ from .third_party import is_rate
 
 log = logging.getLogger(__name__)
 
-OURS = f"{PACKAGE}.kernels."
+OURS = (f"{PACKAGE}.kernels.", f"{PACKAGE}.convert.graph.")
 PRODUCTS = {"addmm": 1, "encoder_layer": 5, "linear": 1, "matmul": 1, "scaled_dot_product_attention": 1}
 # private: the setting `specialize_float` is for all numbers, and a softmax whose scale is an input is not fused
 WRAP = getattr(VariableBuilder, "wrap_symfloat", None)
