@@ -56,7 +56,7 @@ from .third_party import is_rate
 
 log = logging.getLogger(__name__)
 
-OURS = (f"{PACKAGE}.kernels.", f"{PACKAGE}.convert.graph.")
+OURS = f"{PACKAGE}.kernels."
 PRODUCTS = {"addmm": 1, "encoder_layer": 5, "linear": 1, "matmul": 1, "scaled_dot_product_attention": 1}
 # private: the setting `specialize_float` is for all numbers, and a softmax whose scale is an input is not fused
 WRAP = getattr(VariableBuilder, "wrap_symfloat", None)
@@ -442,7 +442,7 @@ def _flops(node: fx.Node) -> int:
 def _concrete(value: Any) -> Any:
     """A number without its symbol, or a tensor of the sizes of the example on the meta device."""
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return value.node.hint
+        return 1 if value.node.hint is None else value.node.hint  # None: it depends on values, as positions do
     if not isinstance(value, Tensor):
         return value
     sizes, strides = ([_concrete(n) for n in each] for each in (value.shape, value.stride()))

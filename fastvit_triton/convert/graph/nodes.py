@@ -21,17 +21,25 @@ Argument = Any  # of a node: another node, a value, or a tuple of these; a patte
 ARGUMENTS: dict[str | None, tuple[str, ...]] = {
     "add": ("input", "other", "alpha"),
     "addmm": ("input", "mat1", "mat2", "beta", "alpha"),
+    "amax": ("input", "dim", "keepdim"),
+    "attribute": ("input", "name"),
+    "baddbmm": ("input", "batch1", "batch2", "beta", "alpha"),
+    "bmm": ("input", "mat2"),
     "cat": ("tensors", "dim"),
     "chunk": ("input", "chunks", "dim"),
     "contiguous": ("input", "*others"),
+    "constant": ("value", "*others"),
     "conv2d": ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
+    "detach": ("input",),
     "div": ("input", "other", "rounding_mode"),
     "dropout": ("input", "p", "training", "inplace"),
+    "einsum": ("equation", "*operands"),
     "encoder_layer": (
         *("src", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "out_proj_weight"),
         *("out_proj_bias", "use_gelu", "norm_first", "eps", "gain1", "shift1", "gain2", "shift2"),
         *("weight1", "bias1", "weight2", "bias2", "mask", "mask_type"),
     ),
+    "exp": ("input",),
     "expand": ("input", "*others"),
     "fused_linear": tuple(inspect.signature(linear).parameters),
     "fused_mlp": tuple(inspect.signature(mlp).parameters),
@@ -40,7 +48,10 @@ ARGUMENTS: dict[str | None, tuple[str, ...]] = {
     "hardswish": ("input", "inplace"),
     "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
     "linear": ("input", "weight", "bias"),
+    "masked_fill": ("input", "mask", "value"),
     "matmul": ("input", "other"),
+    "max": ("input", "dim", "keepdim"),
+    "movedim": ("input", "source", "destination"),
     "mul": ("input", "other"),
     "multi_head_attention": tuple(inspect.signature(F.multi_head_attention_forward).parameters),
     "permute": ("input", "*dims"),
@@ -53,19 +64,31 @@ ARGUMENTS: dict[str | None, tuple[str, ...]] = {
     "sigmoid": ("input",),
     "silu": ("input", "inplace"),
     "softmax": ("input", "dim", "dtype"),
+    "split": ("input", "split_size", "dim"),
+    "sub": ("input", "other", "alpha"),
+    "sum": ("input", "dim", "keepdim", "dtype"),
     "to": ("input", "*others"),
     "transpose": ("input", "dim0", "dim1"),
     "unbind": ("input", "dim"),
+    "where": ("condition", "input", "other"),
 }
 FUNCTIONS = {
     "add": (operator.add, torch.add),
     "addmm": (torch.addmm,),
+    "amax": (torch.amax,),
+    "attribute": (getattr,),
+    "baddbmm": (torch.baddbmm,),
+    "bmm": (torch.bmm,),
     "cat": (torch.cat, torch.concat),
     "chunk": (torch.chunk,),
+    "constant": (torch.tensor, torch.as_tensor, torch.scalar_tensor),
     "conv2d": (F.conv2d,),
+    "detach": (torch.detach,),
     "div": (operator.truediv, torch.div),
     "dropout": (F.dropout,),
+    "einsum": (torch.einsum, torch.functional.einsum),
     "encoder_layer": (torch._transformer_encoder_layer_fwd,),  # of nn.TransformerEncoderLayer in inference
+    "exp": (torch.exp,),
     "fused_linear": (linear,),
     "fused_mlp": (mlp,),
     "gelu": (F.gelu,),
@@ -73,27 +96,34 @@ FUNCTIONS = {
     "hardswish": (F.hardswish,),
     "layer_norm": (F.layer_norm,),
     "linear": (F.linear,),
+    "masked_fill": (torch.masked_fill,),
     "matmul": (operator.matmul, torch.matmul),
+    "max": (torch.max,),
+    "movedim": (torch.movedim, torch.moveaxis),
     "mul": (operator.mul, torch.mul),
     "multi_head_attention": (F.multi_head_attention_forward,),
     "permute": (torch.permute,),
     "relu": (F.relu, torch.relu),
     "relu6": (F.relu6,),
-    "reshape": (torch.reshape, torch.flatten, torch.unflatten),
+    "reshape": (torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze),
     "scaled_dot_product_attention": (F.scaled_dot_product_attention,),
     "sigmoid": (torch.sigmoid, F.sigmoid),
     "silu": (F.silu,),
     "softmax": (torch.softmax, F.softmax),
+    "split": (torch.split, torch.functional.split),
+    "sub": (operator.sub, torch.sub, torch.subtract),
+    "sum": (torch.sum,),
     "transpose": (torch.transpose, torch.swapaxes),
     "unbind": (torch.unbind,),
+    "where": (torch.where,),
 }
 KINDS: dict[Any, str] = {function: kind for kind, functions in FUNCTIONS.items() for function in functions}
 METHODS: dict[Any, str | None] = {kind: kind for kind in ARGUMENTS} | {
     **dict.fromkeys(("bfloat16", "double", "float", "half", "type", "type_as"), "to"),
-    "flatten": "reshape",
+    **dict.fromkeys(("flatten", "squeeze", "unflatten", "unsqueeze", "view", "view_as", "reshape_as"), "reshape"),
+    **dict.fromkeys(("attribute", "constant")),
     "swapaxes": "transpose",
-    "unflatten": "reshape",
-    "view": "reshape",
+    "where": None,  # its condition comes second
 }
 # Other names that PyTorch accepts for arguments, as NumPy calls them.
 ALIASES = {"a": "input", "axis": "dim", "x": "input", "x1": "input", "x2": "other"}
@@ -167,14 +197,28 @@ def equal(a: tuple, b: tuple) -> bool:
 def order(node: fx.Node) -> tuple[int, ...] | None:
     """The axes of a permutation or transposition; None for other nodes."""
     axes = len(shape(node))
-    if kind(node) == "permute":
-        dims = read(node).get("dims", ())
-        return tuple(a % axes for a in dims) if axes and len(dims) == axes else None
-    if kind(node) == "transpose" and axes:
-        a, b = (read(node)[name] % axes for name in ("dim0", "dim1"))
-        swapped = {a: b, b: a}
-        return tuple(swapped.get(i, i) for i in range(axes))
-    return None
+    name = kind(node)
+    if name is None or not axes:
+        return None
+    arguments = read(node)
+    places = [*range(axes)]
+    if name == "permute":
+        dims = arguments.get("dims", ())
+        return tuple(a % axes for a in dims) if len(dims) == axes else None
+    if name == "movedim":
+        source, destination = arguments["source"], arguments["destination"]
+        if not (isinstance(source, int) and isinstance(destination, int)):
+            return None
+        places.insert(destination % axes, places.pop(source % axes))
+        return tuple(places)
+    if name == "transpose":
+        a, b = arguments["dim0"] % axes, arguments["dim1"] % axes
+    elif name == "attribute" and (arguments["name"] == "mT" or (arguments["name"], axes) == ("T", 2)):
+        a, b = -2, -1
+    else:
+        return None
+    places[a], places[b] = places[b], places[a]
+    return tuple(places)
 
 
 def same(node: Argument) -> Argument:

@@ -30,11 +30,19 @@ class Call(NamedTuple):
     args: tuple
 
 
+class Reason(NamedTuple):
+    """Why a node, which need not be the one that was looked at, is not rewritten."""
+
+    node: fx.Node
+    text: str
+
+
 @dataclass
 class Match:
     """A call function(*args, **kwargs) that could replace `anchor` and the nodes `inner` above it.
 
-    A report calls it `name`, or by the name of the function.
+    A report calls it `name`, or by the name of the function. The nodes `views` are passed over, and go if nobody else
+    reads them. `steps` are calls (function, further arguments) on the result.
     """
 
     anchor: fx.Node
@@ -42,6 +50,8 @@ class Match:
     args: tuple
     kwargs: dict = field(default_factory=dict)
     inner: list[fx.Node] = field(default_factory=list)
+    views: list[fx.Node] = field(default_factory=list)
+    steps: list[tuple[Callable, tuple]] = field(default_factory=list)
     head_dim: int = 0
     name: str = ""
 

@@ -17,12 +17,19 @@ from torch import fx
 from ...kernels import linear, mlp, onednn, plan
 from ...kernels.argument import Reader
 from ...kernels.backend import why_not
-from .attention_patterns import attend, attend_packed, why_not_expanded
+from .attention_patterns import attend, attend_packed, why_not_attention, why_not_expanded
 from .nodes import equal, kind, operands, order, outside, read, shape, tensors, value
-from .patterns import Call, Match, branch, embed, multiply, normalize, single
-from .regions import Regions
+from .patterns import Call, Match, Reason, branch, embed, multiply, normalize, single
+from .regions import Regions, memory
 
 FUSED = ("fused_linear", "fused_mlp")
+IN_PLACE: dict[Any, Any] = {
+    operator.iadd: operator.add,
+    operator.imul: operator.mul,
+    operator.isub: operator.sub,
+    operator.itruediv: operator.truediv,
+    **{f"{name}_": name for name in ("add", "div", "masked_fill", "mul", "sub")},
+}
 
 
 class Rewriter:
@@ -40,12 +47,14 @@ class Rewriter:
         self.became: dict[str, str] = {}
         self.why: dict[str, str] = {}
         self.fake = next(tensors(*graph.nodes)).fake_mode  # infers shapes and dtypes without computing
+        _write_anew(graph)
         self.regions = Regions(graph, self.fake)
 
     def run(self) -> None:
         """Makes all rewrites to kernels, in an order in which none prevents another."""
         for node in self.graph.find_nodes(op="call_method", target="new_empty"):
             self._unbind(node)
+        self._forget_sizes()
         for node in self.graph.find_nodes(op="call_method", target="type_as"):
             self._state_dtype(node)
         for node in self._all("multi_head_attention"):
@@ -57,6 +66,8 @@ class Rewriter:
         for patterns in ((attend_packed, attend), (branch, embed)):
             for node in reversed(list(self.graph.nodes)):
                 self._first(node, patterns)
+        for node in self._all("softmax"):
+            self.why.setdefault(node.name, why_not_attention(node))
         for node in self._all("layer_norm"):
             if self.became:
                 self._first(node, (normalize,))
@@ -95,7 +106,9 @@ class Rewriter:
             return
         for pattern in patterns:
             for match in pattern(node):
-                if isinstance(match, str):
+                if isinstance(match, Reason):
+                    self.why.setdefault(match.node.name, match.text)
+                elif isinstance(match, str):
                     self.why.setdefault(node.name, match)
                 elif self._make(match):
                     return
@@ -111,11 +124,13 @@ class Rewriter:
                 self.why.setdefault(node.name, f"not {name}: {reason}")
             return False
         new = self._insert(anchor, match.function, *match.args, **match.kwargs)
+        for function, arguments in match.steps:
+            new = self._insert(anchor, function, new, *arguments)
         new.meta = {**anchor.meta, **new.meta}
         self._replace(anchor, new)
         doomed = {anchor, *inner}
         for node in reversed(list(self.graph.nodes)):
-            if node in doomed:
+            if node in doomed or (node in match.views and not node.users):
                 self.became[node.name] = name
                 self.graph.erase_node(node)
         return True
@@ -132,13 +147,15 @@ class Rewriter:
         reader = next((n for n in operands(match.args, match.kwargs) if n in inner), None) or outside(inner, anchor)
         if reader is not None:
             return f"{reader.name} is also read by other operators"
-        if not self.regions.together([anchor, *inner], anchor):
+        if not self.regions.together([anchor, *inner, *match.views], anchor):
             return "between its operators memory is written or a mode of PyTorch changes"
         if len({t.device for t in tensors(match.args, match.kwargs)}) > 1:
             return "its tensors are on several devices"
         try:
             with self.fake, self.regions.modes(anchor):
                 result = match.function(*_values(match.args), **_values(match.kwargs))
+                for function, arguments in match.steps:
+                    result = function(result, *arguments)
         except (TypeError, ValueError, RuntimeError) as error:  # of an argument check, by the function or PyTorch
             return str(error).partition("\n")[0]
         if result.dtype != expected.dtype or not equal(tuple(result.shape), tuple(expected.shape)):
@@ -151,7 +168,8 @@ class Rewriter:
         x, *others = match.args
         if match.function is onednn.product_in_graph:
             return self._product_refusal(match.anchor, x, next(iter(others)))
-        return self.refuses(value(x).device, value(x).dtype, match.head_dim)
+        example = next(tensors(x))
+        return self.refuses(example.device, example.dtype, match.head_dim)
 
     def _product_refusal(self, node: fx.Node, x: fx.Node, weight: fx.Node | Call | None) -> str | None:
         """Why oneDNN's product of x and a weight, of which the node computes a result, does not run."""
@@ -203,6 +221,21 @@ class Rewriter:
             _, *sizes = node.args
             node.args = (source, *sizes)
             node.kwargs = {"dtype": like.dtype, **node.kwargs}
+
+    def _forget_sizes(self) -> None:
+        """Lets readers of sizes read numbers or graph inputs, so that what computes the tensor may be fused."""
+        inputs = {str(n.meta.get("example_value")): n for n in self.graph.find_nodes(op="placeholder")}
+        for node in self.graph.find_nodes(op="call_method", target="size"):
+            for item in [item for item in node.users if kind(item) == "getitem"]:
+                size = str(item.meta.get("example_value"))
+                known_as = int(size) if size.isdigit() else inputs.get(size)
+                if known_as is not None:
+                    replaced = partial(_replaced, item, known_as)
+                    for user in list(item.users):
+                        user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), replaced)
+                    self.graph.erase_node(item)
+            if not node.users:
+                self.graph.erase_node(node)
 
     def _unusable(self, node: fx.Node, x: fx.Node, arguments: dict, kernels: bool) -> str | None:
         operands = {name: t for name, t in arguments.items() if name not in ("attn_mask", "key_padding_mask")}
@@ -409,6 +442,34 @@ class Rewriter:
         for user in users:
             user.replace_input_with(maker, y)
         return y, stats
+
+
+def _write_anew(graph: fx.Graph) -> None:
+    """Makes `scores *= scale` and the like return a new tensor, if what they write over is not read any more."""
+    nodes = list(graph.nodes)
+    writers = [node for node in nodes if node.op != "placeholder" and node.target in IN_PLACE]
+    if not writers:
+        return
+    place = {node: i for i, node in enumerate(nodes)}
+    held = {node: memory(node.meta.get("example_value")) for node in nodes}
+    given = memory([node.meta.get("example_value") for node in nodes if node.op in ("placeholder", "get_attr")])
+    for node in writers:
+        written, *others = node.args
+        if not isinstance(written, fx.Node) or not (mine := held[written]) or mine & given:
+            continue
+        aliases = (n for n in nodes[: place[node]] if n is not written and not mine.isdisjoint(held[n]))
+        if any(place[user] >= place[node] for alias in aliases for user in alias.users):
+            continue
+        if any(t.dim() and t.dtype not in (value(node).dtype, torch.bool) for t in tensors(*others)):
+            continue
+        node.target = IN_PLACE[node.target]
+        for user in [user for user in written.users if place[user] > place[node]]:
+            user.replace_input_with(written, node)
+
+
+def _replaced(old: fx.Node, new: Any, node: fx.Node) -> Any:
+    """The new argument for the old node, and other nodes as they are."""
+    return new if node is old else node
 
 
 def zeros_for(weight: torch.Tensor) -> torch.Tensor:
