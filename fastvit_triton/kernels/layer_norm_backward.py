@@ -100,7 +100,7 @@ def _sum_kernel(partial_ptr, sum_ptr, programs, N, BLOCK_P: tl.constexpr, BLOCK_
 def sum_programs(partial: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Sums partial results [programs, ...] in fp32 over programs, in one launch that also rounds to `dtype`: [...]."""
     sums = partial.new_empty(partial.shape[1:], dtype=dtype)
-    programs = len(partial)
+    programs = partial.shape[0]
     N = sums.numel()
     if N:
         fixed = dict(BLOCK_P=128, BLOCK_N=16, num_warps=4, enable_fp_fusion=True)
