@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import research
 import torch
 from functorch.compile import aot_function, make_boxed_func
 from interpreter import _run, interpreting
@@ -26,6 +27,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks.launch_recorder import launch_of
 from benchmarks.no_device import Driver
 from benchmarks.sass import read
+from fastvit_triton import optimize
 from fastvit_triton.convert.backend import compiling
 from fastvit_triton.convert.direct import PASS, Lowering, with_lowering
 from fastvit_triton.kernels import OPS, attention, launch, layer_norm, linear, settings
@@ -313,14 +315,19 @@ def test_any_batch_runs_in_one_graph(monkeypatch, reasons):
 
 @pytest.mark.full
 def test_a_choice_by_a_symbolic_size_keeps_an_operator_opaque(monkeypatch, reasons):
-    """Oracle: attention chooses tiles by its number of tokens, which may be any here; the result is that for 7."""
-    module, x, fewer = Block().eval(), torch.randn(2, 7, D), torch.randn(2, 5, D)
+    """Oracle: the opaque graph's bits, for two numbers of tokens and one graph each way, with gradients.
+
+    Backward, attention runs in one kernel or two by its number of tokens, which may be any here. Forward, the last
+    block of keys is a whole one, whose further columns are zeros.
+    """
+    module, x, fewer = Block().bfloat16(), *(torch.randn(2, N, D, dtype=torch.bfloat16) for N in (7, 5))
     torch._dynamo.mark_dynamic(x, 1)
     direct = Compiled(monkeypatch, True)
-    got = [direct(module, x)[0], direct(module, fewer)[0]]
-    assert len(direct.codes) == 1 and any("attention_fwd" in reason for reason in reasons())
+    got = [t for given in (x, fewer) for t in direct(module, given)]
+    assert len(direct.codes) == 2 and {reason.split()[0] for reason in reasons()} == {"attention_bwd"}
     opaque = Compiled(monkeypatch, False)
-    assert all(map(torch.equal, got, [opaque(module, x)[0], opaque(module, fewer)[0]]))
+    want = [t for given in (x, fewer) for t in opaque(module, given)]
+    assert all(map(torch.equal, got, want))
 
 
 def attend(q, k, v):
@@ -368,3 +375,26 @@ def test_binaries_are_those_of_the_kernels(function, sizes, monkeypatch):
         counts = [len(re.findall(pattern, binary.asm["ptx"])) for binary in (flat, own)]
         assert counts[0] == counts[1], (pattern, counts)
     assert abs(read(flat).registers / read(own).registers - 1) <= 0.05
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("training", [False, True])
+def test_captured_blocks_launch_directly(training, monkeypatch):
+    """Oracle: the captured block with opaque operators: bits of the output and the gradients; its launches."""
+    x = torch.randn(2, 5, research.D)
+    results = {}
+    for direct in (False, True):
+        run = Compiled(monkeypatch, direct)
+        torch.manual_seed(0)
+        block = research.DinoBlock().train(training)
+        model = torch.nn.Sequential(block, copy.deepcopy(block)).train(training)
+        with torch.set_grad_enabled(training):
+            optimize(model, example=x, compile=True)
+            run.kernels.clear()
+            y = model(x)
+            outputs = [y, *torch.autograd.grad(y.square().sum(), list(model.parameters()))] if training else [y]
+        results[direct] = outputs, list(run.kernels), "".join(run.codes)
+    (want, expected, before), (got, launched, after) = results.values()
+    assert launched == expected and len(launched) > 4
+    assert all(map(torch.equal, want, got))
+    assert "torch.ops.fastvit_triton" in before and "torch.ops.fastvit_triton" not in after

@@ -24,6 +24,7 @@ from torch._higher_order_ops import triton_kernel_wrap as wrap
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental import _config as shapes_config
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
@@ -83,7 +84,6 @@ def _traced(node: fx.Node, name: str) -> tuple[fx.Graph, list[fx.Node]]:
     if launch.target is None and not any(isinstance(v, Tensor) and v.is_cuda for v in values):
         raise Opaque("its tensors are not on a GPU")
     fake: Any = detect_fake_mode(values)
-    symbols = fake.shape_env
     recorder = _Recorder()
 
     def run(*given: Any) -> Any:
@@ -92,7 +92,13 @@ def _traced(node: fx.Node, name: str) -> tuple[fx.Graph, list[fx.Node]]:
             outputs = REGISTERED[name][0](*tree_map_only(fx.Node, held.__getitem__, node.args))
         return recorder.current(outputs)
 
-    with torch.no_grad(), fake, contextlib.nullcontext() if symbols is None else symbols.error_on_new_guards():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(fake)
+        if fake.shape_env is not None:
+            stack.enter_context(fake.shape_env.error_on_new_guards())
+            shapes: Any = shapes_config
+            stack.enter_context(shapes.patch(backed_size_oblivious=True))  # else metadata compare sizes with 1
         traced = make_fx(run, select_decomp_table())(*values).graph
     traced.eliminate_dead_code()  # views, in whose place launches have offsets
     return traced, nodes

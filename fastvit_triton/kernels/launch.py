@@ -208,7 +208,7 @@ def config(row: str, default: dict[str, int], device: torch.device, *sizes: int 
         *sizes: sizes of the operands, of symbolic ones those of the example; rows for them take precedence over the
             general row, see `measured.names`.
     """
-    numbers = tuple(size if isinstance(size, int) else size.node.hint for size in sizes)  # int(symbol) would fix it
+    numbers = tuple(map(hint, sizes))
     parameters = _row(row, numbers, device, target, measured.in_use) or default
     if _overrides is not None:
         rows, looked_up = _overrides
@@ -216,6 +216,11 @@ def config(row: str, default: dict[str, int], device: torch.device, *sizes: int 
         parameters = next((rows[name] for name in row_names if name in rows), parameters)
         looked_up.setdefault(row_names[0], parameters)
     return dict(parameters, enable_fp_fusion=True)
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """A size, or that of the example for a symbolic one, which int() would fix: for choices that suit any size."""
+    return size if isinstance(size, int) else size.node.hint
 
 
 @functools.lru_cache(4096)
