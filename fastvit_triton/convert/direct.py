@@ -40,6 +40,7 @@ OPTIONS = ("num_warps", "num_stages")  # launch options that Inductor passes on
 OLDEST = "2.13"  # PyTorch
 
 _numbers = itertools.count(1)
+_written: dict[tuple, list[str]] = {}  # by flat kernel and types: the parameters whose memory it writes
 
 
 def with_lowering(options: dict | None) -> dict | None:
@@ -186,8 +187,11 @@ class _Recorder(launch.Recorder):
         made = _kernel(kernel, f"{kernel.__name__}({call})", tuple(flat.values), *flat.options(fixed))
         table = wrap.kernel_side_table  # torch._dynamo.reset empties it
         numbers = table.add_kernel(made), table.add_constant_args({})
-        with _disable_current_modes():  # Inductor makes the same analysis, and believes it
-            written = wrap.get_mutated_tensors(*numbers, flat.values, {})
+        key = made, *(value.dtype if isinstance(value, Tensor) else int for value in flat.values.values())
+        if key not in _written:
+            with _disable_current_modes():  # Inductor makes the same analysis, and believes it
+                _written[key] = wrap.get_mutated_tensors(*numbers, flat.values, {})
+        written = _written[key]
         if not all(_storage(flat.values[name]) in self._made for name in written):
             raise Opaque(f"Triton's analysis says that {_name(kernel)} may write to an argument of the operator")
         named = dict(kernel_idx=numbers[0], constant_args_idx=numbers[1], grid=[(*grid, 1, 1)[:3]], kwargs=flat.values)
