@@ -39,6 +39,7 @@ SECTIONS = {
     "attention": 35.0,
     "products": 25.0,
     "blocks": 170.0,
+    "direct": 60.0,
     "autotune": 100.0,
     "latency": 60.0,
     "models": 70.0,
@@ -263,6 +264,7 @@ MODELS = {
     "ViT-B": ("vit_base_patch16_224", {}),
     "ViT-S": ("vit_small_patch16_224", {}),
     "ViT-L": ("vit_large_patch16_224", {}),
+    "ViT-Ti": ("vit_tiny_patch16_224", {}),
     VIT5: (None, {}),
     "DINOv2-B": ("vit_base_patch14_dinov2", dict(img_size=224)),
     "Swin-T": ("swin_tiny_patch4_window7_224", {}),
@@ -271,6 +273,13 @@ TINY = dict(embed_dim=32, num_heads=2)
 TINY_SWIN = dict(img_size=32, embed_dim=16, depths=(1, 1), num_heads=(1, 2), window_size=4)
 BLOCK_ARMS = ("torch.compile", "optimize", "ours", "ours, compiled")
 AUTOTUNED = "max-autotune-no-cudagraphs"
+# our backend: arm → (mode, code launches kernels itself, any number of images)
+BACKEND_ARMS = {
+    "backend": (None, False, False),
+    "backend, direct": (None, True, False),
+    "backend, direct, any batch": (None, True, True),
+    "backend, direct, reduce-overhead": ("reduce-overhead", True, False),
+}
 OURS_GRAPH, OPTIMIZED_GRAPH = "ours, CUDA graph", "optimize, CUDA graph"
 
 
@@ -386,6 +395,9 @@ def model_case(setting: Setting, device: torch.device, dry: bool) -> Case:
     for mode in (None, AUTOTUNED, "reduce-overhead"):
         arm = f"torch.compile {mode}" if mode else "torch.compile"
         variants.append(Variant(arm, None, call(theirs, plain, mode, True)))
+    for arm, (mode, direct, any_batch) in BACKEND_ARMS.items():
+        run = compiled(theirs, mode, ours=True, direct=direct, dynamic=None if any_batch else False)
+        variants.append(Variant(arm, None, ModelCall(theirs, auto, *amp, run=of_any_batch(run) if any_batch else run)))
     variants.append(build_variant("optimize", None, lambda: call(optimized(), auto)))
     best = "optimize" if ours is None else "ours"  # what is also run compiled
     find = optimized if ours is None else lambda: ours
@@ -398,6 +410,7 @@ def model_case(setting: Setting, device: torch.device, dry: bool) -> Case:
     eager = {v.name: v.call for v in variants if v.name in ("eager", "ours", "optimize")}
 
     def uncompiled(name: str) -> ModelCall | None:
+        name = name.replace("backend", "optimize")  # which launches the same kernels
         return eager["eager" if name.startswith("torch.compile") else name.partition(",")[0]]
 
     variants = [replace(v, eager=uncompiled(v.name)) for v in variants]
@@ -408,6 +421,20 @@ def model_case(setting: Setting, device: torch.device, dry: bool) -> Case:
     facts = dict(model=setting.model, batch=setting.batch, autocast=setting.autocast, whole=setting.whole)
     exact = ModelCall(truth, plain)
     return Case(setting.name, torch.bfloat16, inputs, variants, exact, (setting.phase,), facts, None, True, learning)
+
+
+def of_any_batch(run: Callable) -> Callable:
+    """A compiled function, compiled for any number of images."""
+    marked: list[Tensor] = []
+
+    def call(image: Tensor) -> object:
+        image = image.view_as(image)  # the arms share their inputs, and a mark would stay
+        if not marked:
+            marked.append(image)
+            torch._dynamo.mark_dynamic(image, 0)
+        return run(image)
+
+    return call
 
 
 def graphed(module: nn.Module, context: Callable, batch: int) -> ModelCall:
@@ -441,6 +468,14 @@ def block_lines() -> Iterator[Line]:
             arms = (f"torch.compile {AUTOTUNED}", f"ours, compiled {AUTOTUNED}")
             value *= 2 if phase == "forward" else 1  # it has fewer products to tune
             yield _line("autotune", setting, arms, value, seconds=0.3)
+
+
+def direct_lines() -> Iterator[Line]:
+    """Two blocks of small batches, where Python's time counts: our backend beside Inductor alone."""
+    arms = ("torch.compile", "torch.compile reduce-overhead", *BACKEND_ARMS)
+    for model, batch, phase in product(("ViT-Ti", "ViT-S"), (8, 64), ("forward", "training")):
+        value = (2 if batch == 8 else 1) * (2 if phase == "forward" else 1)
+        yield _line("direct", Setting(model, batch, phase), arms, value, seconds=0.3, default={"": 8.0})
 
 
 def model_lines() -> Iterator[Line]:
@@ -494,6 +529,7 @@ def lines() -> list[Line]:
         *attention_lines(),
         *product_lines(),
         *block_lines(),
+        *direct_lines(),
         *model_lines(),
         *op_lines(),
         Line("ways", "ways", run=run_ways, default={"": 40.0}),

@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from ..kernels import onednn
 from ..kernels.backend import why_not
+from .direct import with_lowering
 from .graph.nodes import kind, shape, value
 from .graph.rewrite import Rewriter
 from .reporting import Report, Row
@@ -74,7 +75,7 @@ def backend(
 def compiled(graph: fx.GraphModule, inputs: list, mode: str | None = None, options: dict | None = None) -> Callable:
     """A graph compiled by Inductor, with our operators in it; the arguments are those of `backend`."""
     with compiling():
-        return torch._TorchCompileInductorWrapper(mode, options, None)(graph, inputs)
+        return torch._TorchCompileInductorWrapper(mode, with_lowering(options), None)(graph, inputs)
 
 
 @contextlib.contextmanager

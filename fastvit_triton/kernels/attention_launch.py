@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import launch as launcher
 from . import settings
-from .launch import config, launch, power_of_2, precision, split_tiles
+from .launch import config, hint, launch, power_of_2, precision, split_tiles
 from .tile import Kernel
 
 ARGUMENTS = (
@@ -178,7 +178,7 @@ def blocks_of(kernel: str, q: Tensor, kind: str, images: int, Nq: int, Nk: int, 
     """Launch parameters: from measurements or tuned/ if present, else from SPACE."""
     block = config(*tuned_row(kernel, q, kind, width), q.device, images * q.shape[1], Nq, Nk)
     if kernel == "fwd":
-        block["BLOCK_M"] = min(block["BLOCK_M"], power_of_2(max(Nq, 16)))
+        block["BLOCK_M"] = min(block["BLOCK_M"], power_of_2(max(hint(Nq), 16)))
     return block
 
 
@@ -199,9 +199,11 @@ def whole_head_blocks(
 
 
 def tail_block(N: int, block: int, ragged: bool) -> int:
-    """Width of the masked block after the full ones; 0 for none, a full block if N is known only on the device."""
+    """Width of the masked block after the full ones; 0 for none, a full block if N is not known."""
+    if ragged or not isinstance(N, int):  # a symbol
+        return block
     tail = N % block
-    return block if ragged else (power_of_2(max(tail, 16)) if tail else 0)
+    return power_of_2(max(tail, 16)) if tail else 0
 
 
 def arguments_of(

@@ -196,7 +196,7 @@ def _is_repeatable(kernel: Kernel, compiled: Any, runtime: int, fixed: dict[str,
 _direct: Any = None  # a `_Direct` after the first launch
 
 
-def config(row: str, default: dict[str, int], device: torch.device, *sizes: int) -> dict[str, int]:
+def config(row: str, default: dict[str, int], device: torch.device, *sizes: int | torch.SymInt) -> dict[str, int]:
     """Launch parameters of a kernel: from this GPU's measurements, else the architecture's table, else the default.
 
     Tables are committed files whose rows are marked "measured" or "predicted". This function times nothing.
@@ -205,15 +205,22 @@ def config(row: str, default: dict[str, int], device: torch.device, *sizes: int)
         row: row name.
         default: launch parameters if there is no such row.
         device: selects the table by its architecture.
-        *sizes: sizes of the operands; rows for them take precedence over the general row, see `measured.names`.
+        *sizes: sizes of the operands, of symbolic ones those of the example; rows for them take precedence over the
+            general row, see `measured.names`.
     """
-    parameters = _row(row, sizes, device, target, measured.in_use) or default
+    numbers = tuple(map(hint, sizes))
+    parameters = _row(row, numbers, device, target, measured.in_use) or default
     if _overrides is not None:
         rows, looked_up = _overrides
-        row_names = measured.names(row, sizes)
+        row_names = measured.names(row, numbers)
         parameters = next((rows[name] for name in row_names if name in rows), parameters)
         looked_up.setdefault(row_names[0], parameters)
     return dict(parameters, enable_fp_fusion=True)
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """A size, or that of the example for a symbolic one, which int() would fix: for choices that suit any size."""
+    return size if isinstance(size, int) else size.node.hint
 
 
 @functools.lru_cache(4096)

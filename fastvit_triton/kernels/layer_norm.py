@@ -233,7 +233,8 @@ def write_stats(x: Tensor, mean: Tensor, rstd: Tensor, eps: float, rms: bool) ->
     """Writes μ and 1/√(σ² + ε), or for an RMSNorm 0 and 1/√(mean(x²) + ε), of each row of x [M, K] to [M] each."""
     rows, block, options = whole_row_blocks(x.shape[1])
     fixed = dict(K=x.shape[1], RMS=rms, BLOCK_M=rows, BLOCK_K=block, **options)
-    launch(_stats_kernel, (cdiv(len(x), rows),), x, mean, rstd, len(x), eps, **fixed)
+    M = x.shape[0]
+    launch(_stats_kernel, (cdiv(M, rows),), x, mean, rstd, M, eps, **fixed)
 
 
 def _fwd(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out, rms):

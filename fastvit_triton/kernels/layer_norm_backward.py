@@ -100,7 +100,7 @@ def _sum_kernel(partial_ptr, sum_ptr, programs, N, BLOCK_P: tl.constexpr, BLOCK_
 def sum_programs(partial: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Sums partial results [programs, ...] in fp32 over programs, in one launch that also rounds to `dtype`: [...]."""
     sums = partial.new_empty(partial.shape[1:], dtype=dtype)
-    programs = len(partial)
+    programs = partial.shape[0]
     N = sums.numel()
     if N:
         fixed = dict(BLOCK_P=128, BLOCK_N=16, num_warps=4, enable_fp_fusion=True)
@@ -131,7 +131,7 @@ def _bwd(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype
     blocks = row_blocks(s.shape[-1])
     if not M:
         return dx, dresidual, sums.zero_()
-    programs = min(PROGRAMS, cdiv(M, blocks["BLOCK_M"]))
+    programs = torch.sym_min(PROGRAMS, cdiv(M, blocks["BLOCK_M"]))
     partial = sums.new_empty(programs, *sums.shape)
     launch(
         _bwd_kernel, (programs,),
@@ -177,7 +177,7 @@ def input_grads(
     blocks["num_warps"] *= 2 if blocks["BLOCK_M"] == 1 else 1  # LN(x) is in registers, too
     dx = torch.empty_like(x) if need_x else None
     normed = None if dtype is None else torch.empty_like(x, dtype=dtype)
-    programs = min(PROGRAMS, cdiv(M, blocks["BLOCK_M"]))
+    programs = torch.sym_min(PROGRAMS, cdiv(M, blocks["BLOCK_M"]))
     partial = torch.empty(programs, 2, D, dtype=torch.float32, device=x.device)
     if M:
         launch(

@@ -551,7 +551,7 @@ def _fwd(
     rows = x.reshape(-1, K)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     residual = None if residual is None else residual.contiguous()
-    M = len(rows)
+    M = rows.shape[0]  # len would fix a symbolic size
     blocks = _blocks(x, F_, activation, layer_scale, residual, return_stats)
     tiles = 0
     if not M:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import fold, layer_norm_backward
 from .activation import GATED, activate, activate_grad, gate_of
-from .launch import cdiv, launch, power_of_2
+from .launch import cdiv, hint, launch, power_of_2
 from .layer_norm_backward import grads_dtype
 from .op import register
 from .tile import jit, tl
@@ -148,7 +148,7 @@ def product_grad(
         return dy.view(M, F).to(dtype), None, None
     dpre = dy.new_empty(M, width, dtype=dtype)
     h = dy.new_empty(M, F, dtype=dtype) if hidden else None
-    rows_per_program = max(64, power_of_2(cdiv(M, 256)))
+    rows_per_program = max(64, power_of_2(cdiv(hint(M), 256)))
     programs = cdiv(M, rows_per_program)
     scaled = layer_scale is not None and activation is not None
     partial = torch.empty(programs, 2 if scaled else 1, width, dtype=torch.float32, device=dy.device)

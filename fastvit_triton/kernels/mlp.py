@@ -282,11 +282,12 @@ def _fwd(x, w1, b1, colsum, w2, b2, layer_scale, sample_scale, residual, norm, e
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     residual = None if residual is None else residual.reshape(-1, D).contiguous()
     blocks, (D0, D1) = one_launch_blocks(x.device, x.dtype, D, F), split_tiles(D)
-    if len(rows):
+    M = rows.shape[0]
+    if M:
         launch(
-            _fwd_kernel, (cdiv(len(rows), blocks["BLOCK_M"]),),
+            _fwd_kernel, (cdiv(M, blocks["BLOCK_M"]),),
             rows, w1.contiguous(), b1, colsum, w2.contiguous(), b2, layer_scale, sample_scale, residual, y, y_stats,
-            len(rows), F, rows.stride(0), cdiv(len(rows), x.shape[0]), eps, ACTIVATION=activation,
+            M, F, rows.stride(0), cdiv(M, x.shape[0]), eps, ACTIVATION=activation,
             NORM=norm, HAS_B1=b1 is not None, HAS_B2=b2 is not None,
             HAS_LAYER_SCALE=layer_scale is not None, HAS_SCALE=sample_scale is not None,
             HAS_RESIDUAL=residual is not None, STATS=return_stats, EVEN=F % blocks["BLOCK_F"] == 0, D=D, D0=D0, D1=D1,

@@ -6,6 +6,7 @@ records, which fix that selection, and of the keys of CUDA graphs. Triton's sett
 binary, are `launch.binaries`. `is_observed` is True while something must see each call.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from . import backend, launch, measured
 forced: str | None = None  # way of every branch, see `plan.forcing`
 assumed: Any = None  # GPU used instead of the device's, a `cost.Gpu`; see `plan.assuming`
 observer: Callable | None = None  # called with each choice, see `plan.observing`
+direct: bool = os.environ.get("FASTVIT_TRITON_DIRECT", "0") not in ("", "0")  # Inductor launches, see `convert.direct`
 cpu_row: Any = None  # an `onednn.Row` used instead of that of this CPU, see `onednn.using_row`
 reduced: bool = False  # True while a model is frozen with a reduced precision, see `engine.freeze`
 locator: Callable | None = None  # tells where an observed choice is made, see `plan.locating`
@@ -45,7 +47,7 @@ def choices(kind: str) -> tuple:
 
 def compiled(kind: str) -> tuple:
     """Settings that compiled code with calls of the kernels depends on, for tensors on this type of device."""
-    return choices(kind), reduced
+    return choices(kind), reduced, direct
 
 
 def choices_on_cpu() -> tuple:

@@ -34,7 +34,7 @@ def _runtime() -> SimpleNamespace | None:
     """The parts of Triton needed to launch without JITFunction.run; None if the release's launcher is not known."""
     if MISSING is not None or not __version__.startswith(("3.6.", "3.7.", "3.8.", "3.9.")):
         return None
-    from triton import knobs
+    from triton import Config, autotune, knobs
     from triton._C.libtriton import native_specialize_impl
     from triton.compiler.compiler import CompiledKernel, make_backend
     from triton.runtime.driver import driver
@@ -42,7 +42,7 @@ def _runtime() -> SimpleNamespace | None:
 
     return SimpleNamespace(
         knobs=knobs, specialize=native_specialize_impl, CompiledKernel=CompiledKernel, make_backend=make_backend,
-        driver=driver, JITFunction=JITFunction, run=JITFunction.run,
+        driver=driver, JITFunction=JITFunction, run=JITFunction.run, Config=Config, autotune=autotune,
         enter_hooks=knobs.runtime.launch_enter_hook, exit_hooks=knobs.runtime.launch_exit_hook,
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..convert.backend import backend as rewriting  # the import registers the backend's name
+from ..kernels import settings
 from ..kernels.backend import using_backend
 from ..kernels.compiling import Collector, Launch
 from ..kernels.compiling import compiling as compiling_ahead
@@ -79,16 +80,31 @@ def with_backend(backend: str, function: Callable) -> Callable:
     return call
 
 
-def compiled(function: Callable, mode: str | None = None, ours: bool = False, fullgraph: bool = True) -> Callable:
-    """Compiles a function with torch.compile for static shapes; `ours` selects our backend.
+def compiled(
+    function: Callable, mode: str | None = None, ours: bool = False, fullgraph: bool = True, direct: bool | None = None,
+    dynamic: bool | None = False,
+) -> Callable:  # fmt: skip
+    """Compiles a function with torch.compile, for static shapes by default; `ours` selects our backend.
 
-    Graph breaks raise an error, unless `fullgraph` is False.
+    With it, `direct` is whether compiled code launches kernels itself; None leaves the setting. Graph breaks raise an
+    error, unless `fullgraph` is False.
     """
     backend: str | Callable = _compiler
     if ours:
         inner = None if _compiler == "inductor" else torch._dynamo.lookup_backend(_compiler)
         backend = "fastvit_triton" if inner is None else functools.partial(rewriting, inner=inner)
-    return torch.compile(function, backend=backend, mode=mode, dynamic=False, fullgraph=fullgraph)
+        # Dynamo shares code between equal backends, and partial objects are not equal
+        backend = backend if direct is None else functools.partial(_with_direct, direct, inner=inner)
+    return torch.compile(function, backend=backend, mode=mode, dynamic=dynamic, fullgraph=fullgraph)
+
+
+def _with_direct(direct: bool, graph: torch.fx.GraphModule, inputs: list, **options: Any) -> Callable:
+    """Our backend with a value of `settings.direct`."""
+    before, settings.direct = settings.direct, direct
+    try:
+        return rewriting(graph, inputs, **options)
+    finally:
+        settings.direct = before
 
 
 @contextlib.contextmanager
