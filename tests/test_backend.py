@@ -107,11 +107,8 @@ def check(model, given, run=lambda model, given: model(given), dynamic=None, ful
     return eager
 
 
-# Candidates that are not attention in our sense, by model: talking heads, masks of heads, cosine
-# attention, masks that are written into.
-NOT_ATTENTION = {"timm_cait": 2, "hf_siglip2": 1, "timm_swin_v2": 3, "timm_swin_v2_ragged": 4}
-NOT_ATTENTION |= {"hf_swinv2": 3, "torchvision_swin": 1, "torchvision_swin_ragged": 2}
-NOT_ATTENTION |= {"torchvision_swin_v2": 4, "torchvision_swin_v2_ragged": 4}
+# Candidates that are not attention in our sense, by model: talking heads, masks of heads.
+NOT_ATTENTION = {"timm_cait": 2, "hf_siglip2": 1}
 HEAVY = [*REPEATS, *(n for n in PYRAMIDS if n not in ("timm_swin", "timm_tnt"))]
 
 
@@ -382,7 +379,7 @@ def written(x):
 
 
 def writes_source(x):
-    """The layer's input is modified in place before it is added."""
+    """The layer's input is modified in place before it is added, so it becomes another tensor."""
     x = x + 0
     h = F.linear(x, W24)
     x.mul_(2.0)
@@ -521,7 +518,7 @@ CASES = {
     "dropout in eval mode": (lambda x: F.linear(F.dropout(F.gelu(layer(x, W)), 0.5, False), W48), {"mlp"}),
     "norm over two axes": (lambda x: F.gelu(F.linear(F.layer_norm(x, (5, 24)), W)), {"linear"}),
     "written norm": (written, {"linear", "layer_norm"}),
-    "written source": (writes_source, LEFT),
+    "written source": (writes_source, {"linear"}),
     "written scale": (writes_scale, {"linear"}),
     "wide values": (wide_values, LEFT),
     "another mode": (other_mode, {"linear", "layer_norm"}),
@@ -578,7 +575,7 @@ CASES = {
     "multi-head of three tensors": (lambda x: multi_head(x, x[:, :3].cos(), x[:, 1:4].sin()), {"attention"}),
     "multi-head, queries and values of one tensor": (lambda x: multi_head(x, x.cos(), x), {"attention"}),
     "multi-head on a memory": (lambda x: multi_head(x, x[:, :3] * 2), {"attention"}),
-    "keys written in place": (keys_in_place, LEFT),
+    "keys written in place": (keys_in_place, {"layer_norm", "linear"}),
     "norm in float32": (single_norm, {"linear"}),
     "norm in float32, another dtype after it": (lambda x: single_norm(x, last=torch.float16), LEFT),
     "norm in float64": (lambda x: single_norm(x, first=torch.float64), LEFT),

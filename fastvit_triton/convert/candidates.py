@@ -19,7 +19,7 @@ def candidates(
     """Yields paths of modules to capture: the outermost ones that hold no stack of such modules.
 
     Each is of a class that is not PyTorch's, holds an `nn.MultiheadAttention` or two linear layers, and a class whose
-    name is that of a norm, an attention or an MLP.
+    name is that of a norm, an attention or an MLP. A list of branches or experts, smaller than blocks, is no stack.
 
     Args:
         model: the model.
@@ -83,5 +83,9 @@ def is_foreign(module: nn.Module) -> bool:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """True for a module with layers whose class is not PyTorch's."""
-    return is_foreign(module) and any(isinstance(m, LAYERS) for m in module.modules())
+    """True for a module that is not PyTorch's with four layers, or with any besides a norm or such modules."""
+    if isinstance(module, STACKS):
+        return any(is_foreign(m) and any(isinstance(part, LAYERS) for part in m.modules()) for m in module.modules())
+    layers = sum(1 + isinstance(m, nn.MultiheadAttention) for m in module.modules() if isinstance(m, LAYERS))
+    normed = any("Norm" in type(m).__name__ for m in module.modules())
+    return is_foreign(module) and layers > 0 and (layers > 3 or normed)

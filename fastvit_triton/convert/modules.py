@@ -341,10 +341,10 @@ def _captured_row(module: nn.Module, path: str, converted: set[str]) -> Row:
         unfused |= dict.fromkeys(f"{row.type}: {row.why}" for row in capture.left)
     why_not = (c.region.why for c in captures if c.compiles)
     unfused |= dict.fromkeys(f"not compiled: {why}" for why in why_not if why is not None)
-    layers = {row.type for capture in captures for row in capture.left} - {"layer_norm", "gelu", "relu", "silu", "rate"}
     prefix = f"{path}." if path else ""
     inside = {other.removeprefix(prefix) for other in converted if other.startswith(prefix)}
-    if layers and inside:
+    left = [row for capture in captures for row in capture.left if not inside.isdisjoint(enclosing(row.path))]
+    if layers := {row.type for row in left} - {"layer_norm", "gelu", "relu", "silu", "rate"}:
         return Row(path, name, why=f"what it holds is fused instead, as its graph leaves {', '.join(sorted(layers))}")
     for launches in (capture.launches for capture in captures if inside):
         if launches.rewritten > (apart := launches.beside(inside)):

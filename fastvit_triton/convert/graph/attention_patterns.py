@@ -137,17 +137,18 @@ class AttentionPattern(NamedTuple):
 
 
 def attend(anchor: fx.Node) -> Iterator[Match | Reason]:
-    """Matches of attention."""
+    """Matches of attention: with what its operands are views of, then with the operands themselves."""
     axes = fresh(shape(anchor))
-    core = _core(anchor, axes)
-    found = _pattern(core, axes) if isinstance(core, Core) else core
-    if isinstance(core, Core) and isinstance(found, AttentionPattern):
-        steps = arranged((*found.groups[:3], found.groups.outputs), axes)
-        head_dim = _head_dim(found.groups)
-        if steps is not None:
-            yield Match(anchor, attention, found[:3], found.options, [*core.inner], found.views, steps, head_dim)
-    elif isinstance(found, Reason):
-        yield found
+    for upwards in (True, False):
+        core = _core(anchor, axes, upwards)
+        found = _pattern(core, axes) if isinstance(core, Core) else core
+        if isinstance(core, Core) and isinstance(found, AttentionPattern):
+            steps = arranged((*found.groups[:3], found.groups.outputs), axes)
+            head_dim = _head_dim(found.groups)
+            if steps is not None:
+                yield Match(anchor, attention, found[:3], found.options, [*core.inner], found.views, steps, head_dim)
+        elif isinstance(found, Reason):
+            yield found
 
 
 def attend_packed(anchor: fx.Node) -> Iterator[Match]:
@@ -178,8 +179,11 @@ def _head_dim(groups: Groups) -> int:
     return max(w if isinstance(w, int) else 257 for w in widths)  # a symbolic width has no tile
 
 
-def _core(node: fx.Node, axes: Axes) -> Core | Reason | None:
-    """The attention whose output, with these axes, is this node; None if it is not attention."""
+def _core(node: fx.Node, axes: Axes, upwards: bool = True) -> Core | Reason | None:
+    """The attention whose output, with these axes, is this node; None if it is not attention.
+
+    With `upwards` its operands are also what they are views or multiples of, which may be computed in other modes.
+    """
     if kind(node) == FUSED:
         return _fused(node, axes)
     found = product(node, axes)
@@ -190,7 +194,7 @@ def _core(node: fx.Node, axes: Axes) -> Core | Reason | None:
         read_off = _weights(weights, its_axes)
         if read_off is not None:
             softmax, of, inner, drops = read_off
-            core = _written_out(softmax, of, values, found.over, inner, drops)
+            core = _written_out(softmax, of, values, found.over, inner, drops, upwards)
             return Reason(softmax, core) if isinstance(core, str) else core
     return None
 
@@ -276,6 +280,7 @@ def _written_out(
     over: tuple[Axis, ...],
     inner: list[fx.Node],
     drops: bool,
+    upwards: bool,
 ) -> Core | str:
     """The attention with the probabilities of a softmax, which are summed with values over the axes `over`."""
     scores, dim, parts = _softmax(softmax) or (None, 0, [])
@@ -295,10 +300,10 @@ def _written_out(
     (q, of_q), (k, of_k) = (b, a) if not set(keys).isdisjoint(flat(a[1])) else (a, b)
     if not set(keys).isdisjoint(flat(of_q)):
         return "its keys are not those of one tensor"
-    q_scale, queries = _passed(q, of_q)
-    k_scale, of_keys = _passed(k, of_k)
+    q_scale, queries = _passed(q, of_q) if upwards else (1.0, [Operand(q, of_q)])
+    k_scale, of_keys = _passed(k, of_k) if upwards else (1.0, [Operand(k, of_k)])
+    of_values = _passed(*values, factors=False)[1] if upwards else [Operand(*values)]
     scale = found.scale * q_scale * k_scale
-    _, of_values = _passed(*values, factors=False)
     return Core(queries, of_keys, of_values, keys, channels, scale, found.inner, found.factors, found.layers)
 
 

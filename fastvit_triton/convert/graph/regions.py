@@ -91,8 +91,8 @@ class Regions:
         active = {}
         for node in graph.nodes:
             calls = node.op in ("call_function", "call_method", "call_module")
-            silent = calls and node.meta.get("example_value") is None
             writes = written(node, fake) if calls else set()
+            silent = calls and node.meta.get("example_value") is None and not writes
             if writes is None or silent:
                 region += 1
                 name = getattr(node.target, "__name__", "")
