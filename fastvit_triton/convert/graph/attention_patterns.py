@@ -1,7 +1,7 @@
 """Attention patterns: scaled_dot_product_attention or written-out softmax, with or without the split of heads."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -10,6 +10,7 @@ from ...kernels.attention import attention
 from ...kernels.attention_qkv import attention_qkv
 from .nodes import Argument, equal, kind, known, order, read, shape, up, value
 from .patterns import Call, Match
+from .rotary_patterns import attention_of_packed
 
 
 class AttentionPattern(NamedTuple):
@@ -96,10 +97,16 @@ def attend_packed(anchor: fx.Node) -> Iterator[Match | str]:
     pattern = _attention(core) if isinstance(core, fx.Node) else None
     if not isinstance(pattern, AttentionPattern) or len(shape(pattern.q)) != 4:
         return
+    skipped = list(inner)
     B, H, N, D = shape(pattern.q)
-    split = _unpacked(pattern, inner)
+    split, heads = _unpacked(pattern, inner), dict[str, Any]()
+    if split is None and (found := attention_of_packed(pattern, core)) is not None:
+        if isinstance(found, str):
+            yield found
+            return
+        split, heads, inner = found[0], found[1], [*found[2], *skipped]
     if split is not None and equal(shape(split), (B, N, 3 * H * D)) and equal(shape(anchor), (B, N, H * D)):
-        options = dict(bias=pattern.bias, scale=pattern.scale) | pattern.mask
+        options = dict(bias=pattern.bias, scale=pattern.scale) | pattern.mask | heads
         inner += [merged, core, *pattern.inner]
         yield Match(anchor, attention_qkv, (split, H), options, inner, _head_dim(pattern))
 
