@@ -494,7 +494,7 @@ class Symbolic(torch.nn.Module):
         batch, tokens, _ = x.shape
         q, k, v = self.qkv(x).reshape(batch, tokens, 3, H, D).unbind(2)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        q, k = (prefixed_by(t, cos, sin, tokens - cos.shape[0]) for t in (q, k))
+        q, k = (prefixed_by(t, cos, sin, t.shape[-2] - cos.shape[0]) for t in (q, k))
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, E)
 
 

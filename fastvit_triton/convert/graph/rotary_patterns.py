@@ -142,14 +142,17 @@ class _Reader:
             node = node.next
 
     def above(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        """These tensors, and what they are computed from, below the projection."""
+        """These tensors, what they are computed from, below the projection, and sizes that only these nodes read."""
+        below = self.values.keys() | self.others
         todo, seen = list(nodes), dict[fx.Node, None]()
         while todo:
             node = todo.pop()
-            tensor = not isinstance(node.meta.get("example_value"), (int, torch.SymInt, torch.Size))
-            if node not in seen and node is not self.packed and tensor and (node in self.values or node in self.others):
+            if node not in seen and node is not self.packed and node in below and not _is_number(node):
                 seen[node] = None
                 todo += node.all_input_nodes
+        for node in reversed(self.packed.graph.nodes):
+            if node in self.others and _is_number(node) and seen.keys() >= node.users.keys():
+                seen[node] = None
         return list(seen)
 
     def number(self, size: Any) -> fx.Node | None:
@@ -498,6 +501,12 @@ def _unread(tables: Argument, inner: list[fx.Node]) -> list[fx.Node]:
             found.append(node)
             todo += node.all_input_nodes
     return found
+
+
+def _is_number(node: fx.Node) -> bool:
+    """True for sizes and what is computed from them."""
+    example = node.meta.get("example_value")
+    return isinstance(example, (int, float, torch.SymInt, torch.SymFloat, torch.Size)) or _name(node)[:8] == "wrapped_"
 
 
 def _is_complex(node: fx.Node) -> bool:
