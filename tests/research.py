@@ -357,7 +357,7 @@ def _rotary(batch: int, tokens: int) -> tuple[list[Tensor], tuple[Tensor, Tensor
 CAUSAL = 6  # tokens of "clip", whose mask has this size
 MODELS = {
     "dino": Research(_stack(DinoBlock), lambda b, n: (_draw(b, n, D),), (5, 9), dict(linear=2, attention_qkv=1, mlp=1)),
-    "rotary": Research(_stack(RotaryBlock), _rotary, (5, 9), dict(linear=2, attention=1, mlp=1)),
+    "rotary": Research(_stack(RotaryBlock), _rotary, (5, 9), dict(linear=2, attention_qkv=1, mlp=1)),
     "map": Research(
         _stack(MapBlock),
         lambda b, n: (_draw(b, n, n + 1, D),),

@@ -380,16 +380,20 @@ def _fwd_fake(qkv, *_):
 
 
 def _bwd(dy, qkv, q_norm_weight, k_norm_weight, cos, sin, *settings):
-    """(dqkv [B, N, 3, H, D], fp32 gradients of the norms [query or key, weight or bias, D]) from attention's dqkv."""
+    """(dqkv [B, N, 3, H, D], fp32 gradients of the norms [query or key, weight or bias, D]) from attention's dqkv.
+
+    Without norms the second is not written.
+    """
     (dx, sums), blocks = _bwd_fake(dy), _blocks(qkv.shape[-1])
     arguments = _arguments(qkv, q_norm_weight, k_norm_weight, cos, sin, *settings)
     programs = cdiv(arguments["M"], blocks["BLOCK_M"])
-    partial = sums.new_zeros(programs, *sums.shape)
+    normed = arguments["Q_NORM"] + arguments["K_NORM"] > 0
+    partial = sums.new_zeros(programs, *sums.shape) if normed else None
     if dx.numel():
         run(
             _bwd_kernel, programs * 3, blocks, **arguments, dy_ptr=dy.contiguous(), dx_ptr=dx, partial_ptr=partial
         )  # fmt: skip
-    return dx, partial.sum(0)
+    return dx, partial.sum(0) if normed else sums
 
 
 def _bwd_fake(dy, *_):

@@ -40,6 +40,7 @@ from .axes import (
 )
 from .nodes import Argument, equal, kind, known, read, shape, value
 from .patterns import Call, Match, Reason
+from .rotary_patterns import attention_of_packed
 
 LOWEST = -1e3  # scores below it have no weight beside others
 FUSED = "scaled_dot_product_attention"
@@ -151,7 +152,7 @@ def attend(anchor: fx.Node) -> Iterator[Match | Reason]:
             yield found
 
 
-def attend_packed(anchor: fx.Node) -> Iterator[Match]:
+def attend_packed(anchor: fx.Node) -> Iterator[Match | Reason]:
     """Matches of attention with heads split from a packed projection and merged: [B, N, 3·H·D] → [B, N, H·D]."""
     axes = fresh(shape(anchor))
     node, of_core, merged = anchor, axes, []
@@ -166,12 +167,21 @@ def attend_packed(anchor: fx.Node) -> Iterator[Match]:
         return
     groups = pattern.groups
     H = math.prod(axis.size for axis in groups.heads)
-    packed = _packed(core, groups)
     steps = arranged((groups.images, groups.queries, groups.heads + groups.outputs), axes)
-    if packed is not None and steps is not None and isinstance(H, int):
+    if steps is None or not isinstance(H, int):
+        return
+    options, inner = pattern.options, [*merged, node, *core.inner]
+    if (packed := _packed(core, groups)) is not None:
         qkv, views = packed
-        inner = [*merged, node, *core.inner]
-        yield Match(anchor, attention_qkv, (qkv, H), pattern.options, inner, views, steps, _head_dim(groups))
+        yield Match(anchor, attention_qkv, (qkv, H), options, inner, views, steps, _head_dim(groups))
+    elif all(isinstance(t, fx.Node) and len(shape(t)) == 4 for t in pattern[:3]):
+        rotated = attention_of_packed(pattern, node)
+        if isinstance(rotated, str):
+            yield Reason(node, rotated)
+        elif rotated is not None:
+            projection, positions, between = rotated
+            inner, options = [*inner, *pattern.views, *between], options | positions
+            yield Match(anchor, attention_qkv, (projection, H), options, inner, [], steps, _head_dim(groups))
 
 
 def _head_dim(groups: Groups) -> int:

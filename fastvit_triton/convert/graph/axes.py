@@ -136,7 +136,7 @@ def above(node: Argument, axes: Axes, casts: bool = False) -> tuple[fx.Node, Axe
         return (source, axes) if len(dtypes) == 2 and all(d.is_floating_point for d in dtypes) else None
     if (places := order(node)) is not None:
         return read(node)["input"], tuple(axes[places.index(i)] for i in range(len(places)))
-    if name == "reshape":
+    if name in ("reshape", "squeeze", "unsqueeze"):
         source = read(node)["input"]
         grouped = regrouped(flat(axes), shape(source))
         return None if grouped is None else (source, grouped)

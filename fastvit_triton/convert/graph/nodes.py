@@ -54,22 +54,29 @@ ARGUMENTS: dict[str | None, tuple[str, ...]] = {
     "movedim": ("input", "source", "destination"),
     "mul": ("input", "other"),
     "multi_head_attention": tuple(inspect.signature(F.multi_head_attention_forward).parameters),
+    "neg": ("input",),
     "permute": ("input", "*dims"),
     "relu": ("input", "inplace"),
     "relu6": ("input", "inplace"),
     "reshape": ("input", "*others"),
+    "rms_norm": ("input", "normalized_shape", "weight", "eps"),
     "scaled_dot_product_attention": (
         *("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
     ),
     "sigmoid": ("input",),
     "silu": ("input", "inplace"),
     "softmax": ("input", "dim", "dtype"),
-    "split": ("input", "split_size", "dim"),
+    "split": ("input", "sizes", "dim"),
+    "squeeze": ("input", "dim"),
+    "stack": ("tensors", "dim"),
     "sub": ("input", "other", "alpha"),
     "sum": ("input", "dim", "keepdim", "dtype"),
     "to": ("input", "*others"),
     "transpose": ("input", "dim0", "dim1"),
     "unbind": ("input", "dim"),
+    "unsqueeze": ("input", "dim"),
+    "view_as_complex": ("input",),
+    "view_as_real": ("input",),
     "where": ("condition", "input", "other"),
 }
 FUNCTIONS = {
@@ -102,27 +109,35 @@ FUNCTIONS = {
     "movedim": (torch.movedim, torch.moveaxis),
     "mul": (operator.mul, torch.mul),
     "multi_head_attention": (F.multi_head_attention_forward,),
+    "neg": (operator.neg, torch.neg),
     "permute": (torch.permute,),
     "relu": (F.relu, torch.relu),
     "relu6": (F.relu6,),
-    "reshape": (torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze),
+    "reshape": (torch.reshape, torch.flatten, torch.unflatten),
+    "rms_norm": (F.rms_norm, torch.rms_norm),
     "scaled_dot_product_attention": (F.scaled_dot_product_attention,),
     "sigmoid": (torch.sigmoid, F.sigmoid),
     "silu": (F.silu,),
     "softmax": (torch.softmax, F.softmax),
-    "split": (torch.split, torch.functional.split),
+    "split": (torch.split, torch.functional.split, torch.split_with_sizes),
+    "squeeze": (torch.squeeze,),
+    "stack": (torch.stack,),
     "sub": (operator.sub, torch.sub, torch.subtract),
     "sum": (torch.sum,),
     "transpose": (torch.transpose, torch.swapaxes),
     "unbind": (torch.unbind,),
+    "unsqueeze": (torch.unsqueeze,),
+    "view_as_complex": (torch.view_as_complex,),
+    "view_as_real": (torch.view_as_real,),
     "where": (torch.where,),
 }
 KINDS: dict[Any, str] = {function: kind for kind, functions in FUNCTIONS.items() for function in functions}
 METHODS: dict[Any, str | None] = {kind: kind for kind in ARGUMENTS} | {
     **dict.fromkeys(("bfloat16", "double", "float", "half", "type", "type_as"), "to"),
-    **dict.fromkeys(("flatten", "squeeze", "unflatten", "unsqueeze", "view", "view_as", "reshape_as"), "reshape"),
+    **dict.fromkeys(("flatten", "reshape_as", "unflatten", "view", "view_as"), "reshape"),
     **dict.fromkeys(("attribute", "constant")),
     "swapaxes": "transpose",
+    "split_with_sizes": "split",
     "where": None,  # its condition comes second
 }
 # Other names that PyTorch accepts for arguments, as NumPy calls them.
@@ -179,9 +194,14 @@ def value(node: object) -> FakeTensor | Any:
 
 
 def shape(node: object) -> tuple:
-    """The shape of a node's tensor; () if it has none."""
+    """The shape of a node's tensor; () if it has none. Sizes that a guard has made constant are integers."""
     example = value(node)
-    return () if example is None else tuple(example.shape)
+    return () if example is None else tuple(map(_number, example.shape))
+
+
+def _number(size: Any) -> Any:
+    constant = None if isinstance(size, int) else size.node.maybe_as_int()
+    return size if constant is None else constant
 
 
 def known(condition: Any) -> bool:
