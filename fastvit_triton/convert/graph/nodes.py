@@ -20,6 +20,7 @@ Argument = Any  # of a node: another node, a value, or a tuple of these; a patte
 # arguments, positional or by keyword; patterns read them only where `order` does.
 ARGUMENTS: dict[str | None, tuple[str, ...]] = {
     "add": ("input", "other", "alpha"),
+    "addcmul": ("input", "tensor1", "tensor2", "value"),
     "addmm": ("input", "mat1", "mat2", "beta", "alpha"),
     "cat": ("tensors", "dim"),
     "chunk": ("input", "chunks", "dim"),
@@ -32,6 +33,7 @@ ARGUMENTS: dict[str | None, tuple[str, ...]] = {
         *("out_proj_bias", "use_gelu", "norm_first", "eps", "gain1", "shift1", "gain2", "shift2"),
         *("weight1", "bias1", "weight2", "bias2", "mask", "mask_type"),
     ),
+    "erf": ("input",),
     "expand": ("input", "*others"),
     "fused_linear": tuple(inspect.signature(linear).parameters),
     "fused_mlp": tuple(inspect.signature(mlp).parameters),
@@ -41,24 +43,39 @@ ARGUMENTS: dict[str | None, tuple[str, ...]] = {
     "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
     "linear": ("input", "weight", "bias"),
     "matmul": ("input", "other"),
+    "mean": ("input", "dim", "keepdim", "dtype"),
     "mul": ("input", "other"),
     "multi_head_attention": tuple(inspect.signature(F.multi_head_attention_forward).parameters),
+    "neg": ("input",),
+    "norm": ("input", "p", "dim", "keepdim", "dtype"),
     "permute": ("input", "*dims"),
+    "pow": ("input", "exponent"),
+    "reciprocal": ("input",),
     "relu": ("input", "inplace"),
     "relu6": ("input", "inplace"),
     "reshape": ("input", "*others"),
+    "rms_norm": ("input", "normalized_shape", "weight", "eps"),
+    "rsqrt": ("input",),
     "scaled_dot_product_attention": (
         *("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
     ),
     "sigmoid": ("input",),
     "silu": ("input", "inplace"),
     "softmax": ("input", "dim", "dtype"),
+    "split": ("input", "sizes", "dim"),
+    "sqrt": ("input",),
+    "square": ("input",),
+    "sub": ("input", "other", "alpha"),
+    "sum": ("input", "dim", "keepdim", "dtype"),
+    "tanh": ("input",),
     "to": ("input", "*others"),
     "transpose": ("input", "dim0", "dim1"),
     "unbind": ("input", "dim"),
+    "var": ("input", "dim", "unbiased", "keepdim", "correction"),
 }
 FUNCTIONS = {
     "add": (operator.add, torch.add),
+    "addcmul": (torch.addcmul,),
     "addmm": (torch.addmm,),
     "cat": (torch.cat, torch.concat),
     "chunk": (torch.chunk,),
@@ -66,6 +83,7 @@ FUNCTIONS = {
     "div": (operator.truediv, torch.div),
     "dropout": (F.dropout,),
     "encoder_layer": (torch._transformer_encoder_layer_fwd,),  # of nn.TransformerEncoderLayer in inference
+    "erf": (torch.erf, torch.special.erf),
     "fused_linear": (linear,),
     "fused_mlp": (mlp,),
     "gelu": (F.gelu,),
@@ -74,18 +92,32 @@ FUNCTIONS = {
     "layer_norm": (F.layer_norm,),
     "linear": (F.linear,),
     "matmul": (operator.matmul, torch.matmul),
+    "mean": (torch.mean,),
     "mul": (operator.mul, torch.mul),
     "multi_head_attention": (F.multi_head_attention_forward,),
+    "neg": (operator.neg, torch.neg),
+    "norm": (torch.norm, torch.linalg.norm, torch.linalg.vector_norm),
     "permute": (torch.permute,),
+    "pow": (operator.pow, torch.pow),
+    "reciprocal": (torch.reciprocal,),
     "relu": (F.relu, torch.relu),
     "relu6": (F.relu6,),
     "reshape": (torch.reshape, torch.flatten, torch.unflatten),
+    "rms_norm": (F.rms_norm, torch.rms_norm),
+    "rsqrt": (torch.rsqrt,),
     "scaled_dot_product_attention": (F.scaled_dot_product_attention,),
     "sigmoid": (torch.sigmoid, F.sigmoid),
     "silu": (F.silu,),
     "softmax": (torch.softmax, F.softmax),
+    "split": (torch.split,),
+    "sqrt": (torch.sqrt,),
+    "square": (torch.square,),
+    "sub": (operator.sub, torch.sub),
+    "sum": (torch.sum,),
+    "tanh": (torch.tanh, F.tanh),
     "transpose": (torch.transpose, torch.swapaxes),
     "unbind": (torch.unbind,),
+    "var": (torch.var,),
 }
 KINDS: dict[Any, str] = {function: kind for kind, functions in FUNCTIONS.items() for function in functions}
 METHODS: dict[Any, str | None] = {kind: kind for kind in ARGUMENTS} | {
@@ -96,7 +128,11 @@ METHODS: dict[Any, str | None] = {kind: kind for kind in ARGUMENTS} | {
     "view": "reshape",
 }
 # Other names that PyTorch accepts for arguments, as NumPy calls them.
-ALIASES = {"a": "input", "axis": "dim", "x": "input", "x1": "input", "x2": "other"}
+ALIASES = {
+    **dict.fromkeys(("A", "a", "tensor", "x", "x1"), "input"),
+    **{"axis": "dim", "ord": "p", "x2": "other"},
+    **dict.fromkeys(("split_size", "split_size_or_sections", "split_sizes"), "sizes"),
+}
 
 
 def kind(node: object) -> str | None:
