@@ -309,3 +309,117 @@ def test_symbolic_sizes():
             torch.testing.assert_close(compiled(*tensors), function(*tensors))
         assert len(seen) == calls and seen[0] == {"linear"}
     torch._dynamo.reset()
+
+
+GATES = {
+    "silu": F.silu,
+    "silu formula": lambda x: x * torch.sigmoid(x),
+    "gelu": F.gelu,
+    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "erf": lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
+    "cdf": lambda x: x * (0.5 * (1.0 + (x * 2**-0.5).erf())),
+    "tanh": lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3)))),
+    "tanh factored": lambda x: x * 0.5 * (torch.tanh(0.7978845608028654 * x * (1 + 0.044715 * x * x)) + 1),
+    "tanh by sigmoid": lambda x: (1.5957691216057308 * (x + 0.044715 * x**3)).sigmoid() * x,
+}
+PACKINGS = {  # a packed projection → its halves
+    "chunk": lambda h: h.chunk(2, dim=-1),
+    "split": lambda h: torch.split(h, H, dim=-1),
+    "sizes": lambda h: h.split([H, H], -1),
+    "slices": lambda h: (h[..., :H], h[..., H:]),
+    "all axes": lambda h: (h[:, :, :H], h[:, :, H : 2 * H]),
+    "unbind": lambda h: h.unflatten(-1, (2, H)).unbind(-2),
+    "reshape": lambda h: h.reshape(2, 3, 2, H).unbind(2),
+}
+ENDS = {  # (branch, x, LayerScale)
+    "none": lambda y, x, g: y,
+    "residual": lambda y, x, g: torch.add(y, x),
+    "scale": lambda y, x, g: x + y * g,
+    "scale first": lambda y, x, g: g * y + x,
+    "methods": lambda y, x, g: y.mul(g).add(x),
+    "addcmul": lambda y, x, g: torch.addcmul(x, g, y),
+    "addcmul swapped": lambda y, x, g: x.addcmul(y, g),
+}
+
+
+def gate(name, packing, order, ends):
+    """A gated MLP (x, w1, w2, bias, w3, LayerScale); without a packing of two linear layers."""
+
+    def function(x, w1, w2, b, w3, g):
+        n = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+        if packing is None:
+            first, second = F.linear(n, w1, b), F.linear(n, w2)
+        else:
+            first, second = PACKINGS[packing](F.linear(n, torch.cat((w1, w2)), torch.cat((b, b))))
+        first, second = (second, first) if order == 1 else (first, second)
+        y = second * GATES[name](first) if order == 2 else GATES[name](first) * second
+        return ENDS[ends](F.linear(y, w3), x, g)
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "name, packing, order, ends", sampled(itertools.product(GATES, (*PACKINGS, None), (0, 1, 2), ENDS), 53)
+)
+def test_gated_mlps(name, packing, order, ends):
+    """They become one call, with the norm before and what follows."""
+    tensors = draw((2, 3, D), (H, D), (H, D), (H,), (D, H), (D,))
+    named, _ = check(gate(name, packing, order, ends), tensors)
+    assert named[-1] == "mlp" and set(named) <= {"cat", "roll", "zeros_for", "mlp"}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_activations(name):
+    """Without a gate, in float64 and narrower, where the formula may be computed in float32."""
+    named, _ = check(lambda x, w1, w2: F.linear(GATES[name](F.linear(x, w1)), w2), draw((2, 3, D), (H, D), (D, H)))
+    assert named == ["mlp"]
+    tensors = [t.bfloat16() for t in draw((2, 3, D), (H, D), (D, H))]
+    _, named, _ = rewritten(lambda x, w1, w2: F.linear(GATES[name](F.linear(x, w1).float()).bfloat16(), w2), tensors)
+    assert named == ["mlp"]
+
+
+def other_gate(h, g):
+    return torch.sigmoid(h) * g
+
+
+def other_constant(h, g):
+    return 0.5 * h * (1 + torch.tanh(0.8 * (h + 0.044715 * h**3))) * g
+
+
+def other_erf(h, g):
+    return 0.5 * h * (1 + torch.erf(h / 2)) * g
+
+
+def other_polynomial(h, g):
+    return 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**2))) * g
+
+
+def other_input(h, g):
+    return h * torch.sigmoid(g) * g
+
+
+def uneven(h, g):
+    a, b = torch.cat((h, g), -1)[..., 1 : H + 1], torch.cat((h, g), -1)[..., :H]
+    return F.silu(a) * b
+
+
+def same_half(h, g):
+    return F.silu(h) * h
+
+
+@pytest.mark.parametrize(
+    "function", [other_gate, other_constant, other_erf, other_polynomial, other_input, uneven, same_half]
+)
+def test_near_gates(function):
+    """Other functions are not called activations, whether their parts are packed or not."""
+
+    def packed(x, w1, w2, w3):
+        h, g = F.linear(x, torch.cat((w1, w2))).chunk(2, -1)
+        return F.linear(function(h, g), w3)
+
+    def separate(x, w1, w2, w3):
+        return F.linear(function(F.linear(x, w1), F.linear(x, w2)), w3)
+
+    for run in (packed, separate):
+        named, _ = check(run, draw((2, 3, D), (H, D), (H, D), (D, H)))
+        assert "mlp" not in named

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from ...kernels.activation import GATED
-from .algebra import ARITHMETIC, Polynomial, Unlike, above, agree, polynomial, widens
+from .algebra import ARITHMETIC, Polynomial, Unlike, above, agree, between, casts, polynomial, widens
 from .nodes import Argument, equal, kind, outside, read, same, shape, up
 
 GATES = {act: name for name, act in GATED.items()}
@@ -65,10 +65,15 @@ def _gates(node: Argument) -> Iterator[tuple[str, Argument, Argument, list[fx.No
 
 def _alone(node: Argument, inner: list[fx.Node]) -> tuple[str | None, Argument]:
     """(activation, its input), without gates; (None, node) for others."""
-    if kind(node) == "gelu" or kind(node) in SIMPLE:
-        inner.append(node)
-        approximate = {"none": "gelu", "tanh": "gelu_tanh"}[read(node).get("approximate", "none")]
-        return approximate if kind(node) == "gelu" else kind(node), read(node)["input"]
+    call: Argument = casts(node)[-1]
+    if kind(call) == "gelu" or kind(call) in SIMPLE:
+        approximate = {"none": "gelu", "tanh": "gelu_tanh"}[read(call).get("approximate", "none")]
+        parts: list[fx.Node] = []
+        x = between(node, call, parts)
+        if not widens(parts, x):
+            return None, node
+        inner += parts
+        return approximate if kind(call) == "gelu" else kind(call), x
     for base in above(node) if kind(node) in ARITHMETIC else ():
         for name, function, argument, result in FORMULAS:
             if kind(base) != function:
@@ -76,7 +81,7 @@ def _alone(node: Argument, inner: list[fx.Node]) -> tuple[str | None, Argument]:
             x = read(base)["input"]
             while kind(x) in ARITHMETIC or same(x) is not None:
                 x = x.all_input_nodes[0]
-            parts: list[fx.Node] = []
+            parts = []
 
             def factor(n: fx.Node, exponent: float, x: fx.Node = x, base: fx.Node = base) -> Polynomial | None:
                 names = {x: X, base: F}

@@ -94,6 +94,28 @@ def above(node: Argument) -> Iterator[fx.Node]:
             found += [n for n in each.all_input_nodes if n not in found]
 
 
+def casts(node: Argument) -> list:
+    """A node, the one that it was cast from, the one that this was cast from, and so on; also without no-ops."""
+    chain = [node]
+    while (node := read(node)["input"] if kind(node) == "to" else same(node)) is not None:
+        chain.append(node)
+    return chain
+
+
+def source(x: fx.Node, like: fx.Node) -> fx.Node:
+    """What x was cast from: the nearest node with the dtype of `like`, or else the farthest."""
+    chain = [n for n in casts(x) if value(n) is not None]
+    return next((n for n in chain if value(n).dtype == value(like).dtype), chain[-1])
+
+
+def between(node: fx.Node, call: fx.Node, inner: list[fx.Node]) -> fx.Node:
+    """The input of a call of which a node is the result, which both may be cast; the nodes between are appended."""
+    x = source(read(call)["input"], node)
+    chain = casts(read(call)["input"])
+    inner += [*casts(node), *chain[: chain.index(x)]]
+    return x
+
+
 def widens(inner: list[fx.Node], x: fx.Node) -> bool:
     """True if these nodes compute in the dtype of x or, for a 16-bit x, in float32."""
     dtype = value(x).dtype

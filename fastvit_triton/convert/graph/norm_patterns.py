@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from .algebra import Polynomial, Unlike, above, agree, polynomial, widens
+from .algebra import Polynomial, Unlike, above, agree, between, casts, polynomial, source, widens
 from .nodes import Argument, equal, kind, read, same, shape, up, value
 
 NORMS = "layer_norm", "rms_norm"
@@ -36,11 +36,11 @@ def why_no_norm(node: Argument) -> str | None:
 
 def _norm(node: Argument, inner: list[fx.Node]) -> tuple[fx.Node, tuple] | str | None:
     reason = ""
-    called = _casts(node)[-1]
+    called = casts(node)[-1]
     for x in (called,) if kind(called) in NORMS else _inputs(node):
         skipped: list[fx.Node] = []
         try:
-            x, norm = _called(node, x, skipped) if x is called else _Written(node, _source(x, node), skipped).norm()
+            x, norm = _called(node, x, skipped) if x is called else _Written(node, source(x, node), skipped).norm()
         except Unlike as unlike:
             reason = reason or str(unlike)
         else:
@@ -58,27 +58,13 @@ def _inputs(node: fx.Node) -> Iterator[fx.Node]:
     for base in above(node):
         if kind(base) not in (*MEANS, "norm", "var"):
             continue
-        x: Argument = _casts(read(base)["input"])[-1]
+        x: Argument = casts(read(base)["input"])[-1]
         if kind(base) in MEANS and kind(x) not in ("mul", "pow", "square"):
             continue
-        x = _casts(read(x)["input"])[-1] if kind(base) in MEANS else x
+        x = casts(read(x)["input"])[-1] if kind(base) in MEANS else x
         mean: Argument = next((n for n in above(x) if kind(n) in MEANS), None)
         found: list[Argument] = [read(mean)["input"]] if mean is not None else []
         yield from (n for n in (*found, x) if value(n) is not None)
-
-
-def _casts(node: Argument) -> list:
-    """A node, the one that it was cast from, the one that this was cast from, and so on; also without no-ops."""
-    chain = [node]
-    while (node := read(node)["input"] if kind(node) == "to" else same(node)) is not None:
-        chain.append(node)
-    return chain
-
-
-def _source(x: fx.Node, like: fx.Node) -> fx.Node:
-    """What x was cast from: the nearest node with the dtype of `like`, or else the farthest."""
-    chain = [n for n in _casts(x) if value(n) is not None]
-    return next((n for n in chain if value(n).dtype == value(like).dtype), chain[-1])
 
 
 def _called(node: fx.Node, base: fx.Node, inner: list[fx.Node]) -> tuple[fx.Node, tuple]:
@@ -86,9 +72,7 @@ def _called(node: fx.Node, base: fx.Node, inner: list[fx.Node]) -> tuple[fx.Node
     arguments = read(base)
     if not equal(tuple(arguments["normalized_shape"]), shape(base)[-1:]):
         raise Unlike("it normalises more than the last axis")
-    x = _source(arguments["input"], node)
-    chain = _casts(arguments["input"])
-    inner += [*_casts(node), *chain[: chain.index(x)]]
+    x = between(node, base, inner)
     weight, bias, eps = (arguments.get(name) for name in ("weight", "bias", "eps"))
     if kind(base) == "layer_norm":
         return x, (weight, bias, arguments.get("eps", 1e-5))

@@ -49,7 +49,7 @@ class Match:
 
 def branch(anchor: fx.Node) -> Iterator[Match | str]:
     """Matches of a linear layer or MLP with a LayerNorm before it and LayerScale, drop-path and residual after it."""
-    if kind(anchor) not in ("add", "addcmul", "mul", "gelu", *SIMPLE, "linear", "to"):
+    if kind(anchor) not in ("add", "addcmul", "div", "mul", "gelu", *SIMPLE, "linear", "to"):
         return
     for node, ends, skipped in _ends(anchor):
         inner = [*skipped, node]
