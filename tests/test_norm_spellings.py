@@ -133,6 +133,7 @@ def length(x, scale=1):
         lambda x, w: length(x, D**-0.5) * w,
         lambda x, w: w * (x / x.norm(dim=-1, keepdim=True)) * D**0.5,
         lambda x, w: x / (x.norm(2, -1, keepdim=True) / math.sqrt(D)) * w,
+        lambda x, w: x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS) * D**0.5 * w,
         lambda x, w: F.rms_norm(x, (D,), w, EPS),
         lambda x, w: torch.nn.functional.rms_norm(x, [D], w),
     ],
@@ -420,6 +421,10 @@ def test_near_gates(function):
     def separate(x, w1, w2, w3):
         return F.linear(function(F.linear(x, w1), F.linear(x, w2)), w3)
 
-    for run in (packed, separate):
+    def sliced(x, w1, w2, w3):
+        h = F.linear(x, torch.cat((w1, w2)))
+        return F.linear(F.silu(h[..., :H]) * h[..., :H], w3)
+
+    for run in (packed, separate, sliced):
         named, _ = check(run, draw((2, 3, D), (H, D), (H, D), (D, H)))
         assert "mlp" not in named
