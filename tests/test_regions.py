@@ -487,6 +487,7 @@ def test_a_trace_counts_regions_as_inductor_makes_them(training):
     assert len({event.region for event in found.events} - {0}) == 1 + training
     one = inductor_count(traced(original, None, training, (images,), {}).events)
     assert found.count.launches == one.launches
-    assert training or (one.launches, one.nbytes) == (5, found.count.nbytes)
+    statistics = 64 * 197 * 2 * 4  # bytes of those that PyTorch's LayerNorm returns, which the norm becomes
+    assert training or (one.launches, one.nbytes + statistics) == (5, found.count.nbytes)
     small = traced(model, cost.gpus()["h100"], training, (images[:8],), {})
     assert ({event.region for event in small.events} == {0}) != training  # few images are replayed

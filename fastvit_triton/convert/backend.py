@@ -29,7 +29,7 @@ NAME = "fastvit_triton"
 UNFUSED = "left to the compiler"
 CANDIDATES = (
     *("addmm", "conv2d", "encoder_layer", "gelu", "layer_norm", "linear", "multi_head_attention", "relu", "silu"),
-    *("scaled_dot_product_attention", "softmax"),
+    *("rms_norm", "scaled_dot_product_attention", "softmax"),
 )
 
 log = logging.getLogger(__name__)

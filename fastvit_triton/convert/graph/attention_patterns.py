@@ -440,7 +440,8 @@ def _maximum(node: fx.Node) -> list[fx.Node]:
     inner = [node]
     while kind(inner[-1]) in ("detach", "getitem", "attribute"):
         source = read(inner[-1])["input"]
-        if kind(source) == "max" and value(source) is None and inner[-1].args[1] not in (0, "values"):
+        *_, item = read(inner[-1]).values()
+        if kind(source) == "max" and value(source) is None and item not in (0, "values"):
             return []  # its indices
         inner.append(source)
     return inner if kind(inner[-1]) in ("amax", "max") else []

@@ -12,15 +12,16 @@ import torch
 from torch import fx
 
 from ...kernels import onednn
-from ...kernels.activation import GATED
+from ...kernels.argument import kind_of
 from ...kernels.layer_norm import layer_norm
 from ...kernels.linear import linear
 from ...kernels.mlp import mlp
 from ...kernels.patch_embed import patch_embed
+from ...kernels.rms_norm import rms_norm
+from .activation_patterns import SIMPLE, activated
+from .algebra import ARITHMETIC
 from .nodes import Argument, equal, kind, known, order, read, shape, up, value
-
-GATES = {act: name for name, act in GATED.items()}
-SIMPLE = "silu", "relu", "hardswish", "relu6"  # activations whose names are those of the kernels
+from .norm_patterns import norm_of, why_no_norm
 
 
 class Call(NamedTuple):
@@ -58,79 +59,91 @@ class Match:
 
 def branch(anchor: fx.Node) -> Iterator[Match | str]:
     """Matches of a linear layer or MLP with a LayerNorm before it and LayerScale, drop-path and residual after it."""
-    if kind(anchor) not in ("add", "mul", "gelu", *SIMPLE, "linear"):
+    if kind(anchor) not in ("add", "addcmul", "div", "mul", "gelu", *SIMPLE, "linear", "to"):
         return
     for node, ends, skipped in _ends(anchor):
         inner = [*skipped, node]
         yield from _layers(anchor, node, ends, inner)
     if kind(anchor) == "linear":
-        yield "a linear layer with nothing to fuse around it is left to Inductor"
+        reason = why_no_norm(read(anchor)["input"])
+        yield (
+            "a linear layer with nothing to fuse around it is left to Inductor"
+            if reason is None
+            else (f"a linear layer whose norm is not fused: {reason}")
+        )
 
 
 def _ends(anchor: fx.Node) -> Iterator[tuple[fx.Node, dict, list[fx.Node]]]:
     """Yields (node before the epilogue, its layer_scale, sample_scale and residual, nodes skipped)."""
-    if kind(anchor) != "add":
-        yield from _scales(anchor, {}, [])
-        return
     arguments = read(anchor)
-    if arguments.get("alpha", 1) != 1:
-        return
-    for body, residual in ((arguments["other"], arguments["input"]), (arguments["input"], arguments["other"])):
-        if value(body) is not None and value(residual) is not None and equal(shape(body), shape(residual)):
-            yield from _scales(body, {"residual": residual}, [])
+    if kind(anchor) == "addcmul" and arguments.get("value", 1) == 1:
+        if equal(shape(arguments["input"]), shape(anchor)):
+            factors = arguments["tensor1"], arguments["tensor2"]
+            yield from _scaled(anchor, factors, {"residual": arguments["input"]}, [])
+    elif kind(anchor) not in ("add", "addcmul"):
+        yield from _scales(anchor, {}, [])
+    elif arguments.get("alpha", 1) == 1 and kind(anchor) == "add":
+        for body, residual in ((arguments["other"], arguments["input"]), (arguments["input"], arguments["other"])):
+            if value(body) is not None and value(residual) is not None and equal(shape(body), shape(residual)):
+                yield from _scales(body, {"residual": residual}, [])
 
 
 def _scales(node: fx.Node, ends: dict, skipped: list[fx.Node]) -> Iterator[tuple[fx.Node, dict, list[fx.Node]]]:
     skipped = list(skipped)
     node = up(node, skipped)
     if kind(node) == "mul":
-        arguments = read(node)
-        for rest, factor in ((arguments["input"], arguments["other"]), (arguments["other"], arguments["input"])):
-            size = shape(factor)
-            sizes = shape(node)
-            if value(factor) is None or value(rest) is None or not equal(shape(rest), sizes):
-                continue
-            if "layer_scale" not in ends and equal(size, sizes[-1:]):
-                yield from _scales(rest, ends | {"layer_scale": factor}, [*skipped, node])
-            drawn = len(sizes) > 1 and equal(size, (sizes[0], *[1] * (len(sizes) - 1)))
-            if "sample_scale" not in ends and drawn and not value(factor).requires_grad:
-                scale = Call(torch.flatten, (factor,))
-                yield from _scales(rest, ends | {"sample_scale": scale}, [*skipped, node])
+        yield from _scaled(node, tuple(read(node).values()), ends, [*skipped, node])
     yield node, ends, skipped
+
+
+def _scaled(
+    node: fx.Node, factors: tuple, ends: dict, skipped: list[fx.Node]
+) -> Iterator[tuple[fx.Node, dict, list[fx.Node]]]:
+    """As `_scales`, for a node that multiplies two factors."""
+    for rest, factor in (factors, factors[::-1]):
+        size = shape(factor)
+        sizes = shape(node)
+        if value(factor) is None or value(rest) is None or not equal(shape(rest), sizes):
+            continue
+        if "layer_scale" not in ends and equal(size, sizes[-1:]):
+            yield from _scales(rest, ends | {"layer_scale": factor}, skipped)
+        drawn = len(sizes) > 1 and equal(size, (sizes[0], *[1] * (len(sizes) - 1)))
+        if "sample_scale" not in ends and drawn and not value(factor).requires_grad:
+            scale = Call(torch.flatten, (factor,))
+            yield from _scales(rest, ends | {"sample_scale": scale}, skipped)
 
 
 def _layers(anchor: fx.Node, node: fx.Node, ends: dict, inner: list[fx.Node]) -> Iterator[Match]:
     """Yields matches of the layers whose output is `node`."""
-    activation, below, parts = _activated(node)
-    fc = up(below, parts)
+    parts: list[fx.Node] = []
+    activation, fc, swapped = activated(node, parts)
     if kind(fc) != "linear" or not _plain(fc):
         return
     inner = [*inner, *parts, fc]
-    x, weight, bias = _linear(fc)
+    x, *layer = _linear(fc, swapped)
     if activation is None:
-        skipped: list[fx.Node] = []
-        name, below, parts = _activated(up(x, skipped))
-        first = up(below, parts)
+        parts = []
+        name, first, swapped = activated(x, parts)
         if name is not None and kind(first) == "linear" and _plain(first):
-            hidden = _linear(first)
-            for start, norm, before in _norms(hidden[0]):
+            below, *hidden = _linear(first, swapped)
+            for start, norm, before in _norms(below):
                 options = {"norm": norm, "activation": name, **ends}
-                yield Match(
-                    anchor,
-                    mlp,
-                    (start, hidden[1:], (weight, bias)),
-                    options,
-                    [*inner, *skipped, *parts, first, *before],
-                )
+                skipped = [*inner, *parts, first, *before]
+                yield Match(anchor, mlp, (start, tuple(hidden), tuple(layer)), options, skipped)
     for start, norm, before in _norms(x):
         if norm is not None or activation is not None or ends:
             options = {"norm": norm, "activation": activation, **ends}
-            yield Match(anchor, linear, (start, weight, bias), options, [*inner, *before])
+            yield Match(anchor, linear, (start, *layer), options, [*inner, *before])
 
 
-def _linear(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+def _linear(node: fx.Node, swapped: bool = False) -> tuple[fx.Node, fx.Node | Call, fx.Node | Call | None]:
+    """(x, weight, bias) of a linear layer, with the halves of its output exchanged if `swapped`."""
     arguments = read(node)
-    return arguments["input"], arguments["weight"], arguments.get("bias")
+    weight, bias = arguments["weight"], arguments.get("bias")
+    if swapped:
+        half = shape(weight)[0] // 2
+        weight, bias = (None if t is None else Call(torch.roll, (t, half, 0)) for t in (weight, bias))
+    return arguments["input"], weight, bias
 
 
 def _plain(node: fx.Node) -> bool:
@@ -140,57 +153,14 @@ def _plain(node: fx.Node) -> bool:
 
 
 def _norms(x: fx.Node) -> Iterator[tuple[fx.Node, tuple | None, list[fx.Node]]]:
-    """Yields (input, LayerNorm or None, nodes skipped): with the LayerNorm that produced x, if any, and without.
+    """Yields (input, norm or None, nodes skipped): with the norm that produced x, if any, and without.
 
-    Without a token axis there are too few rows for folding a LayerNorm into the weights to pay.
+    Without a token axis there are too few rows for folding a norm into the weights to pay.
     """
-    skipped: list[fx.Node] = []
-    node = up(x, skipped)
-    if kind(node) == "to" and kind(read(node)["input"]) == "layer_norm":  # in float32, as of OpenAI's CLIP
-        inside = read(node)["input"]
-        above = [node, inside]
-        start = read(inside)["input"]
-        if kind(start) == "to" and value(inside).dtype == torch.float32 and len(shape(node)) > 2:
-            source = read(start)["input"]
-            norm = _layer_norm(inside)
-            if norm is not None and value(source) is not None and value(source).dtype == value(node).dtype:
-                yield source, norm[1:], [*skipped, *above, start]
-    if kind(node) == "layer_norm" and len(shape(node)) > 2 and (norm := _layer_norm(node)) is not None:
-        yield norm[0], norm[1:], [*skipped, node]
+    inner: list[fx.Node] = []
+    if len(shape(x)) > 2 and (found := norm_of(x, inner)) is not None:
+        yield *found, inner
     yield x, None, []
-
-
-def _layer_norm(node: fx.Node) -> tuple | None:
-    """(x, weight, bias, eps); None if more than the last axis is normalised."""
-    arguments = read(node)
-    if not equal(tuple(arguments["normalized_shape"]), shape(node)[-1:]):
-        return None
-    return arguments["input"], arguments.get("weight"), arguments.get("bias"), arguments.get("eps", 1e-5)
-
-
-def _activated(node: Argument) -> tuple[str | None, fx.Node, list[fx.Node]]:
-    """(activation, its input, nodes skipped); the activation is None if this node is none."""
-    if kind(node) == "gelu":
-        name = {"none": "gelu", "tanh": "gelu_tanh"}[read(node).get("approximate", "none")]
-        return name, read(node)["input"], [node]
-    if kind(node) in SIMPLE:
-        return kind(node), read(node)["input"], [node]
-    if kind(node) == "mul":
-        pair = tuple(read(node).values())
-        for gate, x in (pair, pair[::-1]):  # act(first half) · second half
-            act, half, _ = _activated(gate) if kind(gate) in ("gelu", *SIMPLE) else (None, gate, [])
-            if act in GATES and kind(half) == kind(x) == "getitem":
-                (chunks, first), (other, second) = read(half).values(), read(x).values()
-                arguments = read(chunks) if kind(chunks) == "chunk" else {}
-                last = len(shape(arguments.get("input"))) - 1
-                halves = arguments.get("chunks") == 2 and arguments.get("dim", 0) in (-1, last)
-                if halves and (first, second, other) == (0, 1, chunks):
-                    return GATES[act], arguments["input"], [node, gate, half, x, chunks]
-        for x, gate in (pair, pair[::-1]):  # x · sigmoid(1.702 x)
-            if kind(gate) == "sigmoid" and kind(times := read(gate)["input"]) == "mul":
-                if tuple(read(times).values()) in ((x, 1.702), (1.702, x)):
-                    return "quick_gelu", x, [node, gate, times]
-    return None, node, []
 
 
 def single(anchor: fx.Node) -> Iterator[Match]:
@@ -223,13 +193,25 @@ def normalize(anchor: fx.Node) -> Iterator[Match | str]:
     """Matches of a separate LayerNorm."""
     if kind(anchor) != "layer_norm":
         return
-    norm = _layer_norm(anchor)
-    if norm is None:
-        yield "it normalises more than the last axis"
-    elif not value(norm[0]).is_contiguous():
+    found = norm_of(anchor, [])
+    if found is None:
+        yield why_no_norm(anchor) or "its dtypes differ"
+    elif not value(found[0]).is_contiguous():
         yield "its rows are not contiguous; Inductor's own LayerNorm reads them in one pass"
     else:
-        yield Match(anchor, layer_norm, norm)
+        yield Match(anchor, layer_norm, (found[0], *found[1]))
+
+
+def normalize_written(anchor: fx.Node) -> Iterator[Match]:
+    """Matches of a separate RMSNorm, or of a norm that is written out."""
+    inner: list[fx.Node] = []
+    if kind(anchor) not in (*ARITHMETIC, "rms_norm") or (found := norm_of(anchor, inner)) is None:
+        return
+    x, norm = found
+    if kind_of(norm) == "rms_norm":
+        yield Match(anchor, rms_norm, (x, norm[0], norm[2]), inner=inner)
+    else:
+        yield Match(anchor, layer_norm, (x, *norm), inner=inner)
 
 
 def embed(anchor: fx.Node) -> Iterator[Match | str]:

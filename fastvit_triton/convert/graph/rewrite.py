@@ -6,7 +6,7 @@ the kernels run for its device and dtype, and the new call has the same output s
 
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,11 @@ from torch import fx
 from ...kernels import linear, mlp, onednn, plan
 from ...kernels.argument import Reader
 from ...kernels.backend import why_not
+from .activation_patterns import gated
 from .attention_patterns import attend, attend_packed, why_not_attention, why_not_expanded
 from .nodes import equal, kind, operands, order, outside, read, shape, tensors, value
-from .patterns import Call, Match, Reason, branch, embed, multiply, normalize, single
+from .norm_patterns import norm_of
+from .patterns import Call, Match, Reason, branch, embed, multiply, normalize, normalize_written, single
 from .regions import Regions, memory
 
 FUSED = ("fused_linear", "fused_mlp")
@@ -61,8 +63,14 @@ class Rewriter:
             self._expand(node)
         for node in self._all("encoder_layer"):
             self._expand_layer(node)
-        for node in self._all("layer_norm"):
-            self._pack(node)
+        for node in self._all("mul"):
+            if (layers := gated(node)) is not None:
+                self._pack(layers)
+        for node in list(self.graph.nodes):
+            users = sorted(node.users, key=self.regions.place)
+            if len(users) > 1 and all(kind(n) == "linear" and read(n)["input"] is node for n in users):
+                if norm_of(node, []) is not None:
+                    self._pack(users)
         for patterns in ((attend_packed, attend), (branch, embed)):
             for node in reversed(list(self.graph.nodes)):
                 self._first(node, patterns)
@@ -77,9 +85,9 @@ class Rewriter:
         self.graph.lint()
 
     def insert_layers(self) -> None:
-        """Replaces linear layers that nothing was fused with, for graphs that no compiler receives."""
-        for node in self._all("linear"):
-            self._first(node, (single,))
+        """Replaces linear layers and norms that nothing was fused with, for graphs that no compiler receives."""
+        for node in reversed(list(self.graph.nodes)):
+            self._first(node, (single, normalize_written))
         self.graph.lint()
 
     def insert_products(self) -> None:
@@ -369,21 +377,20 @@ class Rewriter:
         self.became[node.name] = "attention_qkv, mlp" if kernels else "products by oneDNN"
         self.graph.erase_node(node)
 
-    def _pack(self, norm: fx.Node) -> None:
-        """Merges linear layers into one if they are the only readers of a LayerNorm (queries, keys and values)."""
-        users = sorted(norm.users, key=self.regions.place)
-        layers = [read(n) for n in users if kind(n) == "linear" and read(n)["input"] is norm]
-        x = value(read(norm)["input"])
-        if len(users) < 2 or len(layers) < len(users) or self.refuses(x.device, x.dtype) is not None:
+    def _pack(self, users: Sequence[fx.Node]) -> None:
+        """Merges linear layers of the same input into one: queries, keys and values, or gate and up projection."""
+        layers = [read(n) for n in users]
+        source = layers[0]["input"]
+        if value(source) is None or self.refuses(value(source).device, value(source).dtype) is not None:
             return
+        first = min(users, key=self.regions.place)
         weights = tuple(n["weight"] for n in layers)
         biases = tuple(n.get("bias") for n in layers)
-        first = users[0]
         fits = all(shape(w) and equal(shape(w), shape(weights[0])) for w in weights)
         dtypes = {t.dtype for t in tensors(weights, biases)}
         plain = len(dtypes) == 1 and (dtypes == {torch.float32} or not self.regions.casts(first))  # as `cat` needs
-        if not fits or not plain or not self.regions.together(users, first):
-            self.why[norm.name] = "the layers that follow differ in size or dtype, or a mode changes between them"
+        if not fits or not plain or not self.regions.together([*users], first):
+            self.why[source.name] = "the layers that follow differ in size or dtype, or a mode changes between them"
             return
         if any(self.regions.is_written(user) for user in users):
             return  # autograd forbids writing one of several views
@@ -393,7 +400,7 @@ class Rewriter:
         if any(b is not None for b in biases):
             filled = (Call(zeros_for, (w,)) if b is None else b for w, b in zip(weights, biases, strict=True))
             bias = Call(torch.cat, (tuple(filled),))
-        packed = self._insert(first, F.linear, norm, Call(torch.cat, (weights,)), bias)
+        packed = self._insert(first, F.linear, source, Call(torch.cat, (weights,)), bias)
         chunks = self._insert(first, torch.chunk, packed, len(users), -1)
         parts = [self._insert(first, operator.getitem, chunks, i) for i in range(len(users))]
         for node, part in zip(users, parts, strict=True):

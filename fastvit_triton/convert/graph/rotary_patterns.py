@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from .nodes import Argument, equal, kind, known, operands, order, read, same, shape, value
+from .norm_patterns import norm_of
 from .patterns import Call
 
 VIEWS = "chunk contiguous getitem permute reshape split squeeze to transpose unbind unsqueeze".split()
@@ -162,7 +163,7 @@ class _Reader:
 
     def _read(self, node: fx.Node) -> Any:
         """What a node computes, or None."""
-        if (norm := _norm_of(node, [])) is not None:
+        if (norm := norm_of(node, [])) is not None:
             return self._normed(*norm)
         if (before := self.values.get(same(node))) is not None:
             return before
@@ -454,19 +455,6 @@ class _Reader:
         if any(part is None for part in parts) or cuts[0][0] != 0 or len(cuts) < len(ends) - 2:
             return None
         return _extended(_cat(parts, -1), (0, table.shape[1] - cuts[-1][1]), fill)
-
-
-def _norm_of(node: Argument, inner: list[fx.Node]) -> tuple[fx.Node, tuple] | None:
-    """(x, norm) of a LayerNorm or RMSNorm over the last axis; nodes skipped are appended to `inner`."""
-    if kind(node) not in ("layer_norm", "rms_norm"):
-        return None
-    arguments = read(node)
-    x, eps = arguments["input"], arguments.get("eps", 1e-5 if kind(node) == "layer_norm" else None)
-    if not equal(tuple(arguments["normalized_shape"]), shape(node)[-1:]) or not isinstance(eps, (int, float)):
-        return None
-    inner.append(node)
-    norm = arguments.get("weight"), arguments.get("bias"), eps
-    return x, (norm if kind(node) == "layer_norm" else (*norm, "rms_norm"))
 
 
 def _alike(a: Argument, b: Argument) -> bool:
