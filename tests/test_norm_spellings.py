@@ -330,7 +330,7 @@ PACKINGS = {  # a packed projection → its halves
     "slices": lambda h: (h[..., :H], h[..., H:]),
     "all axes": lambda h: (h[:, :, :H], h[:, :, H : 2 * H]),
     "unbind": lambda h: h.unflatten(-1, (2, H)).unbind(-2),
-    "reshape": lambda h: h.reshape(2, 3, 2, H).unbind(2),
+    "reshape": lambda h: h.reshape(2, -1, 2, H).unbind(2),
 }
 ENDS = {  # (branch, x, LayerScale)
     "none": lambda y, x, g: y,
@@ -365,9 +365,17 @@ def gate(name, packing, order, ends):
 )
 def test_gated_mlps(name, packing, order, ends):
     """They become one call, with the norm before and what follows."""
-    tensors = draw((2, 3, D), (H, D), (H, D), (H,), (D, H), (D,))
+    tensors = draw((2, 5, D), (H, D), (H, D), (H,), (D, H), (D,))
     named, _ = check(gate(name, packing, order, ends), tensors)
     assert named[-1] == "mlp" and set(named) <= {"cat", "roll", "zeros_for", "mlp"}
+
+
+def test_few_rows_do_not_pay_for_a_copy_of_the_weights():
+    """Nor does a graph that is not compiled, without a norm before the gate."""
+    for rows, layers, merged in ((3, False, False), (5, False, True), (5, True, False)):
+        tensors = draw((2, rows, D), (H, D), (H, D), (D, H))
+        named, _ = check(lambda x, a, b, c: F.linear(F.silu(F.linear(x, a)) * F.linear(x, b), c), tensors, layers)
+        assert ("mlp" in named) == merged
 
 
 @pytest.mark.parametrize("name", GATES)
@@ -427,5 +435,5 @@ def test_near_gates(function):
         return F.linear(F.silu(h[..., :H]) * h[..., :H], w3)
 
     for run in (packed, separate, sliced):
-        named, _ = check(run, draw((2, 3, D), (H, D), (H, D), (D, H)))
+        named, _ = check(run, draw((2, 5, D), (H, D), (H, D), (D, H)))
         assert "mlp" not in named

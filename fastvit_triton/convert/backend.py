@@ -147,7 +147,7 @@ def _rewritten(graph: fx.Graph, rows: list[Row], anywhere: bool, layers: bool) -
         return None
     rewriter = Rewriter(copied(graph), (lambda *_: None) if anywhere else why_not)
     if kernels:
-        rewriter.run()
+        rewriter.run(compiled=not layers)
     if layers:
         rewriter.insert_layers()
     if products:

@@ -5,6 +5,7 @@ the kernels run for its device and dtype, and the new call has the same output s
 """
 
 import itertools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -52,8 +53,12 @@ class Rewriter:
         _write_anew(graph)
         self.regions = Regions(graph, self.fake)
 
-    def run(self) -> None:
-        """Makes all rewrites to kernels, in an order in which none prevents another."""
+    def run(self, compiled: bool = True) -> None:
+        """Makes all rewrites to kernels, in an order in which none prevents another.
+
+        Args:
+            compiled: a compiler receives the graph; without one, layers of a gate are merged only behind a norm.
+        """
         for node in self.graph.find_nodes(op="call_method", target="new_empty"):
             self._unbind(node)
         self._forget_sizes()
@@ -63,8 +68,8 @@ class Rewriter:
             self._expand(node)
         for node in self._all("encoder_layer"):
             self._expand_layer(node)
-        for node in self._all("mul"):
-            if (layers := gated(node)) is not None:
+        for node in self._all("mul") if compiled else ():
+            if (layers := gated(node)) is not None and _pays(read(layers[0])["input"]):
                 self._pack(layers)
         for node in list(self.graph.nodes):
             users = sorted(node.users, key=self.regions.place)
@@ -477,6 +482,12 @@ def _write_anew(graph: fx.Graph) -> None:
 def _replaced(old: fx.Node, new: Any, node: fx.Node) -> Any:
     """The new argument for the old node, and other nodes as they are."""
     return new if node is old else node
+
+
+def _pays(x: fx.Node) -> bool:
+    """True if a gate in the product's epilogue saves more than the copy of both weights moves: for D rows and more."""
+    *outer, width = (size if isinstance(size, int) else size.node.hint for size in shape(x))
+    return None in (*outer, width) or math.prod(outer) >= width
 
 
 def zeros_for(weight: torch.Tensor) -> torch.Tensor:
