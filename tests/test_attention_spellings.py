@@ -191,6 +191,24 @@ def test_others_are_not(function):
         torch.testing.assert_close(got, model(*inputs)[0], equal_nan=True)
 
 
+def test_autocast_that_is_off_already_is_no_border():
+    """As around rotations, which many write in float32."""
+
+    def without_autocast(q, k, v, m):
+        with torch.autocast("cpu", enabled=False):
+            scores = q @ k.mT
+        return scores.softmax(-1) @ v
+
+    model = Spelled([without_autocast], crossed=False).float()
+    inputs = torch.randn(2, 5, 32).float(), torch.randn(2, 3, 32)
+    (got,), graph, _ = rewritten(model, inputs)
+    assert len(calls(graph, attention_qkv)) == 1
+    torch.testing.assert_close(got, model(*inputs)[0])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, graph, _ = rewritten(model, inputs)
+    assert not calls(graph, attention, attention_qkv)
+
+
 IN_KERNELS = (
     Spelling("bmm", "temperature", "padding and bias", "method", "unit q and k"),
     Spelling("einsum, tokens first", "per key", "−1e9", "function", "plain"),

@@ -75,6 +75,13 @@ def written(node: fx.Node, fake: FakeTensorMode) -> Memory | None:
     return writes.found & readable
 
 
+def _changes(entered: tuple, active: dict[fx.Node, tuple]) -> bool:
+    """True if an autocast context (device type, dtype, enabled, …) changes the modes that hold."""
+    device, _, enabled, *_ = entered
+    others = any(kind_ == device and is_on for kind_, _, is_on, *_ in active.values())
+    return bool(enabled or others or torch.is_autocast_enabled(device))
+
+
 class Regions:
     """Regions of a graph in which nodes may be merged, separated by nodes that change a PyTorch mode.
 
@@ -88,14 +95,17 @@ class Regions:
         self._writes: list[tuple[int, Memory]] = []
         self._autocast: dict[int, tuple[tuple, ...]] = {0: ()}
         region = 0
-        active = {}
+        active: dict[fx.Node, tuple] = {}
+        idle: set[fx.Node] = set()
         for node in graph.nodes:
             calls = node.op in ("call_function", "call_method", "call_module")
             writes = written(node, fake) if calls else set()
             silent = calls and node.meta.get("example_value") is None and not writes
-            if writes is None or silent:
+            name = getattr(node.target, "__name__", "")
+            if name == "_enter_autocast" and not _changes(node.args, active):
+                idle.add(node)  # autocast is off already
+            elif (writes is None or silent) and idle.isdisjoint(node.all_input_nodes):
                 region += 1
-                name = getattr(node.target, "__name__", "")
                 if name == "_enter_autocast":
                     active[node] = node.args
                 elif name == "_exit_autocast":
