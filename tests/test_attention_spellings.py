@@ -14,7 +14,7 @@ from fastvit_triton.kernels.attention import attention
 from fastvit_triton.kernels.attention_qkv import attention_qkv
 
 TABLES = PRODUCTS, SCALES, MASKS, SOFTMAXES, OPERANDS
-BATCH = 30  # spellings in one graph
+BATCH = 12  # spellings in one graph
 ENDLESS = "−inf for a whole query"  # gives NaN, whose gradients of keys differ
 
 
@@ -87,7 +87,7 @@ def double():
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(30))
 def test_all_are_fused(seed, dynamic):
     """Also: each becomes one call of the kernels, whatever sizes are symbols."""
     spellings = drawn(seed)

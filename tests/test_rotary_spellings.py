@@ -238,7 +238,7 @@ ALL = [Case(rotation, *next(OTHERS), split, prefix) for rotation, split, prefix 
 ALL = [case for case in ALL if case.rotation != "none" or (case.norm is not None and not case.prefix)]
 
 
-@pytest.mark.parametrize(Case._fields, sampled(ALL, 7), ids=lambda t: str(getattr(t, "__name__", t)))
+@pytest.mark.parametrize(Case._fields, sampled(ALL, 10), ids=lambda t: str(getattr(t, "__name__", t)))
 def test_every_spelling_is_one_call(rotation, table, norm, split, prefix):
     """Also the arguments of the call."""
     case = Case(rotation, table, norm, split, prefix)
@@ -503,6 +503,7 @@ def prefixed_by(x, cos, sin, prefix):
     return torch.cat((x[:, :, :prefix], rotated(x[:, :, prefix:], cos, sin)), dim=-2)
 
 
+@pytest.mark.full
 def test_symbolic_sizes():
     """One graph, with one call, serves other numbers of images and tokens."""
     module, graphs = Symbolic(), []
