@@ -19,9 +19,6 @@ from torchvision.models import swin_transformer as torchvision_swin
 from benchmarks.launch_recorder import recording
 from fastvit_triton import freeze, optimize
 from fastvit_triton.convert import forwards
-from fastvit_triton.convert.readers import torchvision as from_torchvision
-from fastvit_triton.convert.readers.timm import blocks, pyramids
-from fastvit_triton.convert.readers.timm import class_attention as class_readers
 from fastvit_triton.convert.readers.timm import tnt as tnt_readers
 from fastvit_triton.engine import attention as attention_bodies
 from fastvit_triton.engine import mlp as mlp_bodies
@@ -57,7 +54,7 @@ def compared(plain, *given, seed=None):
 def own_forwards(monkeypatch):
     """The modules that run their own forward."""
     kept = []
-    for file in (forwards, blocks, class_readers, pyramids, tnt_readers, from_torchvision):
+    for file in (forwards, tnt_readers):
         own = file.original
         monkeypatch.setattr(file, "original", lambda m, *x, own=own, **more: kept.append(m) or own(m, *x, **more))
     return kept

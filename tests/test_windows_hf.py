@@ -20,7 +20,7 @@ from fastvit_triton.expected.count import predict
 from fastvit_triton.kernels import cost
 from fastvit_triton.kernels.plan import forcing
 
-FILES = forwards, from_transformers.beit, from_transformers.pyramids, from_transformers.swin
+FILES = forwards, from_transformers.swin
 SWINS = ["hf_swin", "hf_swinv2", "hf_donut_swin", "hf_maskformer_swin"]
 NAMES = [*SWINS, "hf_segformer", "hf_glpn", "hf_pvt", "hf_pvt_v2", "hf_pvt_v2_linear", "hf_beit", "hf_data2vec"]
 LAYERS = {name: "encoder.layers.0.blocks.1" for name in (*SWINS, "hf_pvt_v2")}

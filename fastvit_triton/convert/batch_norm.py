@@ -22,7 +22,7 @@ from ..engine.hooks import has_hooks
 from ..engine.leaves import Foreign, Layer, Packed, activation_of, is_identity
 from ..engine.mlp import MlpBody, taps_of
 from ..kernels.depthwise import depthwise
-from .forwards import fused_forward, known_type, original
+from .forwards import fused_forward, known_type
 from .third_party import is_fusable
 
 NORMED |= {
@@ -92,8 +92,8 @@ def folded_mlp(
 def frozen_norm(self: Foreign, x: Tensor) -> Tensor:
     """BatchNorm by stored statistics in one operator instead of seven; [B, C, H, W] → [B, C, H, W]."""
     fits = x.dim() == 4 and torch.promote_types(x.dtype, self.weight.dtype) == self.running_mean.dtype
-    if not is_fusable(self, x) or not fits or not is_frozen_norm(self):
-        return original(self, x)
+    if not fits or not is_frozen_norm(self):
+        return NotImplemented
     return normalize_frozen(x, self)
 
 
@@ -105,8 +105,6 @@ def frozen_norm(self: Foreign, x: Tensor) -> Tensor:
 )
 def convolution_layer(self: Foreign, x: Tensor) -> Tensor:
     """The BatchNorm is folded in evaluation after `freeze`; [B, C, H, W] → [B, C', H', W']."""
-    if not is_fusable(self, x):
-        return original(self, x)
     return convolve_act(x, self, self.convolution, self.normalization, self.activation)
 
 
@@ -118,8 +116,6 @@ def convolution_layer(self: Foreign, x: Tensor) -> Tensor:
 )
 def shortcut(self: Foreign, x: Tensor) -> Tensor:
     """As `convolution_layer`, without an activation; [B, C, H, W] → [B, C', H', W']."""
-    if not is_fusable(self, x):
-        return original(self, x)
     return convolve(x, self, self.convolution, self.normalization)
 
 
@@ -132,8 +128,6 @@ def shortcut(self: Foreign, x: Tensor) -> Tensor:
 )
 def timm_residual_block(self: Foreign, x: Tensor) -> Tensor:
     """BatchNorm, addition and activation are one launch after each convolution; [B, C, H, W] → [B, C', H', W']."""
-    if not is_fusable(self, x):
-        return original(self, x)
     if hasattr(self, "conv3"):
         y = convolve_act(x, self, self.conv1, self.bn1, self.act1)
         y = self.aa(_dropped(y, self, self.conv2, self.bn2, self.act2))
@@ -156,8 +150,8 @@ def timm_residual_block(self: Foreign, x: Tensor) -> Tensor:
 )
 def feature_maps(self: Foreign, x: Tensor) -> list[Tensor]:
     """As `timm_residual_block`, for a convolution, a BatchNorm and an activation in the list of layers; → maps."""
-    if not is_fusable(self, x) or self.grad_checkpointing:
-        return original(self, x)
+    if self.grad_checkpointing:
+        return NotImplemented
     maps = {}
     layers = list(self.items())
     while layers:
@@ -196,7 +190,7 @@ def _dropped(x: Tensor, self: Foreign, conv: Foreign, norm: Foreign, act: nn.Mod
 )
 def torchvision_residual_block(self: Foreign, x: Tensor) -> Tensor:
     """As `timm_residual_block`."""
-    return _residual(self, x, self.relu) if is_fusable(self, x) else original(self, x)
+    return _residual(self, x, self.relu)
 
 
 @fused_forward(
@@ -208,7 +202,7 @@ def torchvision_residual_block(self: Foreign, x: Tensor) -> Tensor:
 )
 def frozen_residual_block(self: Foreign, x: Tensor) -> Tensor:
     """As `timm_residual_block`."""
-    return _residual(self, x, "relu") if is_fusable(self, x) else original(self, x)
+    return _residual(self, x, "relu")
 
 
 def _residual(self: Foreign, x: Tensor, act: str | nn.Module) -> Tensor:
@@ -229,8 +223,6 @@ def _residual(self: Foreign, x: Tensor, act: str | nn.Module) -> Tensor:
 )
 def transformers_residual_block(self: Foreign, x: Tensor) -> Tensor:
     """As `timm_residual_block`; the last convolution layer has no activation of its own."""
-    if not is_fusable(self, x):
-        return original(self, x)
     parts: list[Any] = list(self.layer) if type(self.layer) is nn.Sequential and not has_hooks(self.layer) else []
     if not parts or not _is_layer_without_activation(parts[-1], x):
         y = self.layer(x)
@@ -257,16 +249,12 @@ def _is_layer_without_activation(layer: Foreign, x: Tensor) -> bool:
 )
 def convolution_norm_layer(self: Foreign, x: Tensor) -> Tensor:
     """As `convolution_layer`."""
-    if not is_fusable(self, x):
-        return original(self, x)
     return convolve_act(x, self, self.conv, self.norm, self.activation)
 
 
 @fused_forward("", *classes(*(f"{name}RepVggBlock" for name in CSP)), needs="conv1 conv2 activation", takes="")
 def rep_vgg_block(self: Foreign, x: Tensor) -> Tensor:
     """activation(conv1(x) + conv2(x)); after `freeze` the two are one convolution; [B, C, H, W] → [B, C, H, W]."""
-    if not is_fusable(self, x):
-        return original(self, x)
     if not _is_norm_layer_without_activation(self.conv1, x):
         return self.activation(self.conv1(x) + self.conv2(x))
     large = self.conv1.conv, self.conv1.norm

@@ -9,8 +9,7 @@ from ..engine.batch_norm import is_pointwise
 from ..engine.hooks import has_hooks, is_plain_module, type_name
 from ..engine.leaves import DROPOUTS, Foreign, Packed, is_inactive
 from ..kernels.layer_norm import layer_norm
-from .forwards import fused_forward, original
-from .third_party import is_fusable
+from .forwards import fused_forward
 
 NORMS = ("vit_pytorch.cvt.LayerNorm", "vit_pytorch.twins_svt.LayerNorm")
 REPLACED = "a layer was replaced or has a hook"
@@ -66,6 +65,6 @@ def normalized(norm: Foreign, tokens: Tensor) -> Tensor:
 @fused_forward("LayerNorm", *NORMS, needs="g b eps", takes="", by_name=True, products=False)
 def channel_norm(self: Foreign, x: Tensor) -> Tensor:
     """LayerNorm of the channels of a map; [B, C, H, W] → [B, C, H, W]."""
-    if not is_fusable(self, x) or not is_norm(self):
-        return original(self, x)
+    if not is_norm(self):
+        return NotImplemented
     return map_like(x, normalized(self, tokens_of(x)), (x.shape[2], x.shape[3]), self.training)

@@ -187,19 +187,41 @@ def fused_forward(
     folds: Folds | None = None,
     by_name: bool = False,
     products: bool = True,
+    checked: bool = True,
 ) -> Callable[[Callable], Callable]:
     """Decorator: registers the fused forward of these types; for the other arguments see `Forward`.
 
+    The module's own forward runs instead if `is_fusable` is false for the first input, if there is a reason against it,
+    or if the fused forward returns NotImplemented.
+
     Args:
         products: False if it has no linear layer, so that oneDNN runs nothing of it.
+        checked: False if the fused forward checks its input and for a reason by itself, or must run in any case.
     """
 
     def decorate(forward: Callable) -> Callable:
-        chosen = _chosen(forward if became else transparent(forward), products)
+        fused = forward if became else transparent(forward)
+        chosen = _chosen(_or_own(fused, reason, checked), products)
         register(names, Forward(chosen, needs, takes, None, became, reason, None, folds, by_name))
         return chosen
 
     return decorate
+
+
+def _or_own(forward: Callable, reason: Callable[[Any], str | None] | None, checked: bool) -> Callable:
+    """Wraps a fused forward: runs the module's own forward where the fused one does not run, see `fused_forward`."""
+    first = forward.__code__.co_varnames[1]  # the name of the first input
+
+    @functools.wraps(forward)
+    def fused_or_own(module: nn.Module, *inputs: Any, **named: Any) -> Any:
+        if checked:
+            x = inputs[0] if inputs else named.get(first)
+            if x is None or not is_fusable(module, x) or (reason is not None and reason(module) is not None):
+                return original(module, *inputs, **named)
+        y = forward(module, *inputs, **named)
+        return original(module, *inputs, **named) if y is NotImplemented else y
+
+    return fused_or_own
 
 
 def _chosen(forward: Callable, products: bool = True) -> Callable:

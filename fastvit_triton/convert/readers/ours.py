@@ -20,7 +20,7 @@ from ...kernels.attention import attention
 from ...layers.attention import Attention
 from ...layers.block import Block
 from ...layers.scaled_block import ScaledBlock
-from ..forwards import fused_body, fused_forward, fused_method, original
+from ..forwards import fused_body, fused_forward, fused_method
 from ..third_party import head_norms, is_fusable
 from .timm.blocks import block_branches, scaled_branches
 
@@ -39,8 +39,6 @@ BRANCHES: dict[type[nn.Module], Callable[[Any, Tensor], tuple[Branch, Branch]]] 
 )
 def post_norm_block(self: Foreign, x: Tensor) -> Tensor:
     """Post-norm block; [B, N, D] → [B, N, D]."""
-    if not is_fusable(self, x):
-        return original(self, x)
     x = normalize(add_branches(x, Branch(self.attn, None, self.ls1, self.drop_path1)), self.norm1)
     return normalize(add_branches(x, Branch(self.mlp, None, self.ls2, self.drop_path2)), self.norm2)
 
@@ -131,8 +129,6 @@ def _positioned(self: Foreign, qkv: Tensor) -> Tensor:
 )
 def attention_pool(self: Foreign, x: Tensor) -> Tensor:
     """A learned query attends to all tokens, then an MLP; [B, N, D] → [B, D]."""
-    if not is_fusable(self, x):
-        return original(self, x)
     q = self.q(self.latent).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [1, H, 1, d]
     k, v = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
     o = attention(q.expand(x.shape[0], -1, -1, -1), k, v).transpose(1, 2).flatten(2)

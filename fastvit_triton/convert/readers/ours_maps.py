@@ -28,21 +28,18 @@ from ...kernels.cost import Branch as Sizes
 from ...kernels.patch_embed import assemble, patch_embed, whole_patches
 from ...layers.embed import PatchEmbed
 from ..batch_norm import convolve_depthwise
-from ..forwards import fused_body, fused_forward, original
-from ..third_party import is_fusable
+from ..forwards import fused_body, fused_forward
 
 
 @fused_forward("convolution", "fastvit_triton.layers.normed.ConvNorm", needs="linear bn", takes="")
 def conv_norm(self: Foreign, x: Tensor) -> Tensor:
     """A convolution with the BatchNorm after it; [B, C, H, W] → [B, C', H', W']."""
-    return convolve(x, self, self.linear, self.bn) if is_fusable(self, x) else original(self, x)
+    return convolve(x, self, self.linear, self.bn)
 
 
 @fused_forward("convolution", "fastvit_triton.layers.residual.ConvNormAct", needs="conv bn relu", takes="")
 def conv_norm_act(self: Foreign, x: Tensor) -> Tensor:
     """A convolution with the BatchNorm and the ReLU after it; [B, C, H, W] → [B, C', H', W']."""
-    if not is_fusable(self, x):
-        return original(self, x)
     x = convolve(x, self, self.conv, self.bn)
     return x.relu() if self.relu else x
 
@@ -55,8 +52,8 @@ def conv_norm_act(self: Foreign, x: Tensor) -> Tensor:
 )
 def bottleneck_attention(self: Foreign, x: Tensor) -> Tensor:
     """BoTNet's attention on a map; [B, D, H, W] → [B, D, H', W']."""
-    if not is_fusable(self, x) or tuple(x.shape[2:]) != self.grid:
-        return original(self, x)
+    if tuple(x.shape[2:]) != self.grid:
+        return NotImplemented
     if is_plain_module(self.qkv, CONVOLUTIONS):
         packed = project(x.flatten(2).mT.contiguous(), (Packed(self.qkv.weight.flatten(1), None),))
     else:
@@ -71,8 +68,6 @@ VT = "fastvit_triton.models.vt"
 @fused_forward("attention of tokens", f"{VT}.Tokenizer", f"{VT}.TokenAttention", f"{VT}.Projector", takes="tokens")
 def one_head(self: Foreign, x: Tensor, tokens: Any = None) -> Tensor:
     """Attention between a map [B, N, C] and tokens [B, L, D] → [B, Nq, e]."""
-    if not is_fusable(self, x):
-        return original(self, x, tokens)
     if hasattr(self, "filters"):
         filters = self.filters
         q = _linear(self.recur, tokens) if filters is None else filters.expand(x.shape[0], -1, -1)
@@ -103,8 +98,6 @@ def _linear(layer: nn.Module, x: Any) -> Tensor:
 )
 def visual_transformer(self: Foreign, x: Tensor, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Map [B, N, C], and the tokens [B, L, D] of the module before → the same."""
-    if not is_fusable(self, x):
-        return original(self, x, tokens)
     t = self.tokenizer(x, tokens)
     t = t + self.drop_path(self.attn(x, t))
     t = add_branches(t, Branch(self.mlp, None, None, self.drop_path))
@@ -213,8 +206,8 @@ def convolved_parts(self: Foreign, size: tuple[int, int]) -> Body:
 )
 def conv_stem(self: Foreign, image: Tensor, pos: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
     """Convolutions, and patches of their map; [B, C, H, W] → [B, T + N, D]."""
-    if not is_fusable(self, image) or not is_patch_conv(self.proj):
-        return original(self, image, pos, prefix)
+    if not is_patch_conv(self.proj):
+        return NotImplemented
     self.grid_of(image)
     return patch_embed(self.convolve(image), self.proj.weight, self.proj.bias, pos, prefix)
 
@@ -228,8 +221,6 @@ def conv_stem(self: Foreign, image: Tensor, pos: Tensor | None = None, prefix: T
 )
 def normed_patch_embed(self: Foreign, image: Tensor, pos: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
     """Patches with a LayerNorm of their tokens; [B, C, H, W] → [B, T + N, D]."""
-    if not is_fusable(self, image):
-        return original(self, image, pos, prefix)
     tokens = PatchEmbed.forward(self, whole_patches(image, self.patch_size))  # type: ignore[arg-type]  # a subclass
     x = normalize(tokens, self.norm)
     return x if pos is None and prefix is None else assemble(x, pos, prefix)

@@ -33,8 +33,7 @@ from ...kernels.backend import kernels_available
 from ...kernels.depthwise import depthwise
 from ...kernels.linear import linear
 from ...kernels.patch_embed import patch_embed, whole_patches
-from ..forwards import fused_body, fused_forward, fused_method, original
-from ..third_party import is_fusable
+from ..forwards import fused_body, fused_forward, fused_method
 from .vit_pytorch import tokens as compact
 
 MODELS = f"{PACKAGE}.models"
@@ -49,8 +48,6 @@ MODELS = f"{PACKAGE}.models"
 )
 def refined_block(self: Foreign, x: Tensor, previous: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """[B, N, D] and the map [B, H, N, N] of the block before, or None → [B, N, D], map."""
-    if not is_fusable(self, x):
-        return original(self, x, previous)
     attn = self.attn
     passed: list[Tensor] = []
     called = Branch(
@@ -70,7 +67,7 @@ def refined_block(self: Foreign, x: Tensor, previous: Tensor | None = None) -> t
 @fused_forward("attention of tokens", f"{MODELS}.t2t.NarrowAttention", needs="qkv proj scale", takes="")
 def narrow_attention(self: Foreign, x: Tensor) -> Tensor:
     """Attention of one head, narrower than its input; [B, N, K] → [B, N, D]."""
-    return _narrow(self, x, None) if is_fusable(self, x) else original(self, x)
+    return _narrow(self, x, None)
 
 
 def _narrow(attn: Foreign, x: Tensor, norm: Before | None) -> Tensor:
@@ -87,8 +84,6 @@ def _entering(x: Tensor, norm: nn.Module, layer: Layer) -> tuple[Tensor, Before 
 @fused_forward("block of tokens", f"{MODELS}.t2t.TokenTransformer", needs="norm1 attn norm2 mlp", takes="")
 def token_transformer(self: Foreign, x: Tensor) -> Tensor:
     """Attention and MLP of one head; [B, N, K] → [B, N, D]."""
-    if not is_fusable(self, x):
-        return original(self, x)
     if type_name(self.attn) != f"{MODELS}.t2t.NarrowAttention" or has_hooks(self.attn):
         x = self.attn(self.norm1(x))
     else:
@@ -100,8 +95,6 @@ def token_transformer(self: Foreign, x: Tensor) -> Tensor:
 @fused_forward("block of tokens", f"{MODELS}.t2t.TokenPerformer", needs="norm1 kqv proj dp norm2 mlp", takes="")
 def token_performer(self: Foreign, x: Tensor) -> Tensor:
     """Linear attention and MLP of one head; [B, N, K] → [B, N, D]."""
-    if not is_fusable(self, x):
-        return original(self, x)
     x, norm = _entering(x, self.norm1, self.kqv)
     y, v = self.attend(project(x, (self.kqv,), norm))
     y = finish(y, self.proj, drop=self.dp, residual=v)
@@ -114,7 +107,7 @@ def token_performer(self: Foreign, x: Tensor) -> Tensor:
 @fused_forward("tokens of soft splits", f"{MODELS}.t2t.TokensToToken", needs="project", takes="")
 def tokens_to_token(self: Foreign, image: Tensor) -> Tensor:
     """Soft splits and a projection; [B, C, H, W] → [B, N, D]."""
-    return project(self.tokens(image), (self.project,)) if is_fusable(self, image) else original(self, image)
+    return project(self.tokens(image), (self.project,))
 
 
 @fused_forward(
@@ -126,8 +119,6 @@ def tokens_to_token(self: Foreign, image: Tensor) -> Tensor:
 )
 def enhanced_block(self: Foreign, x: Tensor) -> Tensor:
     """CeiT's pre-norm block; [B, 1 + N, D] → [B, 1 + N, D]."""
-    if not is_fusable(self, x):
-        return original(self, x)
     attn = Branch(self.attn, self.norm1, None, self.drop_path)
     return add_branches(x, attn, Branch(self.leff, self.norm2, None, self.drop_path), block=self)
 
@@ -156,8 +147,6 @@ def convolve(self: Foreign, x: Tensor) -> Tensor:
 )
 def layer_attention(self: Foreign, x: Tensor) -> Tensor:
     """Attention and MLP of the class tokens of all layers; [B, layers, D] → [B, 1, D]."""
-    if not is_fusable(self, x):
-        return original(self, x)
     return add_branches(x, Branch(self.attn, self.norm1), Branch(self.feedforward, self.norm2), block=self)[:, -1:]
 
 
@@ -170,8 +159,6 @@ def layer_attention(self: Foreign, x: Tensor) -> Tensor:
 )
 def compact_block(self: Foreign, x: Tensor) -> Tensor:
     """CCT's block; [B, N, D] → [B, N, D]."""
-    if not is_fusable(self, x):
-        return original(self, x)
     x = normalize(call_branches(compact.attend, self.self_attn, x, self.pre_norm, self.drop_path), self.norm1)
     layers = self.dropout1, self.linear2, self.dropout2, self.drop_path
     if not runs_plain(x, compact.mlp_branch(self.linear1, *layers), block=self.linear1):
@@ -184,8 +171,8 @@ def compact_block(self: Foreign, x: Tensor) -> Tensor:
 def tokenizer(self: Foreign, image: Tensor, pos: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
     """Patches as tokens, if the tokenizer is one patch projection; [B, C, H, W] → [B, T + N, D]."""
     conv = self.conv_layers[0][0]
-    if not is_fusable(self, image) or not is_patch_conv(conv):
-        return original(self, image, pos, prefix)
+    if not is_patch_conv(conv):
+        return NotImplemented
     return patch_embed(whole_patches(image, conv.kernel_size), conv.weight, conv.bias, pos, prefix)
 
 
@@ -218,8 +205,6 @@ def attend_to_all(x: Tensor, score: Layer) -> Tensor:
 )
 def colour_block(self: Foreign, x: Tensor, past: object = None) -> Tensor:
     """iGPT's block; [B, n, D] → [B, n, D]."""
-    if not is_fusable(self, x):
-        return original(self, x, past)
     attn = Branch(self.attn, self.ln_1, call={"past": past})
     return add_branches(x, attn, Branch(self.mlp, self.ln_2), block=self)
 
@@ -239,8 +224,6 @@ def colour_mlp_parts(self: Foreign) -> MlpBody:
 @fused_forward("post-norm block", f"{MODELS}.image_transformer.LocalBlock", needs="attn norm1 mlp norm2", takes="past")
 def local_block(self: Foreign, x: Tensor, past: object = None) -> Tensor:
     """Image Transformer's block; [B, n, D] → [B, n, D]."""
-    if not is_fusable(self, x):
-        return original(self, x, past)
     x = normalize(add_branches(x, Branch(self.attn, call={"past": past})), self.norm1)
     return normalize(add_branches(x, Branch(self.mlp)), self.norm2)
 
@@ -262,8 +245,8 @@ def local_parts(self: Foreign, past: object = None) -> Body:
 def restoration_layer(self: Foreign, x: Tensor) -> Tensor:
     """IPT's encoder layer; [B, N, D] → [B, N, D]."""
     attn = self.self_attn
-    if not is_fusable(self, x) or has_hooks(attn):
-        return original(self, x)
+    if has_hooks(attn):
+        return NotImplemented
     parts = attention_body(
         (Packed(attn.in_proj_weight, None),), attn.out_proj, attn.num_heads, None, drops=(self.dropout1,)
     )
@@ -280,8 +263,8 @@ def restoration_layer(self: Foreign, x: Tensor) -> Tensor:
 def restoration_decoder_layer(self: Foreign, x: Tensor, memory: Tensor, task: Tensor) -> Tensor:
     """IPT's decoder layer; (y + t) W is y W + t W. [B, N, D], the encoder's output and the task [N, D] → [B, N, D]."""
     attn, cross = self.self_attn, self.multihead_attn
-    if not is_fusable(self, x) or has_hooks(attn) or has_hooks(cross):
-        return original(self, x, memory, task)
+    if has_hooks(attn) or has_hooks(cross):
+        return NotImplemented
     D = x.shape[-1]
     H = attn.num_heads
     self_attention = Body("attention", (Packed(attn.in_proj_weight, None),), _Tasked(attn, task, H), attn.out_proj, H)
@@ -301,7 +284,7 @@ def restoration_decoder_layer(self: Foreign, x: Tensor, memory: Tensor, task: Te
     # few rows: products of the task read more than the sums that they save; gradients of parts of a weight are padded
     few = kernels_available(x) and (torch.is_grad_enabled() or not fold.pays(x, 3 * D))
     if few or runs_plain(x, *branches, block=self):
-        return original(self, x, memory, task)
+        return NotImplemented
     return add_branches(x, *branches, block=self)
 
 

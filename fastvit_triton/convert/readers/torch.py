@@ -34,7 +34,7 @@ from ...kernels.attention import attention
 from ...kernels.layer_norm import layer_norm
 from ...kernels.patch_embed import patch_embed
 from ...kernels.rms_norm import rms_norm
-from ..forwards import Forward, forward_for, fused_body, fused_forward, original
+from ..forwards import Forward, forward_for, fused_body, fused_forward
 from ..third_party import four_axes, is_fusable
 
 MULTIHEAD = "torch.nn.modules.activation.MultiheadAttention"
@@ -68,11 +68,18 @@ def multihead_parts(
     is_causal: bool = False,
 ) -> Body | str:
     """Parts of a self-attention by a batch-first nn.MultiheadAttention; masks as in its forward."""
-    why = multihead_reason(self)
-    if why is not None:
-        return why
-    qkv = Packed(self.in_proj_weight, self.in_proj_bias)
+    return multihead_reason(self) or packed_attention(self, attn_mask, key_padding_mask, is_causal)
+
+
+def packed_attention(
+    self: nn.MultiheadAttention,
+    attn_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Body:
+    """As `multihead_parts`, if `multihead_reason` is None."""
     bias, causal = _masks(self, attn_mask, key_padding_mask, is_causal)
+    qkv = Packed(self.in_proj_weight, self.in_proj_bias)
     return attention_body((qkv,), self.out_proj, self.num_heads, None, bias, causal=causal)
 
 
@@ -95,6 +102,7 @@ def multihead_reason(self: nn.MultiheadAttention) -> str | None:
     "attention if its weights are not requested",
     MULTIHEAD,
     reason=multihead_reason,
+    checked=False,
 )
 def multihead(
     self: nn.MultiheadAttention,
@@ -112,16 +120,13 @@ def multihead(
     if usual and is_causal:  # with fewer queries than keys PyTorch's are the first positions, the kernels' the last
         usual = query is key or query.shape[self.batch_first] == key.shape[self.batch_first]
     if not usual or not is_fusable(self, query) or key.is_nested or multihead_reason(self) is not None:
-        options = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-        return original(self, query, key, value, *options)
-    bias, causal = _masks(self, attn_mask, key_padding_mask, is_causal)
+        return NotImplemented
     turn = (lambda t: t) if self.batch_first else (lambda t: t.transpose(0, 1))
     if query is key and key is value:
-        qkv = (Packed(self.in_proj_weight, self.in_proj_bias),)
-        parts = attention_body(qkv, self.out_proj, self.num_heads, None, bias, causal=causal)
-        y = parts(turn(query))
+        y = packed_attention(self, attn_mask, key_padding_mask, is_causal)(turn(query))
     else:
-        y = cross_attend(self, turn(query), turn(key), turn(value), bias, causal)
+        masks = _masks(self, attn_mask, key_padding_mask, is_causal)
+        y = cross_attend(self, turn(query), turn(key), turn(value), *masks)
     return turn(_tokens_first(y) if self.training else y), None  # its caller may apply dropout
 
 
@@ -182,20 +187,17 @@ def _allowed(self: nn.MultiheadAttention, mask: Tensor | None, padding: Tensor |
     return mask.masked_fill(~padding, float("-inf")) if padding.dtype == torch.bool else mask + padding
 
 
-def _norm_reason(self: Foreign) -> str | None:
-    readable = last_axis_rms_norm(self) if type_name(self) in RMS_NORMS else last_axis_norm(self)
-    if readable is not None:
-        return None
-    return "its ε is None" if self.eps is None else "several axes, fast norm, or parameters of a tensor subclass"
+UNREADABLE = "several axes, fast norm, or parameters of a tensor subclass"
 
 
-@fused_forward("LayerNorm", *LAYER_NORMS, reason=_norm_reason, products=False)
+def _layer_norm_reason(self: Foreign) -> str | None:
+    return UNREADABLE if last_axis_norm(self) is None else None
+
+
+@fused_forward("LayerNorm", *LAYER_NORMS, reason=_layer_norm_reason, products=False)
 def layer_norm_forward(self: Foreign, input: Tensor) -> Tensor:
     """LayerNorm over the last axis, in float32 under autocast on a GPU; [..., D] → [..., D]."""
-    norm = last_axis_norm(self) if is_fusable(self, input) else None
-    if norm is None:
-        return original(self, input)
-    return layer_norm(_wide(input), *norm[:3])
+    return layer_norm(_wide(input), self.weight, self.bias, self.eps)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -204,14 +206,19 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if device != "cpu" and torch.is_autocast_enabled(device) and x.dtype != torch.float64 else x
 
 
-@fused_forward("RMSNorm", *RMS_NORMS, reason=_norm_reason, products=False)
+def _rms_norm_reason(self: Foreign) -> str | None:
+    if last_axis_rms_norm(self) is not None:
+        return None
+    return "its ε is None" if self.eps is None else UNREADABLE
+
+
+@fused_forward("RMSNorm", *RMS_NORMS, reason=_rms_norm_reason, products=False)
 def rms_norm_forward(self: Foreign, x: Tensor) -> Tensor:
     """RMSNorm over the last axis, in float32 under autocast on a GPU; [..., D] → [..., D]."""
-    norm = last_axis_rms_norm(self) if is_fusable(self, x) else None
     wide = _wide(x)
-    if norm is None or (norm.weight is not None and norm.weight.dtype != wide.dtype):
-        return original(self, x)
-    return rms_norm(wide, norm.weight, norm.eps)
+    if self.weight is not None and self.weight.dtype != wide.dtype:
+        return NotImplemented
+    return rms_norm(wide, self.weight, self.eps)
 
 
 @fused_forward(
@@ -228,12 +235,9 @@ def encoder_layer(
     is_causal: bool = False,
 ) -> Tensor:
     """Pre-norm or post-norm layer; [B, N, D] → [B, N, D], or [N, B, D] where the batch is not first."""
-    parts: Body | str = "unbatched, nested, or causal without a mask"
-    causal = is_causal and src_mask is None
-    if src.dim() == 3 and is_fusable(self, src) and not causal and not has_hooks(self.self_attn):
-        parts = multihead_parts(self.self_attn, src_mask, src_key_padding_mask, is_causal)
-    if isinstance(parts, str):
-        return original(self, src, src_mask, src_key_padding_mask, is_causal)
+    if src.dim() != 3 or (is_causal and src_mask is None) or has_hooks(self.self_attn):
+        return NotImplemented
+    parts = packed_attention(self.self_attn, src_mask, src_key_padding_mask, is_causal)
     parts = parts._replace(drops=(drawn_tokens_first(self.dropout1),))
     act: Any = self.activation
     act = activation_of(act) if isinstance(act, nn.Module) else {F.relu: "relu", F.gelu: "gelu"}.get(act, act)
@@ -258,11 +262,9 @@ def encoder_layer(
 )
 def encoder_block(self: Foreign, input: Tensor) -> Tensor:
     """torchvision's pre-norm block; [B, N, D] → [B, N, D]."""
-    attn = self.self_attention
-    parts = "watched" if not is_fusable(self, input) or has_hooks(attn) else multihead_parts(attn)
-    if isinstance(parts, str) or _tokens_first_reason(attn) is not None:
-        return original(self, input)
-    parts = parts._replace(drops=(drawn_tokens_first(self.dropout),))
+    if has_hooks(self.self_attention):
+        return NotImplemented
+    parts = packed_attention(self.self_attention)._replace(drops=(drawn_tokens_first(self.dropout),))
     return add_branches(input, Branch(parts, self.ln_1), Branch(self.mlp, self.ln_2), block=self)
 
 
@@ -274,9 +276,8 @@ def encoder_block(self: Foreign, input: Tensor) -> Tensor:
 )
 def patches(self: nn.Conv2d, input: Tensor) -> Tensor:
     """[B, C, H, W] → [B, D, h, w], stored as tokens [B, h·w, D]."""
-    even = input.dim() == 4 and all(n % side == 0 for n, side in zip(input.shape[2:], self.kernel_size, strict=True))
-    if not (even and is_fusable(self, input) and is_patch_conv(self)):
-        return original(self, input)
+    if input.dim() != 4 or any(n % side for n, side in zip(input.shape[2:], self.kernel_size, strict=True)):
+        return NotImplemented
     tokens = patch_embed(input, self.weight, self.bias)
     return tokens.transpose(1, 2).unflatten(2, (input.shape[2] // self.kernel_size[0], -1))
 
@@ -292,9 +293,8 @@ def volumes(self: nn.Conv3d, input: Tensor) -> Tensor:
 
     The frames of a patch are channels of one image: no copy if `input` is a transposed video [B, T, C, H, W].
     """
-    even = input.dim() == 5 and all(n % side == 0 for n, side in zip(input.shape[2:], self.kernel_size, strict=True))
-    if not (even and is_fusable(self, input) and is_patch_conv(self, VOLUME_CONVOLUTIONS)):
-        return original(self, input)
+    if input.dim() != 5 or any(n % side for n, side in zip(input.shape[2:], self.kernel_size, strict=True)):
+        return NotImplemented
     frames, height, _ = (n // side for n, side in zip(input.shape[2:], self.kernel_size, strict=True))
     images = input.transpose(1, 2).unflatten(1, (frames, -1)).flatten(2, 3).flatten(0, 1)  # [B·t, side·C, H, W]
     tokens = patch_embed(images, self.weight.transpose(1, 2).flatten(1, 2), self.bias)  # [B·t, h·w, D]

@@ -9,8 +9,7 @@ from ...engine.branch import Branch, add_branches
 from ...engine.freeze import derived
 from ...engine.leaves import Foreign, Packed, is_readable
 from ...kernels.argument import Window
-from ..forwards import fused_body, fused_forward, original
-from ..third_party import is_fusable
+from ..forwards import fused_body, fused_forward
 from ..windows import continuous_bias, cosine_scale, hooked, merge, merged, table_bias
 from .timm.blocks import both_norms
 
@@ -70,8 +69,6 @@ def _without_keys(bias: Tensor) -> Tensor:
 @fused_forward("pre-norm block", f"{_FILE}.SwinTransformerBlock", needs=BLOCK, takes="", folds=both_norms)
 def swin_block(self: Foreign, x: Tensor) -> Tensor:
     """Swin's block; [B, H, W, D] → [B, H, W, D]."""
-    if not is_fusable(self, x):
-        return original(self, x)
     attn = Branch(self.attn, self.norm1, None, self.stochastic_depth)
     return add_branches(x, attn, Branch(self.mlp, self.norm2, None, self.stochastic_depth), block=self)
 
@@ -79,8 +76,6 @@ def swin_block(self: Foreign, x: Tensor) -> Tensor:
 @fused_forward("post-norm block", f"{_FILE}.SwinTransformerBlockV2", needs=BLOCK, takes="")
 def swin_v2_block(self: Foreign, x: Tensor) -> Tensor:
     """Swin V2's block with norms after the branches; [B, H, W, D] → [B, H, W, D]."""
-    if not is_fusable(self, x):
-        return original(self, x)
     attn = Branch(self.attn, None, None, self.stochastic_depth, post_norm=self.norm1)
     mlp = Branch(self.mlp, None, None, self.stochastic_depth, post_norm=self.norm2)
     return add_branches(x, attn, mlp, block=self)
@@ -95,12 +90,12 @@ def swin_v2_block(self: Foreign, x: Tensor) -> Tensor:
 )
 def merging(self: Foreign, x: Tensor) -> Tensor:
     """Swin's patch merging; [B, H, W, D] → [B, ⌈H/2⌉, ⌈W/2⌉, 2·D]."""
-    return merge(x, self.norm, self.reduction) if is_fusable(self, x) and x.dim() == 4 else original(self, x)
+    return merge(x, self.norm, self.reduction) if x.dim() == 4 else NotImplemented
 
 
 @fused_forward("patch merging", f"{_FILE}.PatchMergingV2", needs="norm reduction", takes="")
 def merging_v2(self: Foreign, x: Tensor) -> Tensor:
     """Swin V2's patch merging; [B, H, W, D] → [B, ⌈H/2⌉, ⌈W/2⌉, 2·D]."""
-    if not is_fusable(self, x) or x.dim() != 4:
-        return original(self, x)
+    if x.dim() != 4:
+        return NotImplemented
     return normalize(project(merged(x), (self.reduction,)), self.norm)

@@ -26,8 +26,8 @@ from ....engine.leaves import (
 from ....engine.mlp import MlpBody, gated_mlp_body
 from ....kernels.attention_qkv import attention_qkv
 from ....layers.fusable import Fusable
-from ...forwards import fused_body, fused_forward, original
-from ...third_party import four_axes, head_norms, is_fusable
+from ...forwards import fused_body, fused_forward
+from ...third_party import four_axes, head_norms
 from ...windows import table_bias
 
 
@@ -116,8 +116,6 @@ def davit_window_parts(self: Foreign) -> Body | str:
 )
 def map_attention(self: Foreign, x: Tensor) -> Tensor:
     """FastViT's attention among the tokens of a map; [B, D, H, W] → [B, D, H, W]."""
-    if not is_fusable(self, x) or dropped(self) is not None:
-        return original(self, x)
     o = attention_qkv(project(x.flatten(2).transpose(1, 2), (self.qkv,)), self.num_heads, scale_of(self))
     return finish(o, self.proj, drop=self.proj_drop).transpose(1, 2).unflatten(2, x.shape[2:])
 

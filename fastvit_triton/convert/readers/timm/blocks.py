@@ -1,7 +1,5 @@
 """Fused forwards for timm's blocks and stems: VisionTransformer, BEiT, EVA, DINOv3, NaFlexViT, CaiT."""
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from ....engine.body import finish, project
@@ -11,8 +9,8 @@ from ....engine.leaves import Foreign, is_patch_conv
 from ....kernels.attention import attention
 from ....kernels.patch_embed import patch_embed
 from ....layers.scaled_block import ScaledBlock
-from ...forwards import arguments, fused_forward, original
-from ...third_party import four_axes, is_fusable
+from ...forwards import arguments, fused_forward
+from ...third_party import four_axes
 from .attention import scale_of
 
 
@@ -42,12 +40,8 @@ def drop_paths(block: Foreign) -> tuple[nn.Module, nn.Module]:
     takes="attn_mask is_causal",
     folds=both_norms,
 )
-def block(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
+def block(self: Foreign, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     """Pre-norm block; [B, ..., D] → [B, ..., D]."""
-    return _block(self, x, *inputs, **named) if is_fusable(self, x) else original(self, x, *inputs, **named)
-
-
-def _block(self: Foreign, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     return add_branches(x, *block_branches(self, attn_mask, is_causal), block=self)
 
 
@@ -66,14 +60,10 @@ def block_branches(block: Foreign, attn_mask: Tensor | None = None, is_causal: b
     takes="rope attn_mask is_causal",
     folds=both_norms,
 )
-def eva_block(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
-    """Pre-norm block with rotary positions; [B, N, D] → [B, N, D]."""
-    return _eva_block(self, x, *inputs, **named) if is_fusable(self, x) else original(self, x, *inputs, **named)
-
-
-def _eva_block(
+def eva_block(
     self: Foreign, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
+    """Pre-norm block with rotary positions; [B, N, D] → [B, N, D]."""
     call = _given(self, rope=rope, attn_mask=attn_mask, is_causal=is_causal)
     attn = Branch(self.attn, self.norm1, None, self.drop_path1, self.gamma_1, call=call)
     return add_branches(x, attn, Branch(self.mlp, self.norm2, None, self.drop_path2, self.gamma_2), block=self)
@@ -88,8 +78,6 @@ def _eva_block(
 )
 def beit_block(self: Foreign, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
     """Pre-norm block with relative positions; [B, N, D] → [B, N, D]."""
-    if not is_fusable(self, x):
-        return original(self, x, shared_rel_pos_bias)
     call, (drop1, drop2) = dict(shared_rel_pos_bias=shared_rel_pos_bias), drop_paths(self)
     attn = Branch(self.attn, self.norm1, None, drop1, self.gamma_1, call=call)
     return add_branches(x, attn, Branch(self.mlp, self.norm2, None, drop2, self.gamma_2), block=self)
@@ -105,7 +93,7 @@ def beit_block(self: Foreign, x: Tensor, shared_rel_pos_bias: Tensor | None = No
 )
 def scaled_block(self: Foreign, x: Tensor) -> Tensor:
     """Pre-norm block whose branches are multiplied by factors; [B, N, D] → [B, N, D]."""
-    return add_branches(x, *scaled_branches(self, x), block=self) if is_fusable(self, x) else original(self, x)
+    return add_branches(x, *scaled_branches(self, x), block=self)
 
 
 def scaled_branches(block: Foreign, x: Tensor) -> tuple[Branch, Branch]:
@@ -128,12 +116,8 @@ def factors(block: Foreign, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
     takes="attn_mask",
     folds=lambda self: [(self.norm, self.mlp)],
 )
-def attention_pool(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
+def attention_pool(self: Foreign, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
     """Learned queries attend to all tokens, then an MLP; [B, N, D] → [B, D]."""
-    return _attention_pool(self, x, *inputs, **named) if is_fusable(self, x) else original(self, x, *inputs, **named)
-
-
-def _attention_pool(self: Foreign, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
     x = x if self.pos_embed is None else x + self.pos_embed[None].to(x.dtype)
     q = self.q(self.latent.expand(x.shape[0], -1, -1)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
     k, v = project(x, (self.kv,)).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
@@ -163,13 +147,8 @@ def _patch_reason(self: Foreign) -> str | None:
 )
 def patches(self: Foreign, x: Tensor) -> Tensor:
     """Patch projection; image [B, C, H, W] → tokens [B, N, D], or [B, h, w, D] for timm's NHWC format."""
-    if (
-        not is_fusable(self, x)
-        or x.dim() != 4
-        or not _divides(self, (x.shape[2], x.shape[3]))
-        or _patch_reason(self) is not None
-    ):
-        return original(self, x)
+    if x.dim() != 4 or not _divides(self, (x.shape[2], x.shape[3])):
+        return NotImplemented
     tokens = patch_embed(x, self.proj.weight, self.proj.bias)
     return self.norm(tokens if self.flatten else tokens.unflatten(1, (x.shape[2] // self.patch_size[0], -1)))
 

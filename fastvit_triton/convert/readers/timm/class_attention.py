@@ -12,8 +12,7 @@ from ....kernels import fold
 from ....kernels.attention import attention
 from ....kernels.backend import kernels_available
 from ....layers.scaled_block import times
-from ...forwards import fused_forward, original
-from ...third_party import is_fusable
+from ...forwards import fused_forward
 from .attention import dropped, is_own, scale_of
 from .blocks import drop_paths, factors
 
@@ -44,12 +43,10 @@ def projections(attn: Foreign) -> tuple[Layer, tuple[Layer, ...]]:
 )
 def class_attention(self: Foreign, x: Tensor) -> Tensor:
     """The class token attends to all tokens; [B, N, D] → [B, 1, D]."""
-    if not is_fusable(self, x) or _dropped(self) is not None:
-        return original(self, x)
     query, keys = projections(self)
     few = kernels_available(x) and not fold.pays(x, 2 * x.shape[-1])
     if few and torch.is_grad_enabled() and len(keys) > 1:
-        return original(self, x)  # packing the weights and splitting their gradient would move more than it saves
+        return NotImplemented  # packing the weights and splitting their gradient would move more than it saves
     (q,) = heads_of(project(x[:, :1], (query,)), self.num_heads, 1)
     o = _one_query(self, q, *heads_of(project(x, keys), self.num_heads, 2))
     if is_own(self) and hasattr(self, "q"):  # CaiT's, whose last layer, with one row an image, is called
@@ -74,8 +71,6 @@ def _one_query(self: Foreign, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 )
 def class_block(self: Foreign, x: Tensor, x_cls: Tensor) -> Tensor:
     """CaiT's block of the class token; patches [B, N, D], class token [B, 1, D] → class token [B, 1, D]."""
-    if not is_fusable(self, x):
-        return original(self, x, x_cls)
     first, second = factors(self, x)
     drop1, drop2 = drop_paths(self)
     y = self.attn(normalize(torch.cat((x_cls, x), 1), self.norm1))
@@ -104,8 +99,8 @@ def cross_block(self: Foreign, x: Tensor) -> Tensor:
     All three projections are one matmul of all tokens, into which the norm is folded.
     """
     attn = self.attn
-    if not is_fusable(self, x) or not is_our_forward(attn.__dict__.get("forward")) or _cross_reason(self) is not None:
-        return original(self, x)
+    if not is_our_forward(attn.__dict__.get("forward")):
+        return NotImplemented
     cls = x[:, :1]
     query, keys = projections(attn)
     layers = (query, *keys)

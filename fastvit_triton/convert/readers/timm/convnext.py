@@ -7,8 +7,7 @@ from torch import Tensor
 
 from ....engine.body import Body
 from ....engine.leaves import Foreign, is_readable
-from ...forwards import fused_body, fused_forward, original
-from ...third_party import is_fusable
+from ...forwards import fused_body, fused_forward
 
 
 @fused_body(
@@ -37,8 +36,6 @@ def _normalized(self: Foreign, h: Tensor) -> Tensor:
 )
 def csat_block(self: Foreign, x: Tensor) -> Tensor:
     """CSATv2's block: depthwise convolution, MLP, and a map of weights; [B, D, H, W] → [B, D, H, W]."""
-    if not is_fusable(self, x):
-        return original(self, x)
     mlp = Body("MLP", (self.pwconv1,), partial(_normalized, self), self.pwconv2, first=self.norm)
     y = mlp(self.dwconv(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
     weights = F.interpolate(self.attn(y), size=y.shape[2:], mode="bilinear", align_corners=True)

@@ -15,7 +15,7 @@ from ....engine.mlp import MlpBody
 from ....engine.replay import call_branches
 from ....kernels.attention import attention
 from ...batch_norm import UNFOLDED, folded_mlp
-from ...forwards import Reader, fused_body, fused_forward, original
+from ...forwards import Reader, fused_body, fused_forward
 from ...third_party import is_fusable
 from .attention import is_own, scale_of
 
@@ -68,8 +68,6 @@ def efficientformer_parts(self: Foreign) -> Body:
 )
 def efficientformer_block(self: Foreign, x: Tensor) -> Tensor:
     """EfficientFormer's pre-norm block of tokens; [B, N, D] → [B, N, D]."""
-    if not is_fusable(self, x):
-        return original(self, x)
     mixer = Branch(self.token_mixer, self.norm1, self.ls1, self.drop_path1)
     return add_branches(x, mixer, Branch(self.mlp, self.norm2, self.ls2, self.drop_path2), block=self)
 
@@ -149,8 +147,6 @@ def levit_parts(self: Foreign, tokens: bool = False) -> Body | str:
 )
 def levit_downsample(self: Foreign, x: Tensor) -> Tensor:
     """LeViT's attention between stages; [B, N, D] → [B, N', D'], or [B, D, H, W] → [B, D', H', W']."""
-    if not is_fusable(self, x) or _levit_reason(self) is not None:
-        return original(self, x)
     few = self.q.down(x)
     grid = few.shape[2:] if _has_maps(self) else None
     q = project(_tokens(few), (normed(self.q.ln),))
@@ -220,6 +216,7 @@ def _block_reason(self: Foreign) -> str | None:
     needs="attn.use_conv|attn.grid drop_path1 mlp drop_path2",
     takes="",
     reason=_block_reason,
+    checked=False,
 )
 def levit_block(self: Foreign, x: Tensor) -> Tensor:
     """LeViT's block, whose norms are BatchNorms inside its branches; shape as x: tokens [B, N, D] or a map."""
@@ -227,7 +224,7 @@ def levit_block(self: Foreign, x: Tensor) -> Tensor:
     mlp = (self.mlp, levit_mlp_parts, self.drop_path2)
     branches = _branches(attn, mlp, maps=x.dim() == 4) if is_fusable(self, x) else None
     if branches is None:
-        return original(self, x)
+        return NotImplemented
     return _map(add_branches(_tokens(x), *branches, block=self), x.shape[2:] if x.dim() == 4 else None)
 
 
@@ -238,13 +235,14 @@ def levit_block(self: Foreign, x: Tensor) -> Tensor:
     needs="attn_downsample.use_conv|attn_downsample.grid mlp drop_path",
     takes="",
     reason=_block_reason,
+    checked=False,
 )
 def levit_transition(self: Foreign, x: Tensor) -> Tensor:
     """LeViT's attention between stages and the MLP after it; [B, N, D] → [B, N', D'], or maps."""
     mlp = self.mlp, levit_mlp_parts, self.drop_path
     branches = _branches(mlp, maps=x.dim() == 4) if is_fusable(self, x) else None
     if branches is None:
-        return original(self, x)
+        return NotImplemented
     x = self.attn_downsample(x)
     if x.dim() == 3:
         return call_branches(_add_mlp, self.mlp, x, self.drop_path)

@@ -12,8 +12,7 @@ from ....engine.branch import Branch, add_branches
 from ....engine.freeze import derived
 from ....engine.leaves import Foreign
 from ....kernels.attention import attention, sum_of_axes
-from ...forwards import fused_body, fused_forward, original
-from ...third_party import is_fusable
+from ...forwards import fused_body, fused_forward
 from .attention import dropped, scale_of
 from .blocks import both_norms
 
@@ -53,8 +52,6 @@ def _hiera_heads(self: Foreign, qkv: Tensor) -> Tensor:
 )
 def hiera_block(self: Foreign, x: Tensor) -> Tensor:
     """Hiera's block, which may pool and widen its tokens; [B, N, D] → [B, N / stride, D']."""
-    if not is_fusable(self, x):
-        return original(self, x)
     attn = Branch(self.attn, self.norm1, self.ls1, self.drop_path1)
     mlp = Branch(self.mlp, self.norm2, self.ls2, self.drop_path2)
     if not self.do_expand:
@@ -91,8 +88,6 @@ def _sam2_heads(self: Foreign, qkv: Tensor) -> Tensor:
 )
 def mvit_attention(self: Foreign, x: Tensor, feat_size: Grid) -> tuple[Tensor, list[int]]:
     """Attention with pooled queries, keys and values; [B, N, D] → ([B, N', D'], the size of the pooled map)."""
-    if not is_fusable(self, x):
-        return original(self, x, feat_size)
     (q, size), (k, small), (v, _) = (
         _mvit_pooled(self, t, feat_size, getattr(self, f"pool_{name}"), getattr(self, f"norm_{name}"))
         for t, name in zip(heads_of(project(x, (self.qkv,)), self.num_heads), "qkv", strict=True)
@@ -154,8 +149,6 @@ def volo_parts(self: Foreign) -> Body | str:
 )
 def outlook_attention(self: Foreign, x: Tensor) -> Tensor:
     """VOLO's outlook attention, whose weights are a projection of the central token; [B, h, w, D] → [B, h, w, D]."""
-    if not is_fusable(self, x) or dropped(self) is not None:
-        return original(self, x)
     K = self.kernel_size**2
     grid = x.shape[1:3]
     windows = self.unfold(project(x, (self.v,)).permute(0, 3, 1, 2))  # [B, D · K, centres]

@@ -24,8 +24,7 @@ from ....engine.mlp import depthwise_mlp_body, taps_of
 from ....kernels.argument import Window
 from ....kernels.cost import Branch as Sizes
 from ....kernels.depthwise import depthwise
-from ...forwards import fused_body, fused_forward, original
-from ...third_party import is_fusable
+from ...forwards import fused_body, fused_forward
 from ...windows import continuous_bias, cosine_scale, hooked, merge, merged, table_bias, unusual_norm
 from .attention import dropped, is_own, packed_projection, scale_of
 from .blocks import both_norms
@@ -49,10 +48,10 @@ def _swin_reason(block: Foreign) -> str | None:
 
 def _swin_runs(block: Foreign, x: Tensor) -> bool:
     """True if a Swin block runs fused on x; a block whose mask is not that of x's grid raises an error of its own."""
-    if not is_fusable(block, x) or x.dim() != 4 or not is_our_forward(block.attn.__dict__.get("forward")):
+    if x.dim() != 4 or not is_our_forward(block.attn.__dict__.get("forward")):
         return False
     masked = any(block.shift_size) and not getattr(block, "dynamic_mask", False)
-    return (not masked or x.shape[1:3] == tuple(block.input_resolution)) and _swin_reason(block) is None
+    return not masked or x.shape[1:3] == tuple(block.input_resolution)
 
 
 def _swin_parts(block: Foreign, grid: Grid | None, bias: Tensor, scale: float | Tensor | None) -> Body:
@@ -76,7 +75,7 @@ def _swin_parts(block: Foreign, grid: Grid | None, bias: Tensor, scale: float | 
 def swin_block(self: Foreign, x: Tensor) -> Tensor:
     """Swin's block; [B, H, W, D] → [B, H, W, D]."""
     if not _swin_runs(self, x):
-        return original(self, x)
+        return NotImplemented
     grid = x.shape[1], x.shape[2]
     parts = _swin_parts(self, grid, table_bias(self.attn), scale_of(self.attn))
     attn = Branch(parts, self.norm1, None, self.drop_path1)
@@ -95,7 +94,7 @@ def swin_block(self: Foreign, x: Tensor) -> Tensor:
 def swin_v2_block(self: Foreign, x: Tensor) -> Tensor:
     """Swin V2's block with norms after the branches; [B, H, W, D] → [B, H, W, D]."""
     if not _swin_runs(self, x):
-        return original(self, x)
+        return NotImplemented
     grid = x.shape[1], x.shape[2]
     parts = _swin_parts(self, grid, continuous_bias(self.attn), cosine_scale(self.attn))
     attn = Branch(parts, None, None, self.drop_path1, post_norm=self.norm1)
@@ -133,13 +132,13 @@ def swin_v2_parts(self: Foreign, mask: Tensor | None = None) -> Body | str:
 )
 def swin_merging(self: Foreign, x: Tensor) -> Tensor:
     """Swin's patch merging; [B, H, W, D] → [B, ⌈H/2⌉, ⌈W/2⌉, D']."""
-    return merge(x, self.norm, self.reduction) if is_fusable(self, x) else original(self, x)
+    return merge(x, self.norm, self.reduction)
 
 
 @fused_forward("patch merging", "timm.models.swin_transformer_v2.PatchMerging", needs="norm reduction", takes="")
 def swin_v2_merging(self: Foreign, x: Tensor) -> Tensor:
     """Swin V2's patch merging; [B, H, W, D] → [B, ⌈H/2⌉, ⌈W/2⌉, D']."""
-    return normalize(project(merged(x), (self.reduction,)), self.norm) if is_fusable(self, x) else original(self, x)
+    return normalize(project(merged(x), (self.reduction,)), self.norm)
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,10 +256,6 @@ def pvt_mlp_parts(self: Foreign, feat_size: Grid | None = None) -> Body | str:
 )
 def pyramid_block(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
     """Pre-norm block of tokens of a grid; [B, N, D] → [B, N, D]."""
-    return _pyramid_block(self, x, *inputs, **named) if is_fusable(self, x) else original(self, x, *inputs, **named)
-
-
-def _pyramid_block(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
     (size,) = (*inputs, *named.values())
     name = "feat_size" if type_name(self).endswith("pvt_v2.Block") else "size"
     spatial = name == "feat_size"
@@ -286,7 +281,5 @@ def _pos_reason(self: Foreign) -> str | None:
 )
 def pos_conv(self: Foreign, x: Tensor, size: Grid | None = None) -> Tensor:
     """Positional encoding by a depthwise convolution of a map [B, H, W, D], or of tokens [B, N, D] with its size."""
-    if not is_fusable(self, x) or _pos_reason(self) is not None:
-        return original(self, x, *(() if size is None else (size,)))
     conv = self.proj[0]
     return as_tokens(depthwise(as_map(x, size), taps_of(conv), conv.bias, residual=True), size)

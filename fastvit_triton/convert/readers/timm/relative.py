@@ -16,8 +16,8 @@ from ....engine.hooks import is_plain_module
 from ....engine.leaves import Foreign
 from ....kernels.attention import attention
 from ....kernels.attention_qkv import rotate
-from ...forwards import fused_body, fused_forward, original
-from ...third_party import four_axes, head_norms, is_fusable
+from ...forwards import fused_body, fused_forward
+from ...third_party import four_axes, head_norms
 from .attention import dropped, scale_of
 from .blocks import both_norms
 
@@ -69,8 +69,6 @@ def rel_pos_parts(self: Foreign, shared_rel_pos: Tensor | None = None) -> Body |
 )
 def rel_pos_block(self: Foreign, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
     """Pre-norm block with relative positions; [B, N, D] → [B, N, D]."""
-    if not is_fusable(self, x):
-        return original(self, x, shared_rel_pos)
     attn = Branch(self.attn, self.norm1, self.ls1, self.drop_path1, call=dict(shared_rel_pos=shared_rel_pos))
     return add_branches(x, attn, Branch(self.mlp, self.norm2, self.ls2, self.drop_path2), block=self)
 
@@ -83,8 +81,6 @@ def rel_pos_block(self: Foreign, x: Tensor, shared_rel_pos: Tensor | None = None
 )
 def rel_pos_post_block(self: Foreign, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
     """Block with norms after the branches and relative positions; [B, N, D] → [B, N, D]."""
-    if not is_fusable(self, x):
-        return original(self, x, shared_rel_pos)
     call = dict(shared_rel_pos=shared_rel_pos)
     attn = Branch(self.attn, None, None, self.drop_path1, call=call, post_norm=self.norm1)
     return add_branches(x, attn, Branch(self.mlp, None, None, self.drop_path2, post_norm=self.norm2), block=self)

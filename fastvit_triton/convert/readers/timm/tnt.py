@@ -13,7 +13,6 @@ from ....engine.branch import Branch, add_branches, runs_plain
 from ....engine.hooks import PACKAGE, can_fuse
 from ....engine.leaves import Foreign, Layer
 from ...forwards import fused_body, fused_forward, fused_method, original
-from ...third_party import is_fusable
 from .attention import dropped, scale_of
 
 OURS = f"{PACKAGE}.models.tnt"
@@ -65,8 +64,6 @@ def _dropping(self: Foreign, qkv: Tensor) -> Tensor:
 )
 def tnt_block(self: Foreign, pixel_embed: Tensor, patch_embed: Tensor) -> tuple[Tensor, Tensor]:
     """TNT's block: pixels [B·N, n, D'] attend within patches, then tokens [B, 1 + N, D] that receive them attend."""
-    if not is_fusable(self, pixel_embed):
-        return original(self, pixel_embed, patch_embed)
     if _is_plain(self, pixel_embed, patch_embed):
         return ways.plainly(original, self, pixel_embed, patch_embed)
     return _add_inner_outer(self, pixel_embed, patch_embed)

@@ -16,8 +16,8 @@ from ....engine.freeze import derived, index_of
 from ....engine.hooks import has_hooks, is_plain_module, type_name
 from ....engine.leaves import DROPOUTS, Foreign, activation_of, is_inactive
 from ....engine.mlp import MlpBody
-from ...forwards import INNER, arguments, fused_body, fused_forward, original
-from ...third_party import four_axes, is_fusable
+from ...forwards import INNER, arguments, fused_body, fused_forward
+from ...third_party import four_axes
 from ...windows import expanded
 from ..torch import STEMS
 from .vit import attention_parts, checkpointed, classes, heads_reason
@@ -100,8 +100,6 @@ def nested_parts(self: Foreign, *inputs: Any, **named: Any) -> Body | str:
 )
 def layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
     """Pre-norm block with LayerScale and a bias by relative position; [B, N, D] → [B, N, D]."""
-    if not is_fusable(self, hidden_states):
-        return original(self, hidden_states, *inputs, **named)
     return checkpointed(self, _layer, hidden_states, *inputs, **named)
 
 
@@ -153,9 +151,8 @@ def _nested_reason(self: Foreign) -> str | None:
 def nested_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor | None, ...]:
     """As `layer`, with nested submodules; [B, N, D] → ([B, N, D],), or with None where weights are never returned."""
     call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
-    odd = call.get("output_attentions") or call.get("head_mask") is not None
-    if odd or not is_fusable(self, hidden_states) or _nested_reason(self) is not None:
-        return original(self, hidden_states, *inputs, **named)
+    if call.get("output_attentions") or call.get("head_mask") is not None:
+        return NotImplemented
     y = checkpointed(self, _nested_layer, hidden_states, **call)
     return (y, None) if type_name(self.attention.attention).endswith("SdpaSelfAttention") else (y,)
 

@@ -21,10 +21,9 @@ from ...forwards import (
     fused_forward,
     inner_reason,
     known_type,
-    original,
     register,
 )
-from ...third_party import four_axes, is_fusable
+from ...third_party import four_axes
 from .vit import attention_reason, checkpointed, classes, heads_reason
 
 
@@ -85,8 +84,6 @@ _names: dict[str, list[Names]] = {}  # type → names of its parts, those of the
 @fused_forward("pre-norm block")
 def tower_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
     """Pre-norm block; [B, N, D] → [B, N, D]."""
-    if not is_fusable(self, hidden_states):
-        return original(self, hidden_states, *inputs, **named)
     return checkpointed(self, _tower_layer, hidden_states, *inputs, **named)
 
 
@@ -215,8 +212,8 @@ def _nested_reason(self: Foreign) -> str | None:
 def nested_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor | tuple[Tensor]:
     """Pre-norm block with nested submodules; [B, N, D] → [B, N, D], or a tuple with it."""
     call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
-    if call.get("output_attentions") or not is_fusable(self, hidden_states) or _nested_reason(self) is not None:
-        return original(self, hidden_states, *inputs, **named)
+    if call.get("output_attentions"):
+        return NotImplemented
     y = checkpointed(self, _nested_layer, hidden_states, **call)
     return (y,) if "output_attentions" in arguments(type(self)) else y
 

@@ -16,8 +16,7 @@ from ....engine.leaves import DROPOUTS, Foreign, activation_of, is_depthwise_con
 from ....engine.mlp import MlpBody
 from ....kernels.attention import attention
 from ...batch_norm import convolve_depthwise
-from ...forwards import INNER, fused_body, fused_forward, original
-from ...third_party import is_fusable
+from ...forwards import INNER, fused_body, fused_forward
 from .vit import classes
 
 (CVT,) = classes("cvt.Cvt")
@@ -99,8 +98,6 @@ def _layer_reason(self: Foreign) -> str | None:
 )
 def layer(self: Foreign, hidden_state: Tensor, height: int, width: int) -> Tensor:
     """CvT's block, whose stochastic depth also drops the residual of the second branch; [B, N, D] → [B, N, D]."""
-    if not is_fusable(self, hidden_state) or _layer_reason(self) is not None:
-        return original(self, hidden_state, height, width)
     inner = self.intermediate
     outer = self.output
     drop_path = self.drop_path

@@ -14,7 +14,7 @@ from ....engine.freeze import derived
 from ....engine.hooks import has_hooks
 from ....engine.leaves import Foreign
 from ....kernels.deformable import deformable_attention
-from ...forwards import arguments, fused_forward, original
+from ...forwards import arguments, fused_forward
 from ...third_party import is_fusable
 from .vit import classes
 
@@ -55,9 +55,6 @@ def sampling(
 ) -> Tensor:
     """Weighted sum of sampled points; value [B, N, H, D] → [B, Nq, H·D]."""
     shapes = value_spatial_shapes_list
-    if not is_fusable(self, value):
-        inputs = shapes, level_start_index, sampling_locations, attention_weights, im2col_step
-        return original(self, value, value_spatial_shapes, *inputs)
     y = deformable_attention(value, _pairs(shapes), sampling_locations, attention_weights)
     return y.to(_promoted(value, sampling_locations, attention_weights))
 
@@ -85,9 +82,9 @@ def _promoted(value: Tensor, *others: Tensor) -> torch.dtype:
 def attention(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """Deformable attention with its projections; [B, Nq, D] → [B, Nq, D], and its weights [B, Nq, H, L, P]."""
     call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
-    found = sampled_padded(self, hidden_states, call) if is_fusable(self, hidden_states) else None
+    found = sampled_padded(self, hidden_states, call)
     if found is None:
-        return original(self, hidden_states, *inputs, **named)
+        return NotImplemented
     y, logits = found
     return self.output_proj(y), _weights(self, logits)
 
@@ -111,13 +108,14 @@ def sampled_padded(self: Foreign, x: Tensor, call: dict[str, Any]) -> tuple[Tens
     takes="attention_mask encoder_hidden_states encoder_attention_mask position_embeddings reference_points "
     "spatial_shapes spatial_shapes_list level_start_index",
     by_name=True,
+    checked=False,
 )
 def whole_attention(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """As `attention`, for a module that holds one for the sampling."""
     call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
     found = _sampled_whole(self, hidden_states, call)
     if found is None:
-        return original(self, hidden_states, *inputs, **named)
+        return NotImplemented
     y, logits = found
     return self.output_proj(y), _weights(self, logits)
 
@@ -204,7 +202,7 @@ def scaled_attention(self: Foreign, hidden_states: Tensor, *inputs: Any, **named
         if old
         else (self.num_points_list, self.num_points_scale, self.decoder_method)
     )
-    fits = is_fusable(self, hidden_states) and _is_supported(self, hidden_states, call) and method == "default"
+    fits = _is_supported(self, hidden_states, call) and method == "default"
     core = vars(sys.modules[type(self).__module__]).get("multi_scale_deformable_attention_v2")
     if (
         not fits
@@ -212,7 +210,7 @@ def scaled_attention(self: Foreign, hidden_states: Tensor, *inputs: Any, **named
         or call["reference_points"].shape[2:] != (1, 4)
         or not (old or (self.ms_deformable_attn_core is core and call.get("attention_mask") is None))
     ):
-        return original(self, hidden_states, *inputs, **named)
+        return NotImplemented
     if old and call.get("position_embeddings") is not None:
         hidden_states = hidden_states + call["position_embeddings"]
     B, Nq, _ = hidden_states.shape

@@ -20,7 +20,7 @@ from ....kernels.attention import attention
 from ....kernels.backend import kernels_available
 from ....kernels.linear import linear
 from ...forwards import INNER, arguments, fused_body, fused_forward, inner_reason, original
-from ...third_party import can_run, four_axes, is_fusable
+from ...third_party import can_run, four_axes
 from .deformable import WHOLE, sampled
 from .vit import attention_reason, checkpointed, classes
 
@@ -146,8 +146,6 @@ def finite(self: Foreign, x: Tensor) -> Tensor:
 
 def _layer(run: Callable[..., Tensor], self: Foreign, x: Tensor, inputs: tuple, named: dict[str, Any]) -> Tensor:
     """Runs a layer with its arguments by name: those that it declares, and others."""
-    if not is_fusable(self, x):
-        return original(self, x, *inputs, **named)
     names = arguments(type(self))
     given = dict(zip(names, inputs, strict=False)) | named
     call = {name: given.pop(name) for name in names if name in given}
@@ -180,7 +178,7 @@ def _encoder_layer(self: Foreign, x: Tensor, call: dict[str, Any], more: dict[st
 def either_norm_encoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
     """As `encoder_layer`; a layer with norms before its parts runs its own forward."""
     if self.normalize_before:
-        return original(self, hidden_states, *inputs, **named)
+        return NotImplemented
     return _layer(_encoder_layer, self, hidden_states, inputs, named)
 
 
@@ -256,7 +254,7 @@ def _deformable_decoder_layer(self: Foreign, x: Tensor, call: dict[str, Any], mo
     return normalize(_with_mlp(self, x), self.final_layer_norm)
 
 
-@fused_forward("", *classes("deformable_detr.DeformableDetrDecoder"))
+@fused_forward("", *classes("deformable_detr.DeformableDetrDecoder"), checked=False)
 def deformable_decoder(self: Foreign, *inputs: Any, **named: Any) -> Any:
     """The queries after each layer, [B, L, Nq, D], lie one layer after another, as the heads read them."""
     found = original(self, *inputs, **named)
@@ -313,8 +311,8 @@ def old_attended(inner: Foreign, x: Tensor, call: dict[str, Any]) -> Tensor:
 def old_attention(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, None]:
     """Self-attention or attention to the image, with positions; ([B, N, D] → [B, N, D], no weights)."""
     call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
-    if not is_fusable(self, hidden_states) or _old_reason(self, hidden_states, call) is not None:
-        return original(self, hidden_states, *inputs, **named)
+    if _old_reason(self, hidden_states, call) is not None:
+        return NotImplemented
     return finish(old_attended(self, hidden_states, call), self.out_proj), None
 
 
@@ -349,8 +347,8 @@ OWN_MLP = "activation_fn activation_dropout fc1 fc2 final_layer_norm dropout"
 def pre_norm_encoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
     """Norm, self-attention with positions, norm, MLP; [B, N, D] → ([B, N, D],)."""
     call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
-    if call.pop("output_attentions", False) or not is_fusable(self, hidden_states):
-        return original(self, hidden_states, *inputs, **named)
+    if call.pop("output_attentions", False):
+        return NotImplemented
     x = _attend_old(self, self.self_attn, hidden_states, self.self_attn_layer_norm, call)
     return (finite(self, own_mlp(self, normalize(x, self.final_layer_norm), x)),)
 
@@ -365,9 +363,8 @@ def pre_norm_encoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, *
 def pre_norm_decoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
     """Self-attention, attention to the image, MLP, with a norm before each; [B, Nq, D] → ([B, Nq, D],)."""
     call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
-    unusual = call.pop("output_attentions", False) or call.get("encoder_hidden_states") is None
-    if unusual or not is_fusable(self, hidden_states):
-        return original(self, hidden_states, *inputs, **named)
+    if call.pop("output_attentions", False) or call.get("encoder_hidden_states") is None:
+        return NotImplemented
     return (checkpointed(self, _pre_norm_decoder_layer, hidden_states, **call),)
 
 

@@ -10,8 +10,7 @@ from ....engine.leaves import Foreign, activation_of
 from ....engine.mlp import MlpBody
 from ....kernels.argument import Window
 from ....kernels.attention import attention
-from ...forwards import fused_body, fused_forward, original
-from ...third_party import is_fusable
+from ...forwards import fused_body, fused_forward
 from .vit import attention_reason, classes
 
 
@@ -85,9 +84,8 @@ def _window_reason(self: Foreign) -> str | None:
 )
 def florence2_windows(self: Foreign, hidden_states: Tensor) -> Tensor:
     """Attention in separate windows of a map; [B, H, W, D] → [B, H·W, D]."""
-    watched = has_hooks(self.qkv) or has_hooks(self.proj)  # hooks would see a map instead of windows
-    if not is_fusable(self, hidden_states) or _window_reason(self) is not None or watched:
-        return original(self, hidden_states)
+    if has_hooks(self.qkv) or has_hooks(self.proj):  # they would see a map instead of windows
+        return NotImplemented
     window = Window((self.window_size,) * 2)
     return window_body((self.qkv,), self.proj, self.num_heads, self.scale, window)(hidden_states).flatten(1, 2)
 

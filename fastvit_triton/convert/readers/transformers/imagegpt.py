@@ -18,8 +18,8 @@ from ....engine.leaves import RMS_FORWARDS, Foreign, Layer, Packed, activation_o
 from ....engine.mlp import MlpBody
 from ....kernels.attention import attention
 from ....kernels.rms_norm import rms_norm
-from ...forwards import fused_body, fused_forward, original
-from ...third_party import four_axes, is_fusable
+from ...forwards import fused_body, fused_forward
+from ...third_party import four_axes
 from .vit import classes
 
 CONV1D = ("transformers.pytorch_utils.Conv1D",)
@@ -101,8 +101,8 @@ def imagegpt_mlp_parts(self: Foreign) -> MlpBody:
 @fused_forward("RMSNorm", *classes("imagegpt.ImageGPTLayerNorm"), needs="weight eps", takes="", products=False)
 def imagegpt_norm(self: Foreign, tensor: Tensor) -> Tensor:
     """RMSNorm; [..., D] → [..., D]."""
-    if not is_fusable(self, tensor) or tensor.dtype != self.weight.dtype or not are_plain_tensors(self.weight):
-        return original(self, tensor)
+    if tensor.dtype != self.weight.dtype or not are_plain_tensors(self.weight):
+        return NotImplemented
     return rms_norm(tensor, self.weight, self.eps)
 
 
@@ -127,9 +127,7 @@ def imagegpt_block(
     output_attentions: bool | None = False,
 ) -> tuple[Tensor, None]:
     """Block of a decoder, fused without a cache; [B, N, D] → [B, N, D], and no attention weights."""
-    unusual = output_attentions or layer_past is not None or encoder_hidden_states is not None
-    if unusual or not is_fusable(self, hidden_states):
-        masks = attention_mask, encoder_hidden_states, encoder_attention_mask
-        return original(self, hidden_states, layer_past, *masks, use_cache, output_attentions)
+    if output_attentions or layer_past is not None or encoder_hidden_states is not None:
+        return NotImplemented
     attn = Branch(self.attn, self.ln_1, call=dict(attention_mask=attention_mask))
     return add_branches(hidden_states, attn, Branch(self.mlp, self.ln_2), block=self), None

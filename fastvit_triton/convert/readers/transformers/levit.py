@@ -10,8 +10,7 @@ from ....engine.branch import Branch, add_branches
 from ....engine.leaves import Foreign
 from ....engine.mlp import MlpBody
 from ...batch_norm import folded_mlp
-from ...forwards import INNER, fused_body, fused_forward, original
-from ...third_party import is_fusable
+from ...forwards import INNER, fused_body, fused_forward
 from ..timm.levit import attend_fewer, attend_narrow
 from .vit import classes
 
@@ -48,8 +47,6 @@ def _activated(self: Foreign, qkv: Tensor) -> Tensor:
 )
 def subsample(self: Foreign, hidden_state: Tensor) -> Tensor:
     """LeViT's attention between stages; [B, N, D] → [B, N', D']."""
-    if not is_fusable(self, hidden_state):
-        return original(self, hidden_state)
     kv = project(hidden_state, (normed(self.keys_values),))
     q = project(self.queries_subsample(hidden_state), (normed(self.queries),))
     o = attend_fewer(self, q, kv, self.num_attention_heads, _value_dim(self))
@@ -69,6 +66,4 @@ def _residual_reason(self: Foreign) -> str | None:
 @fused_forward("residual", f"{LEVIT}ResidualLayer", needs="module drop_rate", takes="", reason=_residual_reason)
 def residual(self: Foreign, hidden_state: Tensor) -> Tensor:
     """x + module(x); [B, N, D] → [B, N, D]."""
-    if not is_fusable(self, hidden_state) or _residual_reason(self) is not None:
-        return original(self, hidden_state)
     return add_branches(hidden_state, Branch(self.module), block=self)

@@ -13,7 +13,7 @@ from ....engine.body import normalize, project
 from ....engine.hooks import has_hooks, has_type
 from ....engine.leaves import Foreign, Packed
 from ....kernels.attention import attention
-from ...forwards import INNER, arguments, fused_forward, inner_reason, original
+from ...forwards import INNER, arguments, fused_forward, inner_reason
 from ...third_party import is_fusable
 from ..torch import multihead_reason
 from .deformable import PADDED, sampled_padded
@@ -36,11 +36,9 @@ OWN_MLP = "self_attn self_attn_layer_norm fc1 fc2 activation_fn activation_dropo
 def pixel_encoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
     """Deformable attention and an MLP, with a norm after each; [B, N, D] → ([B, N, D],)."""
     call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
-    y = None
-    if is_fusable(self, hidden_states) and not call.pop("output_attentions", False):
-        y = _sampled(self.self_attn, hidden_states, call)
+    y = None if call.pop("output_attentions", False) else _sampled(self.self_attn, hidden_states, call)
     if y is None:
-        return original(self, hidden_states, *inputs, **named)
+        return NotImplemented
     x = normalize(added(self.self_attn.output_proj, y, hidden_states, self), self.self_attn_layer_norm)
     return (finite(self, normalize(own_mlp(self, x, x), self.final_layer_norm)),)
 
@@ -63,9 +61,8 @@ def _sampled(attn: Foreign, x: Tensor, call: dict[str, Any]) -> Tensor | None:
 def masked_decoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
     """Attention to the image, self-attention and an MLP, with a norm after each; [Nq, B, D] → ([Nq, B, D],)."""
     call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
-    unusual = call.pop("output_attentions", False) or self.pre_norm or _reason(self, call) is not None
-    if unusual or not is_fusable(self, hidden_states):
-        return original(self, hidden_states, *inputs, **named)
+    if call.pop("output_attentions", False) or self.pre_norm or _reason(self, call) is not None:
+        return NotImplemented
     return (checkpointed(self, _masked_decoder_layer, hidden_states, **call),)
 
 

@@ -22,7 +22,6 @@ from ....kernels.argument import Varlen
 from ....kernels.linear import linear
 from ....kernels.rms_norm import rms_norm
 from ...forwards import arguments, fused_body, fused_forward, known_type, original
-from ...third_party import is_fusable
 from .blocks import CLIP, LAMBDAS, Names, register_blocks
 from .vit import attention_reason, classes
 
@@ -61,11 +60,11 @@ TOWERS = classes(
 )
 
 
-@fused_forward("", *TOWERS, by_name=True)
+@fused_forward("", *TOWERS, by_name=True, checked=False)
 def tower(self: Foreign, *inputs: Any, **named: Any) -> Any:
     """The tower's own forward, in which the lengths of the packed images are read once."""
     if torch.compiler.is_compiling():  # a trace reads no lengths
-        return original(self, *inputs, **named)
+        return NotImplemented
     with one_call():
         return original(self, *inputs, **named)
 
@@ -73,8 +72,8 @@ def tower(self: Foreign, *inputs: Any, **named: Any) -> Any:
 @fused_forward("", *classes("pixtral.PixtralVisionModel"), needs="patch_size config", takes="image_sizes")
 def pixtral(self: Foreign, pixel_values: Tensor, image_sizes: Any = None, **named: Any) -> Any:
     """The tower's own forward, with the boundaries of images beside its mask of all pairs of tokens."""
-    if self.config._attn_implementation not in ("eager", "sdpa") or not is_fusable(self, pixel_values):
-        return original(self, pixel_values, image_sizes, **named)
+    if self.config._attn_implementation not in ("eager", "sdpa"):
+        return NotImplemented
     (B, _, *shape), p = pixel_values.shape, self.patch_size
     sizes = [shape] * B if image_sizes is None else [[int(n) for n in size] for size in image_sizes]
     lengths = [min(h, shape[0]) // p * (min(w, shape[1]) // p) for h, w in sizes[:B]]
@@ -186,8 +185,6 @@ def _merged(self: Foreign, x: Tensor, mlp: MlpBody, y: Tensor) -> Tensor:
 )
 def merger(self: Foreign, x: Tensor) -> Tensor:
     """Norm of patches, or of merged patches, then an MLP of merged patches; [T, D] → [T / 4, F]."""
-    if not is_fusable(self, x):
-        return original(self, x)
     after = self.use_postshuffle_norm
     mlp = MlpBody((self.linear_fc1,), activation_of(self.act_fn), self.linear_fc2, first=self.norm if after else None)
     return _merged(self, x, mlp, (x if after else normalize(x, self.norm)).reshape(-1, self.hidden_size))
@@ -201,8 +198,8 @@ def merger(self: Foreign, x: Tensor) -> Tensor:
 )
 def listed_merger(self: Foreign, x: Tensor) -> Tensor:
     """As `merger`, with the layers in a list."""
-    if not is_fusable(self, x) or len(self.mlp) != 3:
-        return original(self, x)
+    if len(self.mlp) != 3:
+        return NotImplemented
     after, (fc1, act, fc2) = self.use_postshuffle_norm, self.mlp
     mlp = MlpBody((fc1,), activation_of(act), fc2, first=self.ln_q if after else None)
     return _merged(self, x, mlp, (x if after else normalize(x, self.ln_q)).reshape(-1, self.hidden_size))
@@ -216,8 +213,8 @@ def listed_merger(self: Foreign, x: Tensor) -> Tensor:
 )
 def gated_merger(self: Foreign, x: Tensor) -> Tensor:
     """A layer, a norm, an activation, then a gated MLP; [T, D] → [T, D]."""
-    if not is_fusable(self, x) or activation_of(self.act_fn) != "silu":
-        return original(self, x)
+    if activation_of(self.act_fn) != "silu":
+        return NotImplemented
     y = self.act1(normalize(project(x, (self.proj,)), self.post_projection_norm))
     return _merged(self, x, MlpBody((self.gate_proj, self.up_proj), "swiglu", self.down_proj), y)
 
@@ -238,8 +235,6 @@ def _volume_reason(self: Foreign) -> str | None:
 )
 def flat_patches(self: Foreign, hidden_states: Tensor) -> Tensor:
     """A convolution with one output place for each patch, as a matmul; [T, K] → [T, D]."""
-    if not is_fusable(self, hidden_states) or _volume_reason(self) is not None:
-        return original(self, hidden_states)
     weight = self.proj.weight.flatten(1)
     return linear(hidden_states.view(-1, weight.shape[1]).to(weight.dtype), weight, self.proj.bias)
 
@@ -248,8 +243,8 @@ def flat_patches(self: Foreign, hidden_states: Tensor) -> Tensor:
 def llama_norm(self: Foreign, hidden_states: Tensor) -> Tensor:
     """RMSNorm; [..., D] → [..., D]."""
     weight = self.weight
-    if not is_fusable(self, hidden_states) or hidden_states.dtype != weight.dtype or not are_plain_tensors(weight):
-        return original(self, hidden_states)
+    if hidden_states.dtype != weight.dtype or not are_plain_tensors(weight):
+        return NotImplemented
     return rms_norm(hidden_states, weight, self.variance_epsilon)
 
 

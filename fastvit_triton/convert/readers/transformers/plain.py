@@ -17,9 +17,9 @@ from ....engine.hooks import has_hooks, is_plain_module, type_name
 from ....engine.leaves import DROP_PATHS, DROPOUTS, Foreign, activation_of, is_inactive
 from ....engine.mlp import MlpBody, gated_mlp_body
 from ....engine.replay import call_block
-from ...forwards import INNER, fused_body, fused_forward, original
-from ...third_party import four_axes, is_fusable
-from ..torch import multihead_parts, multihead_reason
+from ...forwards import INNER, fused_body, fused_forward
+from ...third_party import four_axes
+from ..torch import multihead_reason, packed_attention
 from .rotary import weights_reason
 from .vit import attention_reason, checkpointed, classes
 
@@ -79,8 +79,8 @@ def _timesformer_folds(self: Foreign) -> list[tuple[Foreign, Foreign]]:
 )
 def timesformer_layer(self: Foreign, hidden_states: Tensor, output_attentions: bool = False) -> tuple[Any, ...]:
     """Block with attention over time and then over space, or over both; [B, 1 + h·w·T, D] → ([B, 1 + h·w·T, D],)."""
-    if output_attentions or not is_fusable(self, hidden_states) or _timesformer_reason(self) is not None:
-        return original(self, hidden_states, output_attentions)
+    if output_attentions:
+        return NotImplemented
     return (checkpointed(self, _timesformer_layer, hidden_states),)
 
 
@@ -143,8 +143,8 @@ def mgp_str_encoder(
     return_dict: bool = True,
 ) -> Any:
     """All blocks, as an attention does not know whether its weights are requested; [B, N, D] → transformers' output."""
-    if output_attentions or not is_fusable(self, hidden_states) or _mgp_str_reason(self) is not None:
-        return original(self, hidden_states, output_attentions, output_hidden_states, return_dict)
+    if output_attentions:
+        return NotImplemented
     states = [hidden_states]
     for block in self.blocks:
         states.append(call_block(_mgp_str_block, block, states[-1]))
@@ -176,14 +176,12 @@ def _bridgetower_reason(self: Foreign) -> str | None:
 def bridgetower_block(self: Foreign, hidden_state: Tensor, attention_mask: Tensor | None = None) -> Tensor:
     """Pre-norm block of CLIP; [N, B, D] → [N, B, D]."""
     attn, mlp = self.attn, self.mlp
-    unusual = attention_mask is not None or self.attn_mask is not None or _bridgetower_reason(self) is not None
-    unusual = unusual or any(map(has_hooks, (attn, *mlp.values())))  # which would see [B, N, D]
-    parts = "masked, or watched" if unusual or not is_fusable(self, hidden_state) else multihead_parts(attn)
-    if isinstance(parts, str):
-        return original(self, hidden_state, attention_mask)
+    watched = any(map(has_hooks, (attn, *mlp.values())))  # the hooks would see [B, N, D]
+    if watched or attention_mask is not None or self.attn_mask is not None:
+        return NotImplemented
     body = MlpBody((mlp.c_fc,), activation_of(mlp.gelu), mlp.c_proj)
-    x = hidden_state.transpose(0, 1)
-    return add_branches(x, Branch(parts, self.ln_1), Branch(body, self.ln_2), block=self).transpose(0, 1)
+    branches = Branch(packed_attention(attn), self.ln_1), Branch(body, self.ln_2)
+    return add_branches(hidden_state.transpose(0, 1), *branches, block=self).transpose(0, 1)
 
 
 @fused_body(
@@ -254,8 +252,8 @@ def docling_connector(self: Foreign, image_hidden_states: Tensor, *inputs: Any, 
     call = dict(zip(("deepstack_hidden_states", "fine"), inputs, strict=False)) | named
     path = self.fine if call.get("fine") else self.coarse
     plain = is_plain_module(path, classes("granite_docling.GraniteDoclingConnectorPath"))
-    if not plain or not is_fusable(self, image_hidden_states):
-        return original(self, image_hidden_states, *inputs, **named)
+    if not plain:
+        return NotImplemented
 
     def between(h: Tensor) -> Tensor:
         return nn.functional.gelu(normalize(path.pos_embed(h), self.ln_mid))

@@ -12,8 +12,8 @@ from torch import Tensor
 from ....engine.freeze import derived
 from ....engine.hooks import are_plain_tensors, can_fuse
 from ....engine.leaves import Foreign
-from ...forwards import fused_forward, original
-from ...third_party import is_fusable, runs_original
+from ...forwards import fused_forward
+from ...third_party import runs_original
 from .vit import classes
 
 EPS = 1e-6  # the original's
@@ -53,13 +53,19 @@ def _positions(self: Foreign, mask: Tensor, dtype: torch.dtype, features: int, c
 FEATURES = "num_position_features normalize scale temperature"
 
 
-@fused_forward("sine positions", *classes("detr.DetrSinePositionEmbedding"), needs=FEATURES, takes="device dtype mask")
+@fused_forward(
+    "sine positions",
+    *classes("detr.DetrSinePositionEmbedding"),
+    needs=FEATURES,
+    takes="device dtype mask",
+    checked=False,
+)
 def sine_positions(
     self: Foreign, shape: torch.Size, device: Any, dtype: torch.dtype, mask: Tensor | None = None
 ) -> Tensor:
     """Positions in a map of this shape [B, C, H, W]; → [B, D, H, W]."""
     if not _reads(mask, self, self.num_position_features, dtype) or torch.device(device) != mask.device:
-        return original(self, shape, device, dtype, mask)
+        return NotImplemented
     return _positions(self, mask, dtype, self.num_position_features, 0.0)
 
 
@@ -68,13 +74,14 @@ def sine_positions(
     *classes("deformable_detr.DeformableDetrSinePositionEmbedding"),
     needs=FEATURES,
     takes="device dtype mask",
+    checked=False,
 )
 def centred_sine_positions(
     self: Foreign, shape: torch.Size, device: Any, dtype: torch.dtype, mask: Tensor | None = None
 ) -> Tensor:
     """As `sine_positions`, from the centres of pixels."""
     if not _reads(mask, self, self.num_position_features, dtype) or torch.device(device) != mask.device:
-        return original(self, shape, device, dtype, mask)
+        return NotImplemented
     return _positions(self, mask, dtype, self.num_position_features, 0.5)
 
 
@@ -83,11 +90,12 @@ def centred_sine_positions(
     *classes("table_transformer.TableTransformerSinePositionEmbedding"),
     needs="embedding_dim normalize scale temperature",
     takes="pixel_mask",
+    checked=False,
 )
 def float32_sine_positions(self: Foreign, pixel_values: Tensor, pixel_mask: Tensor | None) -> Tensor:
     """As `sine_positions`, in float32."""
     if not _reads(pixel_mask, self, self.embedding_dim, torch.float32):
-        return original(self, pixel_values, pixel_mask)
+        return NotImplemented
     return _positions(self, pixel_mask, torch.float32, self.embedding_dim, 0.0)
 
 
@@ -99,8 +107,8 @@ def float32_sine_positions(self: Foreign, pixel_values: Tensor, pixel_mask: Tens
 )
 def masked_maps(self: Foreign, pixel_values: Tensor, pixel_mask: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Maps of a backbone, each with the mask of its pixels; masks of whole steps are views before their conversion."""
-    if not is_fusable(self, pixel_values) or not are_plain_tensors(pixel_mask) or pixel_mask.dim() != 3:
-        return original(self, pixel_values, pixel_mask)
+    if not are_plain_tensors(pixel_mask) or pixel_mask.dim() != 3:
+        return NotImplemented
     found = self.model(pixel_values)
     maps = getattr(found, "feature_maps", found)
     return [(each, _mask_of(pixel_mask, each.shape[2], each.shape[3])) for each in maps]

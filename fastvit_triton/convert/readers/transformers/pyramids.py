@@ -13,8 +13,7 @@ from ....engine.branch import Branch, add_branches
 from ....engine.hooks import is_plain_module, type_name
 from ....engine.leaves import DROPOUTS, Foreign, Layer, activation_of, is_identity, is_inactive
 from ....engine.mlp import MlpBody, depthwise_mlp_body
-from ...forwards import INNER, arguments, fused_body, fused_forward, original
-from ...third_party import is_fusable
+from ...forwards import INNER, arguments, fused_body, fused_forward
 from ..torch import STEMS
 from .vit import attention_reason, checkpointed, classes, heads_reason
 
@@ -201,8 +200,8 @@ def layer(self: Foreign, hidden_states: Tensor, height: int, width: int, *inputs
     """Pre-norm block on a map given as tokens; [B, H·W, D] → [B, H·W, D], in older releases in a tuple."""
     call = dict(zip(arguments(type(self))[2:], inputs, strict=False)) | named
     new = hasattr(self, "layernorm_before")
-    if not is_fusable(self, hidden_states) or (call.get("output_attentions") and not new):
-        return original(self, hidden_states, height, width, *inputs, **named)
+    if call.get("output_attentions") and not new:
+        return NotImplemented
     x = checkpointed(self, _layer, hidden_states, grid=dict(height=height, width=width), call=call if new else {})
     return x if new else (x,)
 

@@ -11,7 +11,7 @@ from ....engine.hooks import is_plain_module
 from ....engine.leaves import Foreign, activation_of
 from ....engine.mlp import MlpBody
 from ....kernels.attention import attention
-from ...forwards import INNER, fused_forward, original
+from ...forwards import INNER, fused_forward
 from ...third_party import four_axes, is_fusable
 from .vit import attention_reason, checkpointed, classes
 
@@ -39,6 +39,7 @@ def _attention_reason(
     takes="attention_mask encoder_hidden_states encoder_attention_mask",
     reason=_attention_reason,
     by_name=True,
+    checked=False,
 )
 def qformer_attention(
     self: Foreign,
@@ -53,7 +54,7 @@ def qformer_attention(
     unusual = _attention_reason(self, attention_mask, encoder_attention_mask, **call) is not None
     images = encoder_hidden_states
     if unusual or not is_fusable(self, hidden_states) or (images is not None and len(images) != len(hidden_states)):
-        return original(self, hidden_states, attention_mask, images, encoder_attention_mask, **more)
+        return NotImplemented
     inner, outer = self.attention, self.output
     heads, scale = inner.num_attention_heads, inner.scaling
     if images is None:
@@ -92,8 +93,6 @@ def _layer_reason(self: Foreign) -> str | None:
 )
 def qformer_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
     """Attention among queries and text, attention of queries to the image, MLP; [B, N, D] → [B, N, D]."""
-    if not is_fusable(self, hidden_states) or _layer_reason(self) is not None:
-        return original(self, hidden_states, *inputs, **named)
     return checkpointed(self, _qformer_layer, hidden_states, *inputs, **named)
 
 

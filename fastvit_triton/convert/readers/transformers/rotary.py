@@ -16,8 +16,8 @@ from ....engine.leaves import Foreign, activation_of, is_inactive
 from ....engine.mlp import MlpBody, gated_mlp_body
 from ....kernels.attention import attention
 from ....kernels.attention_qkv import attention_qkv, rotate
-from ...forwards import fused_body, fused_forward, original
-from ...third_party import four_axes, is_fusable
+from ...forwards import fused_body, fused_forward
+from ...third_party import four_axes
 from .vit import attention_reason, classes
 
 Tables = tuple[Tensor, Tensor] | None
@@ -66,8 +66,6 @@ def weights_reason(self: Foreign) -> str | None:
 )
 def llama4_adapter(self: Foreign, hidden_states: Tensor) -> Tensor:
     """Two layers, each with an activation; [..., K] → [..., F]."""
-    if not is_fusable(self, hidden_states) or (self.training and self.dropout > 0):
-        return original(self, hidden_states)
     return self.activation_fn(MlpBody((self.fc1,), activation_of(self.activation_fn), self.fc2)(hidden_states))
 
 

@@ -156,6 +156,7 @@ def _folds(self: Foreign) -> list[tuple[nn.Module, nn.Module]]:
     reason=_layer_reason,
     folds=_folds,
     by_name=True,
+    checked=False,
 )
 def layer(self: Foreign, hidden_states: Tensor, input_dimensions: tuple[int, int], *inputs: Any, **named: Any) -> Any:
     """Block in windows; [B, H·W, D] → ([B, H·W, D], None), or a tuple of one for nested submodules."""
@@ -166,7 +167,7 @@ def layer(self: Foreign, hidden_states: Tensor, input_dimensions: tuple[int, int
         self.set_shift_and_window_size(input_dimensions)
     odd = [name for name, value in call.items() if value is not None and value is not False and name not in PASSED]
     if odd or not is_fusable(self, hidden_states) or not _fits(self) or _layer_reason(self) is not None:
-        return original(self, hidden_states, input_dimensions, *inputs, **named)
+        return NotImplemented
     y = checkpointed(self, _layer, hidden_states, grid=tuple(input_dimensions))
     return (y, None) if hasattr(self, "mlp") else (y,)
 
@@ -219,6 +220,4 @@ def _layer(self: Foreign, x: Tensor, grid: tuple[int, int]) -> Tensor:
 )
 def merging(self: Foreign, input_feature: Tensor, input_dimensions: tuple[int, int]) -> Tensor:
     """Joins the channels of 2×2 tokens, normalises and projects them; [B, H·W, D] → [B, ⌈H/2⌉·⌈W/2⌉, 2 D]."""
-    if not is_fusable(self, input_feature):
-        return original(self, input_feature, input_dimensions)
     return merge(input_feature.unflatten(1, tuple(input_dimensions)), self.norm, self.reduction).flatten(1, 2)

@@ -16,8 +16,8 @@ from ....engine.leaves import DROPOUTS, LAYER_SCALES, Foreign, activation_of, is
 from ....engine.mlp import MlpBody
 from ....kernels.argument import Varlen
 from ....kernels.attention import attention
-from ...forwards import arguments, fused_body, fused_forward, original
-from ...third_party import four_axes, head_norms, is_fusable
+from ...forwards import arguments, fused_body, fused_forward
+from ...third_party import four_axes, head_norms
 from .vit import attention_parts, attention_reason, classes, gated_parts
 
 LAYER_SCALES |= dict.fromkeys(
@@ -212,8 +212,6 @@ def _first(self: Foreign, *names: str) -> Any:
 )
 def class_pooling(self: Foreign, hidden_states: Tensor) -> Tensor:
     """A learned query attends to all tokens; [B, N, D] → [B, D]."""
-    if not is_fusable(self, hidden_states):
-        return original(self, hidden_states)
     heads = [t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in _keys(self, hidden_states)]
     query = self.cls_token.to(heads[0].dtype).expand(len(hidden_states), -1, -1)
     query = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)

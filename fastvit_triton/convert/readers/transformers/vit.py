@@ -11,8 +11,8 @@ from ....engine.branch import Branch, add_branches
 from ....engine.hooks import has_hooks
 from ....engine.leaves import Foreign, activation_of
 from ....engine.mlp import MlpBody, gated_mlp_body
-from ...forwards import arguments, fused_body, fused_forward, original
-from ...third_party import four_axes, is_fusable
+from ...forwards import arguments, fused_body, fused_forward
+from ...third_party import four_axes
 from ..torch import STEMS, cross_attend, multihead_reason
 from .attention_interface import NAME, function_reason
 
@@ -166,8 +166,6 @@ def _call(attention_mask: Tensor | None, more: dict[str, object]) -> dict[str, o
 )
 def vit_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
     """Pre-norm block with a dropout after each branch; [B, N, D] → [B, N, D]."""
-    if not is_fusable(self, hidden_states):
-        return original(self, hidden_states, *inputs, **named)
     return checkpointed(self, _vit_layer, hidden_states, *inputs, **named)
 
 
@@ -185,8 +183,6 @@ def _vit_layer(self: Foreign, x: Tensor, attention_mask: Tensor | None = None, *
 )
 def dino_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
     """Pre-norm block with LayerScale; [B, N, D] → [B, N, D]."""
-    if not is_fusable(self, hidden_states):
-        return original(self, hidden_states, *inputs, **named)
     call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
     return checkpointed(self, _dino_layer, hidden_states, **call)
 
@@ -207,8 +203,8 @@ def _dino_layer(self: Foreign, x: Tensor, attention_mask: Tensor | None = None, 
 )
 def windowed_dino_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
     """As `dino_layer` for windows [B·W², N, D]; a layer with global attention reads the W² of an image as one."""
-    if not is_fusable(self, hidden_states) or (self.global_attention and _sees_windows(self)):
-        return original(self, hidden_states, *inputs, **named)
+    if self.global_attention and _sees_windows(self):
+        return NotImplemented
     call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
     windows = hidden_states
     if self.global_attention:
@@ -233,8 +229,8 @@ def clip_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any)
     """Pre-norm block; [B, N, D] → [B, N, D], in older releases a tuple with it."""
     call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
     tupled = "output_attentions" in arguments(type(self))
-    if (tupled and call.get("output_attentions")) or not is_fusable(self, hidden_states):
-        return original(self, hidden_states, *inputs, **named)
+    if tupled and call.get("output_attentions"):
+        return NotImplemented
     y = checkpointed(self, _clip_layer, hidden_states, **call)
     return (y,) if tupled else y
 
@@ -245,12 +241,8 @@ def _clip_layer(self: Foreign, x: Tensor, attention_mask: Tensor | None = None, 
     return add_branches(x, attn, Branch(self.mlp, self.layer_norm2), block=self)
 
 
-def _pooling_reason(self: Foreign, attention_mask: Tensor | None = None) -> str | None:
-    if has_hooks(self.attention):
-        return "its attention has a hook"
-    if attention_mask is not None and attention_mask.dim() != 2:
-        return "a mask that is not [B, N]"
-    return multihead_reason(self.attention)
+def _pooling_reason(self: Foreign) -> str | None:
+    return "its attention has a hook" if has_hooks(self.attention) else multihead_reason(self.attention)
 
 
 @fused_forward(
@@ -262,16 +254,13 @@ def _pooling_reason(self: Foreign, attention_mask: Tensor | None = None) -> str 
     reason=_pooling_reason,
     folds=lambda self: [(self.layernorm, self.mlp)],
 )
-def pooling_head(self: Foreign, hidden_state: Tensor, *inputs: Any, **named: Any) -> Tensor:
+def pooling_head(self: Foreign, hidden_state: Tensor, attention_mask: Tensor | None = None) -> Tensor:
     """One learned query attends to all tokens, then an MLP; [B, N, D] → [B, D]."""
-    if not is_fusable(self, hidden_state) or _pooling_reason(self, *inputs, **named) is not None:
-        return original(self, hidden_state, *inputs, **named)
-    return _pooling_head(self, hidden_state, *inputs, **named)
-
-
-def _pooling_head(self: Foreign, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    if attention_mask is not None and attention_mask.dim() != 2:
+        return NotImplemented
     mask = None if attention_mask is None else attention_mask[:, None, None].bool()  # [B, 1, 1, N]
-    x = cross_attend(self.attention, self.probe.expand(x.shape[0], -1, -1), x, x, mask)
+    query = self.probe.expand(hidden_state.shape[0], -1, -1)
+    x = cross_attend(self.attention, query, hidden_state, hidden_state, mask)
     return add_branches(x, Branch(self.mlp, self.layernorm))[:, 0]
 
 

@@ -32,7 +32,7 @@ from ....kernels.linear import linear
 from ....kernels.window import window_attention
 from ...batch_norm import convolve_depthwise
 from ...channel_maps import REPLACED, Grid, dropped, is_norm, layers_of, map_like, map_of, normalized, packed, tokens_of
-from ...forwards import fused_forward, original
+from ...forwards import fused_forward
 from ...third_party import is_fusable
 
 LEVIT, CVT, TWINS = (f"vit_pytorch.{file}." for file in ("levit", "cvt", "twins_svt"))
@@ -206,19 +206,31 @@ def _run(self: Foreign, x: Tensor) -> Tensor:
     grid = x.shape[2], x.shape[3]
     parts = READERS[type_name(self)](self, grid) if is_fusable(self, x) else ""
     if isinstance(parts, str):
-        return original(self, x)
+        return NotImplemented
     return map_like(x, parts(tokens_of(x)), _fewer(self, grid) if hasattr(self, "pos_indices") else grid, self.training)
 
 
 @fused_forward(
-    "attention of a map", *(n for n in READERS if "Attention" in n), takes="", reason=_body_reason, by_name=True
+    "attention of a map",
+    *(n for n in READERS if "Attention" in n),
+    takes="",
+    reason=_body_reason,
+    by_name=True,
+    checked=False,
 )
 def map_attention(self: Foreign, x: Tensor) -> Tensor:
     """Attention of a map; [B, C, H, W] → [B, C', H', W'], a view of tokens."""
     return _run(self, x)
 
 
-@fused_forward("MLP of a map", *(n for n in READERS if "Feed" in n), takes="", reason=_body_reason, by_name=True)
+@fused_forward(
+    "MLP of a map",
+    *(n for n in READERS if "Feed" in n),
+    takes="",
+    reason=_body_reason,
+    by_name=True,
+    checked=False,
+)
 def map_mlp(self: Foreign, x: Tensor) -> Tensor:
     """MLP of a map; [B, C, H, W] → [B, C, H, W], a view of tokens."""
     return _run(self, x)
@@ -237,13 +249,13 @@ def _branches(bodies: list[Foreign], grid: Grid) -> list[Branch] | None:
     return branches
 
 
-def _added(self: Foreign, x: Tensor, pairs: list[tuple[Foreign, tuple[Foreign, ...]]]) -> Tensor | None:
-    """The map x with the branches of all bodies of (module, bodies) added; None if one of them must be called."""
+def _added(self: Foreign, x: Tensor, pairs: list[tuple[Foreign, tuple[Foreign, ...]]]) -> Tensor:
+    """The map x with the branches of all bodies of (module, bodies) added, unless one of them must be called."""
     grid = (x.shape[2], x.shape[3])
     y = tokens_of(x)
-    branches = _branches([body for _, bodies in pairs for body in bodies], grid) if is_fusable(self, x) else None
+    branches = _branches([body for _, bodies in pairs for body in bodies], grid)
     if branches is None:
-        return None
+        return NotImplemented
     if runs_plain(y, *branches[:2]):
         for module, bodies in pairs:
             y = call_block(_pair, module, y, grid, *bodies)
@@ -260,8 +272,7 @@ def _pair(module: Foreign, x: Tensor, grid: Grid, *bodies: Foreign) -> Tensor:
 def blocks(self: Foreign, x: Tensor) -> Tensor:
     """Runs all blocks; [B, C, H, W] → [B, C', H', W']."""
     adds = getattr(self, "attn_residual", True)
-    y = _added(self, x, [(pair, tuple(pair)) for pair in self.layers]) if adds else None
-    return original(self, x) if y is None else y
+    return _added(self, x, [(pair, tuple(pair)) for pair in self.layers]) if adds else NotImplemented
 
 
 @fused_forward("blocks", f"{TWINS}Transformer", needs="layers", takes="", by_name=True)
@@ -269,9 +280,8 @@ def twins_blocks(self: Foreign, x: Tensor) -> Tensor:
     """Runs all blocks of Twins, of four branches each; [B, C, H, W] → [B, C, H, W]."""
     bodies = [body for block in self.layers for body in block if not is_identity(body)]
     if not all(is_plain_module(body, (f"{TWINS}Residual",)) for body in bodies):
-        return original(self, x)
-    y = _added(self, x, [(a, (a.fn, b.fn)) for a, b in zip(bodies[::2], bodies[1::2], strict=True)])
-    return original(self, x) if y is None else y
+        return NotImplemented
+    return _added(self, x, [(a, (a.fn, b.fn)) for a, b in zip(bodies[::2], bodies[1::2], strict=True)])
 
 
 def _position_reason(self: Foreign) -> str | None:
@@ -282,8 +292,6 @@ def _position_reason(self: Foreign) -> str | None:
 @fused_forward("depthwise convolution", f"{TWINS}PEG", needs="proj.fn", takes="", reason=_position_reason, by_name=True)
 def positions(self: Foreign, x: Tensor) -> Tensor:
     """Positional encoding by a depthwise convolution; [B, C, H, W] → [B, C, H, W]."""
-    if not is_fusable(self, x) or _position_reason(self) is not None:
-        return original(self, x)
     conv = self.proj.fn
     y = depthwise(x.permute(0, 2, 3, 1), taps_of(conv), conv.bias, residual=True)
     return map_like(x, y.flatten(1, 2), (x.shape[2], x.shape[3]), self.training)

@@ -20,8 +20,8 @@ from ....engine.leaves import DROPOUTS, IDENTITIES, Foreign, Layer, is_inactive,
 from ....engine.mlp import MlpBody
 from ....engine.replay import call_block, call_branches
 from ....kernels.attention import attention
-from ...forwards import fused_body, fused_forward, original
-from ...third_party import four_axes, is_fusable
+from ...forwards import fused_body, fused_forward
+from ...third_party import four_axes
 from ..torch import sequential_parts
 
 FILES = (
@@ -180,13 +180,13 @@ def feed_forward_parts(self: Foreign) -> MlpBody | str:
 )
 def transformer(self: Foreign, x: Tensor) -> Tensor:
     """Runs all blocks and the final norm; [B, N, D] → [B, N, D]."""
-    return self.norm(_blocks(self, x)) if is_fusable(self, x) else original(self, x)
+    return self.norm(_blocks(self, x))
 
 
 @fused_forward("blocks", "vit_pytorch.deepvit.Transformer", "vit_pytorch.pit.Transformer", needs="layers", takes="")
 def blocks(self: Foreign, x: Tensor) -> Tensor:
     """Runs all blocks; [B, N, D] → [B, N, D]."""
-    return _blocks(self, x) if is_fusable(self, x) else original(self, x)
+    return _blocks(self, x)
 
 
 def _blocks(self: Foreign, x: Tensor) -> Tensor:
@@ -213,8 +213,6 @@ def _add(
 @fused_forward("blocks and last norm", "vit_pytorch.na_vit.Transformer", needs="layers norm", takes="mask attn_mask")
 def navit_transformer(self: Foreign, x: Tensor, mask: Tensor | None = None, attn_mask: Tensor | None = None) -> Tensor:
     """Runs all blocks of NaViT with masks, and the final norm; [B, N, D] → [B, N, D]."""
-    if not is_fusable(self, x):
-        return original(self, x, mask, attn_mask)
     return self.norm(_add(self.layers, x, _navit_branches, mask, attn_mask))
 
 
@@ -237,8 +235,6 @@ def _cait_reason(self: Foreign) -> str | None:
 )
 def cait_transformer(self: Foreign, x: Tensor, context: Tensor | None = None) -> Tensor:
     """Runs all blocks of CaiT, with a context for attention or not; [B, N, D] → [B, N, D]."""
-    if not is_fusable(self, x) or _cait_reason(self) is not None:
-        return original(self, x, context)
     return _add(self.layers, x, _cait_branches, context)
 
 
@@ -271,8 +267,6 @@ def _cct_reason(self: Foreign) -> str | None:
 )
 def cct_layer(self: Foreign, src: Tensor, *inputs: object, **named: object) -> Tensor:
     """CCT's block, whose second branch is added to the normalized residual; [B, N, D] → [B, N, D]."""
-    if not is_fusable(self, src) or _cct_reason(self) is not None:
-        return original(self, src, *inputs, **named)
     drop_path = self.drop_path
     if is_plain_module(drop_path, ("vit_pytorch.cct.DropPath",)) and not (drop_path.training and drop_path.drop_prob):
         drop_path = None
