@@ -4,6 +4,7 @@ A pattern is matched from its output node upwards and yields its matches longest
 match may be rewritten.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -117,14 +118,15 @@ def _layers(anchor: fx.Node, node: fx.Node, ends: dict, inner: list[fx.Node]) ->
     """Yields matches of the layers whose output is `node`."""
     parts: list[fx.Node] = []
     activation, fc, swapped = activated(node, parts)
-    if kind(fc) != "linear" or not _plain(fc):
+    if kind(fc) != "linear" or not _plain(fc) or (swapped and not copy_pays(fc)):
         return
     inner = [*inner, *parts, fc]
     x, *layer = _linear(fc, swapped)
     if activation is None:
         parts = []
         name, first, swapped = activated(x, parts)
-        if name is not None and kind(first) == "linear" and _plain(first):
+        usable = kind(first) == "linear" and _plain(first) and (copy_pays(first) or not swapped)
+        if name is not None and usable:
             below, *hidden = _linear(first, swapped)
             for start, norm, before in _norms(below):
                 options = {"norm": norm, "activation": name, **ends}
@@ -144,6 +146,12 @@ def _linear(node: fx.Node, swapped: bool = False) -> tuple[fx.Node, fx.Node | Ca
         half = shape(weight)[0] // 2
         weight, bias = (None if t is None else Call(torch.roll, (t, half, 0)) for t in (weight, bias))
     return arguments["input"], weight, bias
+
+
+def copy_pays(layer: fx.Node) -> bool:
+    """True if a gate in this linear layer saves more than a copy of its weight moves: from as many rows as inputs."""
+    *rows, width = (size if isinstance(size, int) else size.node.hint for size in shape(read(layer)["input"]))
+    return None in (*rows, width) or math.prod(rows) >= width
 
 
 def _plain(node: fx.Node) -> bool:

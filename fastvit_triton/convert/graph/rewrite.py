@@ -5,7 +5,6 @@ the kernels run for its device and dtype, and the new call has the same output s
 """
 
 import itertools
-import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,7 +21,7 @@ from .activation_patterns import gated
 from .attention_patterns import attend, attend_packed, why_not_attention, why_not_expanded
 from .nodes import equal, kind, operands, order, outside, read, shape, tensors, value
 from .norm_patterns import norm_of
-from .patterns import Call, Match, Reason, branch, embed, multiply, normalize, normalize_written, single
+from .patterns import Call, Match, Reason, branch, copy_pays, embed, multiply, normalize, normalize_written, single
 from .regions import Regions, memory
 
 FUSED = ("fused_linear", "fused_mlp")
@@ -69,7 +68,7 @@ class Rewriter:
         for node in self._all("encoder_layer"):
             self._expand_layer(node)
         for node in self._all("mul") if compiled else ():
-            if (layers := gated(node)) is not None and _pays(read(layers[0])["input"]):
+            if (layers := gated(node)) is not None and copy_pays(layers[0]):
                 self._pack(layers)
         for node in list(self.graph.nodes):
             users = sorted(node.users, key=self.regions.place)
@@ -482,12 +481,6 @@ def _write_anew(graph: fx.Graph) -> None:
 def _replaced(old: fx.Node, new: Any, node: fx.Node) -> Any:
     """The new argument for the old node, and other nodes as they are."""
     return new if node is old else node
-
-
-def _pays(x: fx.Node) -> bool:
-    """True if a gate in the product's epilogue saves more than the copy of both weights moves: for D rows and more."""
-    *outer, width = (size if isinstance(size, int) else size.node.hint for size in shape(x))
-    return None in (*outer, width) or math.prod(outer) >= width
 
 
 def zeros_for(weight: torch.Tensor) -> torch.Tensor:
