@@ -31,8 +31,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fastvit_triton import optimize, revert, warmup
 from fastvit_triton.convert import backend as compile_backend
+from fastvit_triton.convert import candidates, captured, modules
 from fastvit_triton.convert import capture as capture_file
-from fastvit_triton.convert import captured, modules
 from fastvit_triton.engine.freeze import PROGRAMS
 from fastvit_triton.engine.replay.calls import Recorded
 from fastvit_triton.kernels import onednn
@@ -739,3 +739,38 @@ def test_ddp_and_fsdp2(tmp_path):
     """Oracle: the gradients of the original on the whole batch, in two processes."""
     launch(2, str(Path(__file__).with_name("capture_job.py")), str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+class Branch(nn.Module):
+    """Attention of one half of the heads, with a convolution of its values, as in CSWin."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Conv2d(D, D, 3, padding=1, groups=D)
+
+
+class AttentionOfBranches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.proj = nn.LayerNorm(D), nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.branches = nn.ModuleList([Branch(), Branch()])
+
+
+class Written(nn.Module):
+    """Attention without a norm, which is small, but no branch."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = research.WrittenAttention()
+
+
+class Stage(nn.Module):
+    """Holds blocks."""
+
+
+@pytest.mark.parametrize("block", [AttentionOfBranches, Written])
+def test_lists_of_branches_are_no_stacks(block):
+    """Oracle: by hand, the modules to capture: blocks, also those that hold a list, and never the stack of them."""
+    model = Stage()
+    model.blocks = nn.ModuleList([block(), block()])
+    assert [*candidates.candidates(model, set(), set(), True)] == ["blocks.0", "blocks.1"]

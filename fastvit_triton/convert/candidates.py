@@ -83,9 +83,10 @@ def is_foreign(module: nn.Module) -> bool:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """True for a module that is not PyTorch's with four layers, or with any besides a norm or such modules."""
+    """True for a module that is not PyTorch's with four layers, or some with a norm or attention, or such modules."""
     if isinstance(module, STACKS):
         return any(is_foreign(m) and any(isinstance(part, LAYERS) for part in m.modules()) for m in module.modules())
     layers = sum(1 + isinstance(m, nn.MultiheadAttention) for m in module.modules() if isinstance(m, LAYERS))
-    normed = any("Norm" in type(m).__name__ for m in module.modules())
-    return is_foreign(module) and layers > 0 and (layers > 3 or normed)
+    names = [type(m).__name__ for m in module.modules()]
+    normed, attends = (any(re.search(part, name) for name in names) for part in ("Norm", "Att(entio)?n"))
+    return is_foreign(module) and layers > 0 and (layers > 3 or normed or (layers > 1 and attends))
