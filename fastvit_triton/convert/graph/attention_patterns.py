@@ -414,7 +414,8 @@ def _with(
 ) -> Scores | str:
     """What is done to scores, with the sum or product of them and another argument before it."""
     number = _number(other)
-    if number is None and not isinstance(other, fx.Node):
+    symbol = isinstance(other, fx.Node) and isinstance(other.meta.get("example_value"), (torch.SymInt, torch.SymFloat))
+    if number is None and value(other) is None and not symbol:
         return UNKNOWN
     of_other = () if number is not None else broadcast(axes, shape(other), shape(node))
     if of_other is None:
@@ -427,8 +428,8 @@ def _with(
             return done._replace(scale=done.scale * number if name == "mul" else done.scale / number)
         factor = Factor(other, of_other, name == "div")
         return done._replace(factors=(*done.factors, factor))
-    if number is not None:
-        return done  # the softmax is the same
+    if number is not None or symbol:
+        return done if symbol or math.isfinite(number or 0) else UNKNOWN  # the softmax is the same
     if name == "sub" and constant and (maximum := _maximum(other)):
         return done._replace(inner=(*done.inner, *maximum))
     sign = -1.0 if name == "sub" else 1.0

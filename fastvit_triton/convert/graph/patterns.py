@@ -43,8 +43,8 @@ class Reason(NamedTuple):
 class Match:
     """A call function(*args, **kwargs) that could replace `anchor` and the nodes `inner` above it.
 
-    A report calls it `name`, or by the name of the function. The nodes `views` are passed over, and go if nobody else
-    reads them. `steps` are calls (function, further arguments) on the result.
+    A report calls it `name`, or by the name of the function. The match skips the nodes `views`, which are erased if
+    nothing else reads them. `steps` are calls (function, further arguments) that are applied to the result in turn.
     """
 
     anchor: fx.Node

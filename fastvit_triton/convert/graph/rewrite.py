@@ -236,7 +236,8 @@ class Rewriter:
 
     def _forget_sizes(self) -> None:
         """Lets readers of sizes read numbers or graph inputs, so that what computes the tensor may be fused."""
-        inputs = {str(n.meta.get("example_value")): n for n in self.graph.find_nodes(op="placeholder")}
+        examples = ((n, n.meta.get("example_value")) for n in self.graph.find_nodes(op="placeholder"))
+        inputs = {str(example): n for n, example in examples if isinstance(example, torch.SymInt)}
         for node in self.graph.find_nodes(op="call_method", target="size"):
             for item in [item for item in node.users if kind(item) == "getitem"]:
                 size = str(item.meta.get("example_value"))
