@@ -102,6 +102,7 @@ class Tensors(nn.Module):
 
     def __init__(self, B=2, H=4, Nq=5, Nk=5):
         super().__init__()
+        self.shift = 1.5  # a symbol in graphs of any size
         self.temperature = nn.Parameter(torch.rand(H, 1, 1) + 0.5)
         self.bias = nn.Parameter(torch.randn(H, Nq, Nk))
         self.shared = nn.Parameter(torch.randn(1, 1, Nq, Nk))
@@ -171,6 +172,7 @@ MASKS = {
     "filled in place": filled_in_place,
     "a boolean": lambda s, m: s + m.keep,
     "a number": lambda s, m: s + 1.5,
+    "a number of the module": lambda s, m: s + m.shift,
 }
 
 

@@ -191,6 +191,16 @@ def test_others_are_not(function):
         torch.testing.assert_close(got, model(*inputs)[0], equal_nan=True)
 
 
+def test_symbolic_numbers_are_added():
+    """Which leaves the softmax as it is."""
+    spelling = Spelling("matmul", "number", "a number of the module", "method", "plain")
+    model = Spelled([spelling], crossed=False)
+    inputs = torch.randn(2, 5, 32, requires_grad=True), torch.randn(2, 3, 32, requires_grad=True)
+    got, graph, _ = rewritten(model, inputs, dynamic=True)
+    assert len(calls(graph, attention, attention_qkv)) == 1
+    compared(model, inputs, got, [spelling])
+
+
 def test_autocast_that_is_off_already_is_no_border():
     """As around rotations, which many write in float32."""
 
