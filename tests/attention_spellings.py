@@ -97,17 +97,19 @@ PRODUCTS = {
 class Tensors(nn.Module):
     """Parameters and buffers that parts read, for B images, H heads, Nq queries and Nk keys.
 
+    With B = 2, Dynamo would take the number of pairs of windows, B // 2, for the constant 1.
+
     No query of `keep` is without keys; one of `drop` is.
     """
 
-    def __init__(self, B=2, H=4, Nq=5, Nk=5):
+    def __init__(self, B=4, H=4, Nq=5, Nk=5):
         super().__init__()
         self.shift = 1.5  # a symbol in graphs of any size
         self.temperature = nn.Parameter(torch.rand(H, 1, 1) + 0.5)
         self.bias = nn.Parameter(torch.randn(H, Nq, Nk))
         self.shared = nn.Parameter(torch.randn(1, 1, Nq, Nk))
         self.register_buffer("mask", torch.randn(B, 1, Nq, Nk))
-        self.register_buffer("padding", torch.arange(Nk) >= torch.tensor([[Nk], [Nk - 2]]))
+        self.register_buffer("padding", torch.arange(Nk) >= torch.tensor([[Nk], [Nk - 2]] * (B // 2)))
         keep = torch.rand(Nq, Nk) > 0.4
         keep[:, 0] = True
         self.register_buffer("keep", keep)

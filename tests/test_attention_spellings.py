@@ -92,7 +92,7 @@ def test_all_are_fused(seed, dynamic):
     """Also: each becomes one call of the kernels, whatever sizes are symbols."""
     spellings = drawn(seed)
     model = Spelled(spellings, crossed=seed % 3 == 2)
-    inputs = torch.randn(2, 5, 32, requires_grad=True), torch.randn(2, 3, 32, requires_grad=True)
+    inputs = torch.randn(4, 5, 32, requires_grad=True), torch.randn(4, 3, 32, requires_grad=True)
     got, graph, report = rewritten(model, inputs, dynamic)
     missing = [row.why for row in report.rows if row.why is not None and row.type != "linear"]
     assert len(calls(graph, attention, attention_qkv)) == BATCH, missing
@@ -180,7 +180,7 @@ NEAR = {  # what is not attention as the kernels compute it, and the reason in t
 def test_others_are_not(function):
     """Also: the report has the true reason."""
     model = Spelled([function], crossed=False)
-    inputs = torch.randn(2, 5, 32, requires_grad=True), torch.randn(2, 3, 32)
+    inputs = torch.randn(4, 5, 32, requires_grad=True), torch.randn(4, 3, 32)
     (got,), graph, report = rewritten(model, inputs)
     if NEAR[function] is None:
         assert len(calls(graph, attention)) == 1
@@ -195,7 +195,7 @@ def test_symbolic_numbers_are_added():
     """Which leaves the softmax as it is."""
     spelling = Spelling("matmul", "number", "a number of the module", "method", "plain")
     model = Spelled([spelling], crossed=False)
-    inputs = torch.randn(2, 5, 32, requires_grad=True), torch.randn(2, 3, 32, requires_grad=True)
+    inputs = torch.randn(4, 5, 32, requires_grad=True), torch.randn(4, 3, 32, requires_grad=True)
     got, graph, _ = rewritten(model, inputs, dynamic=True)
     assert len(calls(graph, attention, attention_qkv)) == 1
     compared(model, inputs, got, [spelling])
@@ -210,7 +210,7 @@ def test_autocast_that_is_off_already_is_no_border():
         return scores.softmax(-1) @ v
 
     model = Spelled([without_autocast], crossed=False).float()
-    inputs = torch.randn(2, 5, 32).float(), torch.randn(2, 3, 32)
+    inputs = torch.randn(4, 5, 32).float(), torch.randn(4, 3, 32)
     (got,), graph, _ = rewritten(model, inputs)
     assert len(calls(graph, attention_qkv)) == 1
     torch.testing.assert_close(got, model(*inputs)[0])
@@ -235,7 +235,7 @@ def test_kernels(spelling):
     wide = Spelled([spelling], crossed=False)
     model = Spelled([spelling], crossed=False).float()
     model.load_state_dict(wide.state_dict())
-    x = torch.randn(2, 5, 32)
+    x = torch.randn(4, 5, 32)
     found = []
     with interpreting():
         for each, of in ((wide, x), (model, x.float())):
