@@ -91,6 +91,7 @@ setup(
             "py.typed",
             "*.pyi",
             "kernels/tuned/*.json",
+            "kernels/tuned/choices/*.json",
             "convert/known.json",
             "expected/*.json",
             "models/weights/*.json",

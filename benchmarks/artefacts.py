@@ -285,6 +285,26 @@ def rates(thorough: bool) -> Iterator[str]:
         yield "error_of_gain is of another backtest"
 
 
+def choices(thorough: bool) -> Iterator[str]:
+    """The model of the tables; all rows of one GPU if thorough."""
+    from . import choices
+
+    for key, gpu in choices.gpus.gpus().items():
+        path = choices.CHOICES / f"{key}.json"
+        if not path.exists() or choices.model() not in path.read_text(encoding="utf-8"):
+            yield f"{path.name} is of another model"
+        elif thorough and key == "rtx3090" and json.loads(path.read_text())["rows"] != choices.table(gpu):
+            yield f"{path.name} has other rows"
+
+
+def choices_compared(thorough: bool) -> Iterator[str]:
+    """The model of the tables."""
+    from . import choices
+
+    if json.loads((RESULTS / "choices.json").read_text())["model"] != choices.model():
+        yield "choices.json is of another model"
+
+
 def coverage(name: str, models: str, quick: int, most: int) -> Changes:
     """The list of models and the table; so many rows, at most if thorough."""
 
@@ -422,6 +442,23 @@ ARTEFACTS = (
         0.1,
         rates,
         f"{R}/backtest.json",
+    ),
+    Artefact(
+        "choices",
+        "-m benchmarks.choices",
+        "fastvit_triton/kernels/tuned/choices/*.json",
+        10,
+        choices,
+        "fastvit_triton/expected/rates.json fastvit_triton/expected/blocks.py fastvit_triton/expected/ops.py "
+        "fastvit_triton/kernels/sizes.py benchmarks/choices.py benchmarks/choices_sizes.json",
+    ),
+    Artefact(
+        "choices-compared",
+        "-m benchmarks.choices --compare",
+        f"{R}/choices.json {R}/choices.md",
+        10,
+        choices_compared,
+        "fastvit_triton/kernels/tuned/choices/*.json",
     ),
     Artefact("figures", "-m benchmarks.figures", "fastvit_triton/models/weights/figures.json", 3, figures),
     # Compiled, counted, predicted and tried.

@@ -30,12 +30,12 @@ import torch
 
 from fastvit_triton import optimize
 from fastvit_triton.expected.count import traced
-from fastvit_triton.expected.times import Device, call_us, devices, family, with_ours
+from fastvit_triton.expected.gpus import Device, devices, gpus
+from fastvit_triton.expected.times import call_us, family, with_ours
 from fastvit_triton.expected.values import weightless
 from fastvit_triton.expected.work import UNMODELLED, Work, ours, work_of
 from fastvit_triton.files import replacing
-from fastvit_triton.kernels import cost
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.settings import forcing
 from fastvit_triton.measure.machine import provenance
 
 from . import drop_in
@@ -174,7 +174,7 @@ def _fused(model: torch.nn.Module, shape: tuple, gpu: str, batch: int) -> tuple[
     optimize(model.eval())
     images = torch.empty(batch, *shape, dtype=next(model.parameters()).dtype, device="meta")
     with forcing("fused"):
-        return ours(traced(model, cost.gpus()[gpu], False, (images,), {}, frozen=True).events)
+        return ours(traced(model, gpus()[gpu], False, (images,), {}, frozen=True).events)
 
 
 def _built(timm: Any, name: str, size: int) -> torch.nn.Module:
@@ -224,7 +224,7 @@ def predicted(
             predictions.append(row._replace(why=count["why"]))
         else:
             host = None if row.mode == "fused" else row.mode
-            rates = with_ours(cost.gpus()[row.gpu], 1) if row.mode == "fused" else fitted
+            rates = with_ours(gpus()[row.gpu], 1) if row.mode == "fused" else fitted
             kernels = work(count, row.mode)
             us = call_us(kernels, gpus[row.gpu], row.batch, host, rates)
             unknown = sorted({kernel.kind for kernel, _ in kernels} & set(UNMODELLED))

@@ -30,9 +30,9 @@ from fastvit_triton import create_model, freeze, optimize, set_backend
 from fastvit_triton.convert import captured, modules
 from fastvit_triton.convert.example import arguments
 from fastvit_triton.expected.count import traced
+from fastvit_triton.expected.gpus import gpus
 from fastvit_triton.files import replacing
-from fastvit_triton.kernels import cost
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.settings import forcing
 from fastvit_triton.measure.machine import provenance
 from fastvit_triton.measure.timeout import one_line
 
@@ -192,7 +192,7 @@ def figures(case: Case, readers: bool) -> dict[str, Any]:
     freeze(half)
     positional, named = arguments(example)
     with forcing("fused"):
-        events = traced(half, cost.gpus()[GPU], False, positional, named, frozen=True).events
+        events = traced(half, gpus()[GPU], False, positional, named, frozen=True).events
     products = [e for e in events if e.flops and "conv" not in e.name and "patch_embed" not in e.name]
     attention = [e.ours for e in events if e.launches and ATTENTION.match(e.name)]
     return dict(

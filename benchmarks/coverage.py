@@ -30,11 +30,12 @@ from fastvit_triton.convert.reporting import Report
 from fastvit_triton.engine.hooks import type_name
 from fastvit_triton.engine.leaves import LINEARS
 from fastvit_triton.expected.count import traced
+from fastvit_triton.expected.gpus import gpus
 from fastvit_triton.expected.trace import assuming_true
 from fastvit_triton.expected.values import weightless
 from fastvit_triton.files import replacing
-from fastvit_triton.kernels import cost
-from fastvit_triton.kernels.plan import Choice, forcing, observing
+from fastvit_triton.kernels.choose import Choice
+from fastvit_triton.kernels.settings import forcing, observing
 from fastvit_triton.measure.machine import provenance
 from fastvit_triton.measure.timeout import one_line
 
@@ -188,7 +189,7 @@ def row_of(entry: Entry, capturing: bool = False) -> dict[str, object]:
 
 def call_of(entry: Entry, model: nn.Module) -> dict[str, object]:
     """The figures of one call of an optimised model."""
-    gpu, (positional, named) = cost.gpus()[GPU], inputs_of(entry, model)
+    gpu, (positional, named) = gpus()[GPU], inputs_of(entry, model)
     choices: list[Choice] = []
     with assuming_true():
         eager = traced(model, None, False, positional, named)

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from fastvit_triton.expected.times import devices
+from fastvit_triton.expected.gpus import devices
 
 from .lines import AUTOTUNED, MODELS
 from .rows import is_result

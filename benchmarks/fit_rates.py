@@ -39,7 +39,8 @@ from benchmarks.backtest import (
     read,
     work,
 )
-from fastvit_triton.expected.times import RATES, Device, constants, devices, kernel_us
+from fastvit_triton.expected.gpus import RATES, Device, devices
+from fastvit_triton.expected.times import constants, kernel_us
 from fastvit_triton.expected.work import UNMODELLED, Work
 from fastvit_triton.files import replacing
 
@@ -189,7 +190,7 @@ def main() -> None:
         table = json.loads(RATES.read_text())
         table["constants"] = {name: {"value": round(fitted[name], 4)} for name in constants()}
         for key in FITTED_DEVICES:
-            table["devices"][key] |= {name: round(getattr(gpus[key], name), 4) for name in ("clock", "memory")}
+            table["gpus"][key]["sheet"] |= {name: round(getattr(gpus[key], name), 4) for name in ("clock", "memory")}
         every = predicted(rows, model_counts, fitted, gpus)
         table["error_of_gain"] = errors_of_gain(every)
         table["note"] = (

@@ -18,8 +18,8 @@ import torch
 import fastvit_triton
 from fastvit_triton.cli.model_by_name import build_model
 from fastvit_triton.expected.count import predict
+from fastvit_triton.expected.gpus import gpus
 from fastvit_triton.files import replacing
-from fastvit_triton.kernels.cost import gpus
 from fastvit_triton.measure.machine import provenance
 
 from .backtest import family

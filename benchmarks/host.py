@@ -32,8 +32,8 @@ from fastvit_triton.engine import ways
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels import fold
 from fastvit_triton.kernels.backend import using_backend
-from fastvit_triton.kernels.cost import WAYS
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.settings import forcing
+from fastvit_triton.kernels.sizes import WAYS
 from fastvit_triton.measure.machine import provenance
 
 from .no_device import no_device

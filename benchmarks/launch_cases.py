@@ -27,7 +27,7 @@ from fastvit_triton import (
 )
 from fastvit_triton.convert.modules import attach
 from fastvit_triton.kernels.argument import Norm
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.settings import forcing
 from fastvit_triton.layers.attention import Attention
 from fastvit_triton.layers.block import Block, Blocks
 from fastvit_triton.layers.mlp import Mlp

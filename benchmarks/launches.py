@@ -31,8 +31,9 @@ from fastvit_triton.expected.trace import Trace, tracing
 from fastvit_triton.expected.values import without_weights
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels.backend import using_backend
+from fastvit_triton.kernels.choose import Choice
 from fastvit_triton.kernels.launch import targeting
-from fastvit_triton.kernels.plan import Choice, observing
+from fastvit_triton.kernels.settings import observing
 from fastvit_triton.layers.embed import sides
 
 COMMAND = "python -m benchmarks.launches --table --out benchmarks/results/launches.json"

@@ -19,9 +19,9 @@ from fastvit_triton.convert.captured import counting
 from fastvit_triton.expected import times, work
 from fastvit_triton.expected.count import traced
 from fastvit_triton.expected.events import Count
+from fastvit_triton.expected.gpus import gpus
 from fastvit_triton.expected.inductor import inductor_count
 from fastvit_triton.expected.trace import Trace
-from fastvit_triton.kernels import cost
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.measure.timeout import one_line
 
@@ -220,9 +220,7 @@ def row_of(entry: Usual, folder: Path) -> dict[str, Any]:
 
 def _traces(model: nn.Module, images: Tensor) -> tuple[Trace, Trace]:
     """Traces of a call of eager PyTorch and of ours, in the mode that the model is in."""
-    return traced(model, None, model.training, (images,), {}), traced(
-        model, cost.gpus()[GPU], model.training, (images,), {}
-    )
+    return traced(model, None, model.training, (images,), {}), traced(model, gpus()[GPU], model.training, (images,), {})
 
 
 def _counts(eager: Trace, ours: Trace) -> list[tuple[int, int]]:
@@ -234,8 +232,8 @@ def _counts(eager: Trace, ours: Trace) -> list[tuple[int, int]]:
 
 
 def _speeds(eager: Trace, ours: Trace) -> tuple[float, float, float]:
-    gpu = cost.gpus()[GPU]
-    device, fitted = times.device_of(gpu), times.with_ours(gpu, 1)
+    gpu = gpus()[GPU]
+    device, fitted = gpu.sheet, times.with_ours(gpu, 1)
     call = work.work_of_events(eager.events)
     compiled = times.call_us(call.compiled, device, 0, "compile")
     tuned = compiled - times.saved_by_templates_us(call.templates, gpu, device)

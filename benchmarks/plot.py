@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastvit_triton.expected.times import devices
+from fastvit_triton.expected.blocks import block_us, host_us
+from fastvit_triton.expected.gpus import gpus
 from fastvit_triton.files import replacing
-from fastvit_triton.kernels import plan
-from fastvit_triton.kernels.cost import Branch, gpus
+from fastvit_triton.kernels import choose, settings
 from fastvit_triton.kernels.launch import targeting
+from fastvit_triton.kernels.sizes import WAYS, Branch
 
 from . import community, drop_in
 from .backtest import ALWAYS, family
@@ -59,7 +60,7 @@ CPU_COLUMNS = {
 }
 SHOWN = "ViT-B/16"  # the model whose ops are listed
 PICTURED = "vit_base_patch16_224"  # the model whose launches are plotted
-SHEETS = devices()
+SHEETS = {key: gpu.sheet for key, gpu in gpus().items()}
 SHOWN_GPUS = dict(h200="H200", a100="A100", rtx4090="RTX 4090")
 SHOWN_MODELS = (("ViT-S/16", 384, 6), ("ViT-B/16", 768, 12), ("ViT-L/16", 1024, 16))
 
@@ -312,14 +313,14 @@ def training_table(results: Results) -> str:
         cells = []
         for key in SHOWN_GPUS:
             gpu = gpus()[key]
-            with plan.assuming(gpu), targeting(gpu.architecture):
-                choice = plan.choose(torch.device("cpu"), block, True, False, True, None, "auto", False)
+            with targeting(gpu.architecture), settings.assuming(key):
+                choice = choose.choose(torch.device("cpu"), block, torch.bfloat16, True, False, True, None, "auto")
             row = next((measured[shape] for shape in choice.shapes if shape in measured), None)
             if row is not None and SHOWN_GPUS[key] in results.ways["gpu"]:
                 cells.append(f"{row['plain_us'] / row[f'{choice.way}_us']:.2f}* ({choice.way})")
                 continue
-            times = {way: max(us) for way, us in choice.us.items()}
-            cells.append(f"{times['plain'] / times[choice.way]:.2f} ({choice.way})" if times else "")
+            times = {way: max(block_us(gpu, block, way, True, False), host_us(way, 2, True, True)) for way in WAYS}
+            cells.append(f"{times['plain'] / times[choice.way]:.2f} ({choice.way})")
         lines.append(f"| {name}, batch 64 | {' | '.join(cells)} |")
     return "\n".join(lines)
 

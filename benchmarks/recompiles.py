@@ -37,7 +37,7 @@ from fastvit_triton.expected.trace import tracing
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.settings import forcing
 from fastvit_triton.measure.machine import provenance
 from fastvit_triton.measure.timeout import one_line
 

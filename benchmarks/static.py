@@ -35,7 +35,7 @@ from triton.errors import TritonError
 
 from fastvit_triton.expected.launched import sequence, work
 from fastvit_triton.files import replacing
-from fastvit_triton.kernels.cost import seen_pairs
+from fastvit_triton.kernels.sizes import seen_pairs
 
 from .fingerprint import checks, key
 from .launch_cases import Case, cases

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from benchmarks.digits import provenance
 from fastvit_triton import create_model
 from fastvit_triton.expected.count import traced
+from fastvit_triton.expected.gpus import gpus
 from fastvit_triton.expected.values import weightless
 from fastvit_triton.files import replacing
-from fastvit_triton.kernels import cost
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.settings import forcing
 from fastvit_triton.models import CATALOGUE, model_config
 from fastvit_triton.train import Step, adamw, evaluate, fit, similarity_loss, warmup_cosine
 from fastvit_triton.train.data import DIGITS_MEAN, DIGITS_STD, TensorBatches, digits
@@ -130,7 +130,7 @@ def launches(model: nn.Module, fused: bool) -> int:
     if not fused:
         return traced(model, None, False, (images,), {}).count.launches
     with forcing("fused"):
-        return traced(model, cost.gpus()[GPU], False, (images,), {}, frozen=True).count.launches
+        return traced(model, gpus()[GPU], False, (images,), {}, frozen=True).count.launches
 
 
 def build(name: str, **options: Any) -> nn.Module:

@@ -66,8 +66,9 @@ def ways() -> str:
 
 
 def memory() -> str:
-    """Values that a block saves per token for its backward pass, from the equations of kernels/cost.py."""
-    from fastvit_triton.kernels.cost import Branch, saved_values
+    """Values that a block saves per token for its backward pass, from the equations of expected/blocks.py."""
+    from fastvit_triton.expected.blocks import saved_values
+    from fastvit_triton.kernels.sizes import Branch
 
     lines = [["model", "channels C", "plain, MiB a block", "mixed or fused, MiB a block", "saved"]]
     for name, C, heads in SIZES:
@@ -207,6 +208,11 @@ def detection() -> str:
 def towers() -> str:
     """How much of the vision towers of transformers and timm `optimize` fuses."""
     return (RESULTS / "coverage-towers.md").read_text(encoding="utf-8")
+
+
+def choices() -> str:
+    """What the tables of choices lose against the times they are made from."""
+    return (RESULTS / "choices.md").read_text(encoding="utf-8")
 
 
 def recompiles() -> str:
@@ -422,7 +428,7 @@ PAGES = dict(
     kernels=kernels,
     api=api,
 )
-PAGES |= dict(faults=faults, fashion_mnist=fashion_mnist, recompiles=recompiles)
+PAGES |= dict(choices=choices, faults=faults, fashion_mnist=fashion_mnist, recompiles=recompiles)
 WRITTEN = dict(claims=claims, survey=survey)
 
 

@@ -33,11 +33,9 @@ from benchmarks.fit_rates import current, neutral
 from fastvit_triton.expected import work
 from fastvit_triton.expected.count import predict
 from fastvit_triton.expected.cuda_operators import as_on_cuda
+from fastvit_triton.expected.gpus import Device, devices, gpus
 from fastvit_triton.expected.times import (
-    Device,
     call_us,
-    device_of,
-    devices,
     error_of_gain,
     kernel_us,
     saved_by_templates_us,
@@ -45,7 +43,6 @@ from fastvit_triton.expected.times import (
 )
 from fastvit_triton.expected.trace import tracing
 from fastvit_triton.expected.work import Work, work_of
-from fastvit_triton.kernels import cost
 from fastvit_triton.measure import expected
 
 RESULT = TABLE.parents[1] / "results" / "backtest.json"
@@ -161,11 +158,11 @@ def test_time_of_a_kernel_by_hand():
 def test_templates_only_save():
     """Oracle: a template that is slower than both kernels is not taken; a free one saves what they take."""
     gpu, product, after = (
-        cost.gpus()["h200"],
+        gpus()["h200"],
         Work("product", 1e6, 1e9, (1, 1000, 500, 1000)),
         Work("compiled pass", 1e8),
     )
-    sheet = device_of(gpu)
+    sheet = gpu.sheet
     for factor, wins in ((100.0, False), (1e-3, True)):
         together = Work("fused product", 1e6 * factor, 1e9 * factor, (1, 1000, 500, 1000))
         saved = saved_by_templates_us([(((product, after), (together,)), 2)], gpu, sheet)
@@ -176,8 +173,7 @@ def test_templates_only_save():
 
 def test_every_gpu_has_a_data_sheet():
     """Oracle: the GPUs for which ways are chosen."""
-    assert {device.name for device in devices().values()} == {gpu.name for gpu in cost.gpus().values()}
-    assert devices().keys() == cost.gpus().keys() and all(device.source for device in devices().values())
+    assert devices().keys() == gpus().keys() and all(device.source for device in devices().values())
 
 
 def test_families():
@@ -309,7 +305,7 @@ def test_what_a_conversion_is_expected_to_gain():
     report = fastvit_triton.optimize(model)
     found = expected(report, gpu="RTX 4090", batch=8)
     images = torch.empty(8, 1, 8, 8, dtype=torch.bfloat16, device="meta")
-    one = predict(copy.deepcopy(model).to(torch.bfloat16), cost.gpus()["rtx4090"], False, images)
+    one = predict(copy.deepcopy(model).to(torch.bfloat16), gpus()["rtx4090"], False, images)
     assert found.eager_ms == pytest.approx(one.eager_us() / 1e3) and found.ours_ms == pytest.approx(
         one.ours_us()[1] / 1e3
     )

@@ -26,7 +26,7 @@ from benchmarks import backtest, compare_commits, cpu, drop_in, model_runs, op_c
 from benchmarks.conftest import against_compile
 from benchmarks.result_file import ROOT, ResultFile
 from fastvit_triton.kernels import launch, onednn
-from fastvit_triton.kernels.cost import WAYS
+from fastvit_triton.kernels.sizes import WAYS
 from fastvit_triton.measure import timeout, timing, tuned_tables, tuning
 from fastvit_triton.measure.candidates import targets
 from fastvit_triton.measure.compare import outcome, verdict

@@ -22,9 +22,9 @@ from benchmarks.no_device import no_device
 from fastvit_triton.cli import check as command
 from fastvit_triton.cli import check_stage, main
 from fastvit_triton.cli.check_stage import Request
-from fastvit_triton.kernels import onednn, plan
+from fastvit_triton.kernels import choose, onednn
 from fastvit_triton.kernels.backend import using_backend
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.settings import forcing
 from fastvit_triton.measure import selftest, variants, workers
 from fastvit_triton.measure.check import (
     BUDGETS,
@@ -416,13 +416,13 @@ def here(monkeypatch, tmp_path):
 
     monkeypatch.setattr(command, "_in_process", in_process)
     monkeypatch.setenv("FASTVIT_TRITON_CACHE", str(tmp_path / "cache"))
-    plan.forget()
+    choose.forget()
     folder = tmp_path / "folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
     yield folder
     monkeypatch.undo()
-    plan.forget()
+    choose.forget()
 
 
 FOREIGN = "--model", "timm:test_vit", "--device", "cpu", "--train"

@@ -28,11 +28,13 @@ from benchmarks.launches import Setting, figures
 from fastvit_triton import __version__, cli, create_model, list_models
 from fastvit_triton.cli import benchmark, evaluate, main
 from fastvit_triton.cli.recipe_options import RECIPE_OPTIONS
-from fastvit_triton.expected import count
+from fastvit_triton.expected import blocks, count
 from fastvit_triton.expected.count import predict
-from fastvit_triton.kernels import backend, cost, launch, plan
+from fastvit_triton.expected.gpus import gpus, table
+from fastvit_triton.kernels import backend, choose, launch
 from fastvit_triton.kernels.backend import using_backend
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.settings import forcing
+from fastvit_triton.kernels.sizes import WAYS, Branch
 from fastvit_triton.measure import variants
 from fastvit_triton.measure.variants import compiling
 from fastvit_triton.train.checkpoint import PREVIOUS, load_state
@@ -751,8 +753,8 @@ def values(text: str, label: str) -> tuple[float, ...]:
 @pytest.mark.parametrize("model", ["timm:vit_small_patch16_224", "vit_small_patch16_224"])
 def test_doctor_predicts_the_default(gpu, architecture, batch, training, model, monkeypatch, capsys):
     """Oracle: `benchmarks.launches`; by hand, a block's times in three ways, and 16 or 10 saved values per token."""
-    nothing = functools.cache(lambda architecture: {})  # so that the expected times decide
-    monkeypatch.setattr(plan, "measured_ways", nothing)
+    nothing = functools.cache(lambda architecture: {})  # so that predicted rows decide
+    monkeypatch.setattr(choose, "measured_ways", nothing)
     seen = []
     monkeypatch.setattr(count, "predict", lambda *given: seen.append(predict(*given)) or seen[0])
     words = ["--gpu", gpu, "--batch", str(batch), *(["--train"] if training else [])]
@@ -767,16 +769,14 @@ def test_doctor_predicts_the_default(gpu, architecture, batch, training, model, 
     nbytes = want[0]["eager_bytes"], want[0]["inductor_bytes"], *(found["bytes"] for found in want)
     assert values(text, "MB per image") == tuple(round(n / 1e6 / batch, 1) for n in nbytes)
     C, N = 384, 197
-    sizes = cost.Branch("attention", batch, N, C, 3 * C, C, 6), cost.Branch("mlp", batch, N, C, 4 * C, 4 * C)
-    rates, block = cost.gpus()[gpu], seen[0].blocks[0].branches
+    sizes = Branch("attention", batch, N, C, 3 * C, C, 6), Branch("mlp", batch, N, C, 4 * C, 4 * C)
+    rates, block, rates_of_host = gpus()[gpu], seen[0].blocks[0].branches, table()["blocks"]["host_us"]
     assert tuple(b._replace(scales=0) for b in block) == sizes
-    us = {w: cost.block_us(rates, block, w, training, False) for w in cost.WAYS}
-    host = {w: (410 if training else 150) * ratio for w, ratio in cost.table()["host_us"]["replayed"][phase].items()}
-    (line,) = re.findall(
-        rf"^blocks\.\* ×12 \(Block\) +{way} +9\d\.\d %  .*least expected µs: (.*)$", text, re.MULTILINE
+    host = {w: (410 if training else 150) * ratio for w, ratio in rates_of_host["replayed"][phase].items()}
+    plain = max(blocks.block_us(rates, block, "plain", training, False), host["plain"])
+    assert re.search(
+        rf"^blocks\.\* ×12 \(Block\) +{way} +9\d\.\d %  .*predicted: attention \+ mlp; {phase}", text, re.MULTILINE
     )
-    for w in cost.WAYS:
-        assert f"{w} {max(us[w], host[w]):.0f} (GPU {us[w]:.0f}, host {host[w]:.0f})" in line or f"{w} moves" in line
     if not training:
         (one,) = seen
         times = (
@@ -790,8 +790,8 @@ def test_doctor_predicts_the_default(gpu, architecture, batch, training, model, 
         assert f"expected {times[1] / times[3]:.2f} × torch.compile" in text
         return
     expected = values(text, "expected ms of the blocks")
-    assert expected[0] == pytest.approx(12e-3 * max(us["plain"], host["plain"]), abs=5e-4)
-    likely = max(cost.block_us(rates, block, way, training, False, 1), host[way])
+    assert expected[0] == pytest.approx(12e-3 * plain, abs=5e-4)
+    likely = max(blocks.block_us(rates, block, way, training, False, 1), host[way])
     assert expected[2] == pytest.approx(12e-3 * likely, abs=5e-4)
     saved = tuple(round(12 * n * C * N * 2 / 1e6, 1) for n in (16, 16 if way == "plain" else 10))
     assert values(text, "MB per image saved") == saved
@@ -803,7 +803,7 @@ def test_doctor_has_default_batches_and_gpus(capsys: pytest.CaptureFixture):
     assert main(["doctor", "--model", "vit_digits_patch2_8", "--gpu", "l40s"]) == 0
     text = capsys.readouterr().out
     assert re.findall(r"^batch (\d+):", text, re.MULTILINE) == ["1", "8", "64", "256"]
-    assert "here for L40S, sm_89." in text and cost.gpus()["l40s"].source in text
+    assert "here for L40S, sm_89." in text and gpus()["l40s"].source in text
 
 
 @pytest.mark.full
@@ -816,12 +816,12 @@ def test_doctor_uses_the_local_gpu(monkeypatch, capsys: pytest.CaptureFixture):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index, name=name: name)
         properties = SimpleNamespace(major=capability[0], minor=capability[1])
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, found=properties: found)
-        plan.forget()
+        choose.forget()
         launch._architecture.cache_clear()
         assert main(["doctor", "--model", "vit_digits_patch2_8", "--batch", "1"]) == 0
         text = capsys.readouterr().out
         assert f"here for {want}\n" in text and "--gpu takes" not in text
-    plan.forget()
+    choose.forget()
     launch._architecture.cache_clear()
 
 
@@ -855,7 +855,7 @@ def test_doctor_predicts_autocast(model: str, capsys: pytest.CaptureFixture):
 @pytest.mark.full
 def test_doctor_names_the_way_of_each_module(capsys: pytest.CaptureFixture):
     """Oracle: the way that is forced, for blocks and what is inside them."""
-    for way in cost.WAYS:
+    for way in WAYS:
         with forcing(way):
             assert main(["doctor", "--model", "timm:vit_tiny_patch16_224", "--batch", "8", "--gpu", "h100"]) == 0
         text = capsys.readouterr().out

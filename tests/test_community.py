@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from benchmarks import community, plot, tune
-from fastvit_triton.kernels import launch, plan
+from fastvit_triton.kernels import choose, launch
 from fastvit_triton.measure import tuned_tables
 
 pytestmark = pytest.mark.fast
@@ -219,13 +219,14 @@ def test_exported_classes_are_adopted(contributed, tmp_path, monkeypatch):
     want["ways"] = dict(measured={NEAR: "fused", names[2]: "mixed"}, facts={NEAR: facts, names[2]: facts})
     assert json.loads((tmp_path / "sm_89.json").read_text()) == want
     monkeypatch.setattr(launch, "TUNED", tmp_path)
-    plan.forget()
+    choose.forget()
     with launch.targeting("sm_89"):
         found = [launch.config("r.half", {"A": 9}, launch.torch.device("cpu"), 1000, n)["A"] for n in (31, 33)]
         assert found == [1, 9]
-        assert plan.measured_way(launch.torch.device("cpu"), (NEAR[1:], NEAR)) == "fused"
+        found = choose.measured_way(launch.torch.device("cpu"), (NEAR[1:], NEAR))
+        assert found == ("fused", f"measured in tuned/sm_89.json: {NEAR}")
     monkeypatch.undo()
-    plan.forget()
+    choose.forget()
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from fastvit_triton.engine.leaves import activation_of
 from fastvit_triton.kernels import backend, fold, measured, mlp, onednn
 from fastvit_triton.kernels.activation import ACTIVATIONS
 from fastvit_triton.kernels.backend import using_backend
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.settings import forcing
 
 ROUNDINGS = 84  # as in test_models.py
 

@@ -31,7 +31,7 @@ from fastvit_triton import optimize, revert
 from fastvit_triton.convert import forwards
 from fastvit_triton.engine.freeze import kept_folds
 from fastvit_triton.kernels.backend import using_backend
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.settings import forcing
 
 # towers of transformers, one for each reader and each kind of block; the others run in the full test
 FORMS = """AltCLIPVisionModel BlipVisionModel Blip2VisionModel InternVLVisionModel MLCDVisionModel MllamaVisionModel

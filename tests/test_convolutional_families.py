@@ -15,7 +15,7 @@ from test_explain_pyramids import recorded
 from timm.models._manipulate import group_parameters
 
 from fastvit_triton import create_model, explain, freeze, load_weights
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.settings import forcing
 from fastvit_triton.models.attention_conv import QuadraticAttention
 from fastvit_triton.models.botnet import BottleneckAttention
 from fastvit_triton.models.vt import VisualTransformer

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import capture_only, coverage
 from benchmarks.launches import Setting, figures, trace
 from fastvit_triton.kernels.backend import using_backend
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.settings import forcing
 
 TINY = """
 # a comment

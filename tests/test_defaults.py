@@ -24,9 +24,10 @@ from fastvit_triton import measure
 from fastvit_triton.expected.count import assumed, traced
 from fastvit_triton.expected.cuda_operators import as_on_cuda
 from fastvit_triton.expected.events import Count
+from fastvit_triton.expected.gpus import Gpu, gpus
 from fastvit_triton.expected.trace import tracing
 from fastvit_triton.expected.values import given
-from fastvit_triton.kernels import cost, fold, mlp, plan
+from fastvit_triton.kernels import choose, fold, mlp
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import config, targeting
 from fastvit_triton.models import model_config
@@ -52,16 +53,16 @@ class Questions:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[tuple[Callable, tuple, str]] = []
         for name in ("choose", "_choose_op"):
-            monkeypatch.setattr(plan, name, partial(self._answer, getattr(plan, name)))
+            monkeypatch.setattr(choose, name, partial(self._answer, getattr(choose, name)))
 
-    def _answer(self, function: Callable, *arguments: object) -> plan.Choice:
+    def _answer(self, function: Callable, *arguments: object) -> choose.Choice:
         choice = function(*arguments)
         self.asked.append((function, arguments, choice.way))
         return choice
 
     def of(self, call: Callable[[], Count]) -> tuple[Count, list]:
         """The cost of a call, and its questions with their answers."""
-        plan.forget()
+        choose.forget()
         self.asked = []
         return call(), self.asked
 
@@ -74,10 +75,10 @@ def rows_of_architecture(architecture: str) -> tuple:
         return border, *(config(f"mlp.fwd.{limit}", row, device)["BLOCK_F"] > 0 for limit, row in mlp.SPACE)
 
 
-def counts(questions: Questions, call: Callable[[cost.Gpu | None], Count]) -> Iterator[tuple[str, Count]]:
+def counts(questions: Questions, call: Callable[[Gpu | None], Count]) -> Iterator[tuple[str, Count]]:
     """(GPU, cost of call(gpu)) for each GPU with known rates."""
     known: list[tuple[tuple, list, Count]] = []
-    for name, gpu in cost.gpus().items():
+    for name, gpu in gpus().items():
         rows = rows_of_architecture(gpu.architecture)
         with assumed(gpu):
             same = (
@@ -93,7 +94,7 @@ def counts(questions: Questions, call: Callable[[cost.Gpu | None], Count]) -> It
 
 
 def assert_at_most_eager(
-    questions: Questions, call: Callable[[cost.Gpu | None], Count], excess: tuple[float, float] = (LIMIT, LIMIT)
+    questions: Questions, call: Callable[[Gpu | None], Count], excess: tuple[float, float] = (LIMIT, LIMIT)
 ) -> None:
     """Fails if a call launches or moves more than eager PyTorch, times `excess`, on any GPU."""
     eager = call(None)
@@ -104,14 +105,14 @@ def assert_at_most_eager(
         )
 
 
-def cost_of(model: nn.Module, training: bool, inputs: tuple, named: dict, gpu: cost.Gpu | None) -> Count:
+def cost_of(model: nn.Module, training: bool, inputs: tuple, named: dict, gpu: Gpu | None) -> Count:
     return traced(model, gpu, training, inputs, named).count
 
 
 @pytest.fixture
 def questions(monkeypatch):
     yield Questions(monkeypatch)
-    plan.forget()
+    choose.forget()
 
 
 def limits_of(name: str, training: bool) -> tuple[float, float]:
@@ -199,7 +200,7 @@ def test_captured_blocks(width, questions):
         assert_at_most_eager(questions, partial(cost_of, model, False, (x,), {}))
 
 
-def cost_of_op(name: str, shape: Shape, training: bool, gpu: cost.Gpu | None) -> Count:
+def cost_of_op(name: str, shape: Shape, training: bool, gpu: Gpu | None) -> Count:
     """The cost of a public op by default; for eager PyTorch, of its reference."""
     function, make, fixed, _ = _call(name, shape, torch.bfloat16)
 

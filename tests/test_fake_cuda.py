@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fastvit_triton
 from fastvit_triton.convert import backend as own
-from fastvit_triton.kernels import OPS, backend, launch, layer_norm, plan, rms_norm
+from fastvit_triton.kernels import OPS, backend, choose, launch, layer_norm, rms_norm
 from fastvit_triton.kernels.backend import using_backend
 
 GPU = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="NVIDIA H100 80GB HBM3", gcnArchName="")
@@ -29,7 +29,7 @@ PHASES = ["inference", pytest.param("training", marks=NEEDS_CUDA_BUILD)]
 
 def forget():
     """Clears what was read of the device."""
-    plan.forget()
+    choose.forget()
     backend._too_old.cache_clear()
     launch._architecture.cache_clear()
 

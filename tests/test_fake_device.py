@@ -13,7 +13,7 @@ from benchmarks.launches import ARCHS
 from fastvit_triton.expected.trace import tracing
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.settings import forcing
 from fastvit_triton.models import model_config
 
 WAYS = ("default", "mixed", "fused")

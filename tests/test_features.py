@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 
 from benchmarks.launch_recorder import recording
 from fastvit_triton import ViTConfig, create_model, load_model, load_weights, save_weights
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.settings import forcing
 from fastvit_triton.models import CATALOGUE, FeatureGetterNet, model_config
 
 ROUNDINGS = 84  # sums through the blocks in another order, as in test_models.py

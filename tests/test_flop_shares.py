@@ -24,8 +24,9 @@ from fastvit_triton.convert.chosen import located, with_ways
 from fastvit_triton.convert.flop_shares import Shares, Subject, stated_input
 from fastvit_triton.convert.reporting import NOTHING, OURS, Report, Row
 from fastvit_triton.expected.count import predict, traced
-from fastvit_triton.kernels import cost, measured, onednn
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.expected.gpus import gpus
+from fastvit_triton.kernels import measured, onednn
+from fastvit_triton.kernels.settings import forcing
 
 C, HEADS, HIDDEN, DEPTH, PATCH, SIDE, CLASSES = 24, 2, 60, 3, 8, 32, 5
 PATCHES = (SIDE // PATCH) ** 2
@@ -340,9 +341,9 @@ def test_each_module_has_the_way_of_its_choice(way):
     model.again, model.unused = model.blocks[2], nn.LayerNorm(C)
     report = optimize(model)
     with forcing(way), located(model):
-        prediction = predict(model, cost.gpus()["h100"], False, image().to("meta"))
+        prediction = predict(model, gpus()["h100"], False, image().to("meta"))
     assert all("_fastvit_triton_path" not in vars(module) for module in model.modules())
-    found = with_ways(report, prediction.choices, lambda choice: choice.why)
+    found = with_ways(report, prediction.choices)
     rows = {row.path: row for row in found.rows}
     want = {"again": way, "unused": "plain", "blocks.1.mlp": way, "blocks.1.norm1": way, "blocks.0": way}
     assert {path: rows[path].way for path in want} == want
@@ -356,8 +357,8 @@ def test_unchanged_modules_have_no_way():
     model = vit()
     report = optimize(model, filter_fn=lambda module, path: path != "blocks.1.attn")
     with forcing("fused"), located(model):
-        prediction = predict(model, cost.gpus()["h100"], False, image().to("meta"))
-    rows = {row.path: row for row in with_ways(report, prediction.choices, lambda choice: choice.why).rows}
+        prediction = predict(model, gpus()["h100"], False, image().to("meta"))
+    rows = {row.path: row for row in with_ways(report, prediction.choices).rows}
     assert rows["blocks.1.attn"].way is None and rows["blocks.1.attn"].why == "excluded by filter_fn"
     assert rows["blocks.1"].way == rows["blocks.0"].way == "fused"
 
@@ -366,21 +367,22 @@ def test_our_models_have_rows_for_their_blocks():
     """Oracle: the names of its blocks; ops outside of them make no choice where a way is forced."""
     model = create_model("vit_digits_patch2_8").eval()
     with forcing("mixed"), located(model):
-        prediction = predict(model, cost.gpus()["h100"], False, torch.empty(1, 1, 8, 8, device="meta"))
-    found = with_ways(optimize(model), prediction.choices, lambda choice: choice.why)
+        prediction = predict(model, gpus()["h100"], False, torch.empty(1, 1, 8, 8, device="meta"))
+    found = with_ways(optimize(model), prediction.choices)
     assert [row.path for row in found.rows] == [f"blocks.{i}" for i in range(len(model.blocks))]
     assert {row.way for row in found.rows} == {"mixed"}
     with located(model):
-        prediction = predict(model, cost.gpus()["h100"], False, torch.empty(1, 1, 8, 8, device="meta"))
-    found = with_ways(optimize(model), prediction.choices, lambda choice: choice.why)
-    assert found.rows[0].path == "patch_embed" and found.rows[0].why == "expected"
-    assert {row.why for row in found.rows[1:]} == {"expected; attention plain"}  # PyTorch's, inside the blocks' way
+        prediction = predict(model, gpus()["h100"], False, torch.empty(1, 1, 8, 8, device="meta"))
+    found = with_ways(optimize(model), prediction.choices)
+    assert found.rows[0].path == "patch_embed" and found.rows[0].why.startswith("predicted: patch_embed")
+    (why,) = {row.why for row in found.rows[1:]}
+    assert re.fullmatch("predicted: attention [+] mlp; inference; .*; attention plain", why)  # inside the blocks' way
 
 
 def test_ways_need_a_model():
     """Oracle: the sentence."""
     with pytest.raises(ValueError, match="give the report of a model that exists"):
-        with_ways(Report(), (), str)
+        with_ways(Report(), ())
 
 
 @pytest.mark.full
@@ -451,7 +453,7 @@ PARTLY = {
 def test_shares_are_those_of_operators_that_disappear(name):
     """Oracle: FLOPs of the operators of PyTorch before and after, counted where every kernel is launched."""
     make, given, in_part = PARTLY[name]
-    model, gpu = make(), cost.gpus()["h200"]
+    model, gpu = make(), gpus()["h200"]
     before = traced(model, None, False, (given(),), {}).count.flops
     report = optimize(model, example=given() if name in ("experts", "padded", "captured") else None)
     if name not in ("experts", "padded", "captured"):

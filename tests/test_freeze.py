@@ -20,9 +20,9 @@ from fastvit_triton import create_model, freeze, optimize, unfreeze
 from fastvit_triton.engine import freeze as freeze_file
 from fastvit_triton.engine import ways
 from fastvit_triton.expected.count import traced
-from fastvit_triton.kernels import cost
+from fastvit_triton.expected.gpus import gpus
 from fastvit_triton.kernels import fold as fold_file
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.settings import forcing
 
 SIZES = dict(img_size=8, patch_size=4, embed_dim=16, num_heads=2, num_classes=3)
 IMAGE = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8).sin()
@@ -240,7 +240,7 @@ def test_captured_blocks_freeze():
         assert torch.equal(joined(net(*given)), want) and len(made) == 8
         assert torch.equal(joined(net(*given)), want) and len(made) == 8
     with forcing("fused"):
-        traces = [traced(twin, cost.gpus()["h200"], False, given, {}, frozen) for frozen in (False, True)]
+        traces = [traced(twin, gpus()["h200"], False, given, {}, frozen) for frozen in (False, True)]
     before, after = (Counter(event.name for event in trace.events if event.launches) for trace in traces)
     assert before - after == {"fold._fold_kernel": 4, "cat": 4, "mul": 2} and not after - before
 

@@ -22,9 +22,9 @@ from fastvit_triton import create_model, cuda_graph, cuda_graph_packed, freeze, 
 from fastvit_triton.deploy import cuda_graph as graphs
 from fastvit_triton.engine.freeze import kept_folds
 from fastvit_triton.kernels import settings
-from fastvit_triton.kernels.cost import WAYS
 from fastvit_triton.kernels.op import REGISTERED
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.settings import forcing
+from fastvit_triton.kernels.sizes import WAYS
 
 MODES = {  # dtype of the weights, whether autocast is on
     "float32": (torch.float32, False),

@@ -9,7 +9,7 @@ from benchmarks import host
 from benchmarks.no_device import no_device
 from fastvit_triton.kernels import onednn
 from fastvit_triton.kernels.backend import using_backend
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.settings import forcing
 
 CASES = [  # with the most Python calls of a block, some of which depend on the number of calls of timm's block
     # a block that may launch kernels looks up its way once

@@ -19,7 +19,16 @@ from triton.runtime.jit import JITFunction
 from benchmarks.launch_recorder import record, recording, specialization
 from benchmarks.no_device import no_device
 from fastvit_triton import create_model
-from fastvit_triton.kernels import OPS, attention, attention_launch, attention_qkv, depthwise, launch, layer_norm, plan
+from fastvit_triton.kernels import (
+    OPS,
+    attention,
+    attention_launch,
+    attention_qkv,
+    depthwise,
+    launch,
+    layer_norm,
+    settings,
+)
 from fastvit_triton.kernels.tile import TRITON
 
 EVERY = [pytest.param(op, case, id=f"{op.name}-{name}") for op in OPS for name, case in (op.cases | op.ragged).items()]
@@ -68,7 +77,7 @@ def compared():
         kernels.append(kernel)
 
     by_triton = launch.run
-    with no_device(log), plan.forcing("fused"), pytest.MonkeyPatch.context() as patch:
+    with no_device(log), settings.forcing("fused"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "run", both)
         yield log, kernels
 

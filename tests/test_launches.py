@@ -17,9 +17,9 @@ from fastvit_triton.expected.inductor import inductor_count
 from fastvit_triton.expected.trace import tracing
 from fastvit_triton.kernels import launch
 from fastvit_triton.kernels.backend import using_backend
-from fastvit_triton.kernels.cost import WAYS
 from fastvit_triton.kernels.op import REGISTERED
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.settings import forcing
+from fastvit_triton.kernels.sizes import WAYS
 
 BASE = "timm:vit_base_patch16_224"
 

@@ -5,6 +5,7 @@ The GPU is a stand-in: its properties are given, and CPU tensors count as its ow
 
 import json
 import os
+import shutil
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,10 @@ from interpreter import interpreting
 
 from fastvit_triton import linear
 from fastvit_triton.expected.count import assumed
-from fastvit_triton.kernels import launch, measured, onednn, plan
-from fastvit_triton.kernels.cost import Branch, gpus
+from fastvit_triton.expected.gpus import gpus
+from fastvit_triton.kernels import choose, launch, measured, onednn, settings
 from fastvit_triton.kernels.measured import Measured
+from fastvit_triton.kernels.sizes import Branch
 
 pytestmark = pytest.mark.fast
 
@@ -40,10 +42,10 @@ def path(tmp_path, monkeypatch):
     facts = measured.facts_of
     monkeypatch.setattr(measured, "facts_of", lambda device: dict(FACTS) if device.type == "cuda" else facts(device))
     monkeypatch.setattr(launch, "_architecture", lambda kind, index: "sm_90")
-    monkeypatch.setattr(plan, "gpu_on", lambda device: gpus()["h200"])
-    plan.forget()
+    monkeypatch.setattr(choose, "gpu_on", lambda device: "h200")
+    choose.forget()
     yield measured.path_of(FACTS)
-    plan.forget()
+    choose.forget()
 
 
 def test_exact_sizes_then_their_class_then_the_table(path):
@@ -53,7 +55,7 @@ def test_exact_sizes_then_their_class_then_the_table(path):
     assert launch.config("linear.fwd.half", {}, GPU, 1000, 30) == table | dict(enable_fp_fusion=True)
     path.write_text(content(rows))
     assert launch.config("linear.fwd.half", {}, GPU, 1000, 30)["BLOCK_M"] == table["BLOCK_M"]  # the file is read once
-    plan.forget()
+    choose.forget()
     found = [launch.config("linear.fwd.half", {}, GPU, *sizes) for sizes in ((1000, 30), (1000, 31), (1000, 33), ())]
     assert [one.get("A") for one in found] == [1, 2, None, None]
     assert launch.config("odd", dict(A=3), GPU, 1000, 30)["A"] == 3
@@ -67,28 +69,33 @@ def test_exact_sizes_then_their_class_then_the_table(path):
 
 def test_ways_come_from_user_measurements_then_the_table(path, monkeypatch, tmp_path):
     """Oracle: by hand; 5 images of 197 tokens belong to the class 8 of 256."""
-    exact, near = plan.block_names(BLOCK, "inference")
-    assert "N=197 B=5" in exact and near == plan.block_names([b.rounded for b in BLOCK], "inference")[1]
-    assert plan.measured_way(GPU, (exact, near)) is None
+    exact, near = choose.block_names(BLOCK, "inference")
+    assert "N=197 B=5" in exact and near == choose.block_names([b.rounded for b in BLOCK], "inference")[1]
+    assert choose.measured_way(GPU, (exact, near)) is None
     tables = tmp_path / "tables"
-    tables.mkdir()
+    shutil.copytree(launch.TUNED / "choices", tables / "choices")
     (tables / "sm_90.json").write_text(json.dumps({"ways": {"measured": {near: "plain"}}}))
     monkeypatch.setattr(launch, "TUNED", tables)
     found = []
     for ways in ({}, {near: "mixed"}, {near: "mixed", exact: "fused"}):
         path.write_text(content(ways=ways))
-        plan.forget()
-        found.append(plan.measured_way(GPU, (exact, near)))
-    assert found == ["plain", "mixed", "fused"]
-    assert plan.choose(GPU, BLOCK, False, False, False, None, "auto", False).why == "measured"
-    assert plan.choose(GPU, BLOCK, False, False, False, None, "auto", True).why == "expected"  # IEEE float32
+        choose.forget()
+        found.append(choose.measured_way(GPU, (exact, near)))
+    where = "in tuned/sm_90.json", "on this machine", "on this machine"
+    shapes = near, near, exact
+    assert found == [(way, f"measured {place}: {shape}")
+                     for way, place, shape in zip(("plain", "mixed", "fused"), where, shapes, strict=True)]  # fmt: skip
+
+    def decides(dtype=torch.bfloat16, replayed=False):
+        return choose.choose(GPU, BLOCK, dtype, False, False, replayed, None, "auto").why.split()[0]
+
+    assert decides().startswith("measured") and decides(torch.float32).startswith("predicted")  # IEEE float32
     path.unlink()
-    plan.forget()
-    why = [plan.choose(GPU, BLOCK, False, False, replayed, None, "auto", False).why for replayed in (True, False)]
-    assert why == ["measured", "expected"]  # the blocks of the table were replayed
-    with plan.forcing("plain"):
-        assert plan.way_of(torch.empty(1), BLOCK, False, False) == "plain"
-    assert plan.op_names("attention", 4, True, (3, 5, True)) == (
+    choose.forget()
+    assert decides(replayed=True) == "measured" and decides() == "predicted:"  # the blocks of the table were replayed
+    with settings.forcing("plain"):
+        assert choose.way_of(torch.empty(1), BLOCK, False, False) == "plain"
+    assert choose.op_names("attention", 4, True, (3, 5, True)) == (
         "attention training fp32 3,5,1", "attention training fp32 ~4,8,1",
     )  # fmt: skip
 
@@ -122,9 +129,9 @@ def test_ops_use_measured_choices(path):
     with launch.targeting("sm_90"):
         x = torch.empty(1, dtype=torch.bfloat16)
         for way in ("plain", "fused"):
-            ways = dict.fromkeys(plan.op_names("attention", 2, True, sizes), way)
+            ways = dict.fromkeys(choose.op_names("attention", 2, True, sizes), way)
             with measured.using(Measured(ways=ways)):
-                assert plan.prefers_kernel(x, "attention", *sizes) == (way == "fused")
+                assert choose.prefers_kernel(x, "attention", *sizes) == (way == "fused")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +161,7 @@ def test_a_file_of_bytes_and_a_folder_in_its_place_are_ignored(path):
     path.write_bytes(b"\xff\xfe{}")
     with pytest.warns(UserWarning, match="ignoring"):
         assert measured.of(GPU) is measured.NOTHING
-    plan.forget()
+    choose.forget()
     path.unlink()
     path.mkdir()
     with pytest.warns(UserWarning, match="ignoring"):
@@ -199,9 +206,9 @@ def test_facts_of_a_cpu(monkeypatch):
 def cpu_path(tmp_path, monkeypatch):
     """The measurement file of this CPU, which does not exist yet, in an empty folder."""
     monkeypatch.setenv("FASTVIT_TRITON_CACHE", str(tmp_path))
-    plan.forget()
+    choose.forget()
     yield measured.path_of(measured.facts_of(CPU))
-    plan.forget()
+    choose.forget()
 
 
 def cpu_content(ways, **facts):
@@ -216,7 +223,7 @@ def test_without_a_file_of_the_cpu_nothing_is_measured(cpu_path):
         warnings.simplefilter("error")
         assert measured.of(CPU) is measured.NOTHING
     cpu_path.write_text(cpu_content({"a": "onednn"}))
-    plan.forget()
+    choose.forget()
     assert measured.of(CPU).ways == {"a": "onednn"}
     assert measured.of(CPU, pretended=True) is measured.of(torch.device("meta")) is measured.NOTHING
 
@@ -247,12 +254,12 @@ def test_ways_on_a_cpu_by_phase(cpu_path):
     branches = tuple(branch._replace(itemsize=4) for branch in BLOCK)
 
     def ways():
-        plan.forget()
-        found = [plan.way_of(x, branches, training, False, frozen) for training, frozen in PHASES]
+        choose.forget()
+        found = [choose.way_of(x, branches, training, False, frozen) for training, frozen in PHASES]
         return dict(zip(("training", "inference", "frozen"), found, strict=True))
 
     PHASES = (True, None), (False, None), (False, "float32")
-    names = {phase: plan.block_names(branches, phase) for phase in onednn.PHASES}
+    names = {phase: choose.block_names(branches, phase) for phase in onednn.PHASES}
     assert set(ways().values()) == {"plain"} and not onednn.usable(x)
     cpu_path.write_text(cpu_content({names["training"][0]: "onednn"}))
     assert ways() == dict(training="onednn", inference="plain", frozen="plain") and onednn.usable(x)
@@ -291,7 +298,7 @@ def test_attention_is_pytorchs_where_it_measured_faster():
             us = {r["arm"]: r["us"] for r in rows if r["case"] == f"attention {name} batch 256" and r.get("us")
                   and r["phase"] == phase}  # fmt: skip
             with assumed(gpus()["h200"]), torch.set_grad_enabled(training):
-                chosen = plan.prefers_kernel(x, "attention", 256, heads, 197, 197, 64, True)
+                chosen = choose.prefers_kernel(x, "attention", 256, heads, 197, 197, 64, True)
             assert chosen == (us["ours eager"] < us["eager"])
             seen.add(chosen)
     assert seen == {False, True}

@@ -11,7 +11,7 @@ from sampling import sampled
 from turns import in_turn
 
 from fastvit_triton import optimize
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.settings import forcing
 
 MODELS = models()
 # a model of each kind, by default; the rest with -m full

@@ -33,7 +33,7 @@ from fastvit_triton.engine import ways
 from fastvit_triton.engine.body import project
 from fastvit_triton.engine.freeze import PROGRAMS
 from fastvit_triton.engine.replay.calls import Recorded
-from fastvit_triton.kernels import linear, measured, mlp, onednn, plan, settings
+from fastvit_triton.kernels import linear, measured, mlp, onednn, settings
 from fastvit_triton.kernels.activation import apply_activation
 from fastvit_triton.kernels.backend import using_backend
 
@@ -320,7 +320,7 @@ def test_an_unknown_cpu_runs_pytorch(vit, calls):
 def test_a_context_decides(forced, count, vit, calls):
     """Oracle: the number of calls; kernels that cannot run leave PyTorch's operators."""
     model, x = vit
-    with plan.forcing(forced), onednn.using_row(EVERY_PRODUCT), torch.no_grad():
+    with settings.forcing(forced), onednn.using_row(EVERY_PRODUCT), torch.no_grad():
         model(x)
     assert len(calls) == count
 

@@ -7,7 +7,7 @@ import pytest
 
 from fastvit_triton.cli import main
 from fastvit_triton.cli.platforms import Here, next_step
-from fastvit_triton.kernels import cost
+from fastvit_triton.expected.gpus import gpus
 
 ROOT = Path(__file__).parents[1]
 LINUX = Here("Linux", "6.8.0-45-generic", "x86_64", "CUDA", True, True, None)
@@ -58,7 +58,7 @@ def test_the_table_names_what_is_compiled():
     assert {row[-1] for row in rows} == {"tested", "compiled", "never tried"} and len(rows) >= 6
     named = set(re.findall(r"sm_\d+|gfx\w+", " ".join(row[1] for row in rows if row[-1] == "compiled")))
     kept = {path.stem for path in (ROOT / "fastvit_triton" / "kernels" / "tuned").glob("*.json")}
-    assert named == {name for name in kept if re.fullmatch(r"sm_\d+|gfx\w+", name)} and cost.gpus()
+    assert named == {name for name in kept if re.fullmatch(r"sm_\d+|gfx\w+", name)} and gpus()
 
 
 def test_nothing_promises_a_package_index_or_pins_timm():

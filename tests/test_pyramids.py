@@ -25,7 +25,7 @@ from fastvit_triton.expected.trace import tracing
 from fastvit_triton.expected.values import without_weights
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.settings import forcing
 from fastvit_triton.layers import Attention, ReducedAttention, Window, WindowAttention, resize_pos_embed, resize_table
 from fastvit_triton.layers.normed import LinearNorm
 from fastvit_triton.models import FeatureGetterNet

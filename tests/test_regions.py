@@ -30,8 +30,9 @@ from fastvit_triton.convert import region as region_file
 from fastvit_triton.convert.backend import compiling
 from fastvit_triton.expected.count import traced
 from fastvit_triton.expected.events import Count, Event, Piece
+from fastvit_triton.expected.gpus import gpus
 from fastvit_triton.expected.inductor import counted, inductor_count
-from fastvit_triton.kernels import cost, plan
+from fastvit_triton.kernels import settings
 from fastvit_triton.kernels.backend import using_backend
 
 MODELS = research.MODELS
@@ -292,9 +293,9 @@ def test_settings_are_compared(compiler):
     """Oracle: by hand, compiled code has the choices of the settings that it was compiled with."""
     original, converted = pair("dino")
     x = MODELS["dino"].inputs(2, 5)[0]
-    for settings, called in (using_backend("auto"), 0), (plan.forcing("plain"), 0), (contextlib.nullcontext(), 2):
+    for context, called in (using_backend("auto"), 0), (settings.forcing("plain"), 0), (contextlib.nullcontext(), 2):
         compiler["called"] = 0
-        with torch.no_grad(), settings:
+        with torch.no_grad(), context:
             assert_close(converted(x), original(x))
         assert compiler["called"] == called
     with using_backend("auto"):  # float64, for which nothing is chosen otherwise
@@ -345,7 +346,7 @@ def test_a_trace_counts_outputs_without_gradients():
     optimize(model, example=x)
     model(x)
     images = torch.empty(16, 5, research.D, device="meta")
-    found = traced(model, cost.gpus()["h100"], True, (images,), {})
+    found = traced(model, gpus()["h100"], True, (images,), {})
     assert len({event.region for event in found.events} - {0}) == 2
     assert found.count.launches <= inductor_count(traced(original, None, True, (images,), {}).events).launches
 
@@ -483,11 +484,11 @@ def test_a_trace_counts_regions_as_inductor_makes_them(training):
     with contextlib.nullcontext() if training else torch.no_grad():
         model(x)
     images = torch.empty(64, 197, 16, device="meta")
-    found = traced(model, cost.gpus()["h100"], training, (images,), {})
+    found = traced(model, gpus()["h100"], training, (images,), {})
     assert len({event.region for event in found.events} - {0}) == 1 + training
     one = inductor_count(traced(original, None, training, (images,), {}).events)
     assert found.count.launches == one.launches
     statistics = 64 * 197 * 2 * 4  # bytes of those that PyTorch's LayerNorm returns, which the norm becomes
     assert training or (one.launches, one.nbytes + statistics) == (5, found.count.nbytes)
-    small = traced(model, cost.gpus()["h100"], training, (images[:8],), {})
+    small = traced(model, gpus()["h100"], training, (images[:8],), {})
     assert ({event.region for event in small.events} == {0}) != training  # few images are replayed

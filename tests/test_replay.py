@@ -25,7 +25,7 @@ from fastvit_triton.engine import ways
 from fastvit_triton.engine.replay import build, calls, emit, record
 from fastvit_triton.engine.replay.recorder import Recorder
 from fastvit_triton.kernels import backend, launch, onednn
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.settings import forcing
 from fastvit_triton.kernels.tile import jit, tl
 
 SMALL = dict(img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=2, num_classes=0)

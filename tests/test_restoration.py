@@ -16,7 +16,7 @@ from scipy.ndimage import gaussian_filter
 from torch import Tensor, nn
 
 from fastvit_triton import create_model, load_model, load_weights, save_weights
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.settings import forcing
 from fastvit_triton.models.ipt import ramp, starts
 from fastvit_triton.train.recipes import RESTORATION
 from fastvit_triton.train.restoration import add_rain, degrade, psnr, ssim

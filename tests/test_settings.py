@@ -21,7 +21,7 @@ from fastvit_triton import create_model
 from fastvit_triton.deploy.cuda_graph import key_of
 from fastvit_triton.engine import ways
 from fastvit_triton.engine.replay import calls, record
-from fastvit_triton.kernels import attention_launch, backend, cost, launch, measured, onednn, plan, settings
+from fastvit_triton.kernels import attention_launch, backend, choose, launch, measured, onednn, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
 PACKAGE = Path(fastvit_triton.__file__).parent
@@ -140,8 +140,8 @@ CHOICES = {  # for each setting a context in which it has another value
     "TF32": lambda: precision(matmul, "allow_tf32", True),
     "TF32 of fp32_precision": lambda: precision(matmul, "fp32_precision", "tf32"),
     "deterministic algorithms": lambda: changed(*deterministic, True),
-    "forced way": lambda: plan.forcing("fused"),
-    "assumed GPU": lambda: plan.assuming(cost.gpu_of("sm_80", "")),
+    "forced way": lambda: settings.forcing("fused"),
+    "assumed GPU": lambda: settings.assuming("a100"),
     "switch": lambda: backend.using_backend("torch"),
     "architecture": lambda: launch.targeting("sm_80"),
     "row of the CPU": lambda: onednn.using_row({}),
@@ -174,7 +174,7 @@ OBSERVERS = {
     "tracing": tracing,
     "saved tensors": torch.autograd.graph.save_on_cpu,
     "anomaly mode": lambda: changed(torch.is_anomaly_enabled, torch._C.set_anomaly_enabled, True),
-    "observer": lambda: plan.observing(lambda choice: None),
+    "observer": lambda: settings.observing(lambda choice: None),
     "other rows": lambda: launch.overriding({}),
     "global hook": global_hook,
     "patched nn.Module.__call__": lambda: patched("__call__"),
@@ -239,7 +239,7 @@ def test_replays_follow_each_setting(monkeypatch, where):
 
     real = record.emit
     monkeypatch.setattr(record, "emit", lambda plan: (made := real(plan))._replace(run=partial(count, made.run)))
-    forced = contextlib.nullcontext() if way is None else plan.forcing(way)
+    forced = contextlib.nullcontext() if way is None else settings.forcing(way)
     with device(), forced, torch.no_grad():
         block, x = a_block()
         block(x)
@@ -269,16 +269,16 @@ def test_caches_of_choices_follow_each_setting():
 
         def look_up():
             """Keys that two of the caches use, and numbers of entries of the others."""
-            plan.way_of(x, sizes, False, True)
+            choose.way_of(x, sizes, False, True)
             attention_launch.prepared(make, dict(q=x))
-            return ways.known_way(block, x)[1], key_of(2, (x,)), len(plan._choices), len(made)
+            return ways.known_way(block, x)[1], key_of(2, (x,)), len(choose._choices), len(made)
 
         for name, context in CHOICES.items():
             before = look_up()
             assert look_up() == before
             with context():
                 assert all(a != b for a, b in zip(before, look_up(), strict=True)), name
-            plan._choices.clear()
+            choose._choices.clear()
             attention_launch._prepared.clear()
         for name, context in OPERATORS.items():
             before = key_of(2, (x,))
@@ -288,7 +288,7 @@ def test_caches_of_choices_follow_each_setting():
 
 def test_direct_launches_follow_each_setting():
     """Oracle: in each context Triton selects the binaries again."""
-    with no_device(), plan.forcing("fused"), torch.no_grad():
+    with no_device(), settings.forcing("fused"), torch.no_grad():
         block, x = a_block()
         with Quiet():  # not replayed
             for name, context in BINARIES.items():

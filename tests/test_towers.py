@@ -16,10 +16,10 @@ from test_converted import SHORT, dropping, eager
 
 from fastvit_triton import optimize
 from fastvit_triton.expected.count import traced
+from fastvit_triton.expected.gpus import gpus
 from fastvit_triton.kernels import check
 from fastvit_triton.kernels.backend import using_backend
-from fastvit_triton.kernels.cost import gpus
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.settings import forcing
 
 QWEN = "hf_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel"
 WITHOUT_WEIGHTS = [  # in the original's outputs

@@ -15,7 +15,7 @@ from test_fake_device import WAYS, findings
 from fastvit_triton import optimize
 from fastvit_triton.engine.freeze import kept_folds
 from fastvit_triton.kernels.backend import using_backend
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.settings import forcing
 
 
 @pytest.mark.full

@@ -19,7 +19,7 @@ import fastvit_triton
 from fastvit_triton import create_model, freeze, optimize, unfreeze
 from fastvit_triton.cli import main
 from fastvit_triton.engine import branch
-from fastvit_triton.kernels import measured, onednn, plan
+from fastvit_triton.kernels import choose, measured, onednn, settings
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.op import REGISTERED
@@ -62,11 +62,11 @@ def invented(monkeypatch, tmp_path):
     monkeypatch.setattr(
         tuning, "candidates_for", lambda row, arch: (QUICK, other) if row.startswith("linear.fwd") else ()
     )
-    plan.forget()
+    choose.forget()
     monkeypatch.setattr(model_times, "compiled", lambda model: model)  # a test of the command compiles
     with interpreting(), targeting("sm_90"), using_backend("auto"):
         yield Invented
-    plan.forget()
+    choose.forget()
 
 
 def model_and_images(train=False, **options):
@@ -107,7 +107,7 @@ def test_the_fastest_is_saved_and_used(invented, monkeypatch, train):
     assert held["rows"].keys() >= {products[0]["row"]} and held["facts"]["gpu"] == "cpu"
     with measured.using(measured.measured_in(held)):
         choices = []
-        with plan.observing(choices.append), torch.set_grad_enabled(train):
+        with settings.observing(choices.append), torch.set_grad_enabled(train):
             model(images)
     assert {(c.name, c.way, c.why) for c in choices if c.branches} == {("attention + mlp", "fused", "measured")}
     assert found.model.keys() == {"eager", "before", "after", "torch.compile"}
@@ -252,7 +252,7 @@ def test_a_model_with_autocast_inside(invented):
     choices, count = [], model.count
     found = tune(model, x, seconds=500)
     assert model.count is count and model.count == 0
-    with plan.observing(choices.append), torch.no_grad():
+    with settings.observing(choices.append), torch.no_grad():
         model(x)
     asked = next(choice.shapes for choice in choices if choice.branches)
     assert [part["shapes"] for part in found.parts] == [asked] and "fp32" not in asked[0]
@@ -349,16 +349,16 @@ def on_a_cpu(monkeypatch, tmp_path):
     monkeypatch.setattr(timing, "Clock", Invented)
     monkeypatch.setattr(Invented, "us", by_name(onednn=5.0))
     monkeypatch.setattr(model_times, "compiled", lambda model: model)
-    plan.forget()
+    choose.forget()
     yield Invented
-    plan.forget()
+    choose.forget()
 
 
 def chosen(model, images, train=False):
     """The way of each block in a call, as a later process chooses it."""
-    plan.forget()
+    choose.forget()
     choices = []
-    with plan.observing(choices.append), torch.set_grad_enabled(train):
+    with settings.observing(choices.append), torch.set_grad_enabled(train):
         model(images)
     return [choice.way for choice in choices if choice.branches]
 
@@ -430,7 +430,7 @@ def test_measurements_of_a_cpu_do_not_reach_a_compiler(on_a_cpu, monkeypatch):
     model, images = model_and_images()
     model, images = model.float(), images.float()
     tune(model, images, seconds=500)
-    plan.forget()
+    choose.forget()
     with torch.no_grad():
         with using_backend("torch"):
             want = model(images)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from fastvit_triton import optimize
 from fastvit_triton.engine import ways
 from fastvit_triton.engine.replay import calls
-from fastvit_triton.kernels import plan
+from fastvit_triton.kernels import choose
 from fastvit_triton.kernels.backend import using_backend
 
 
@@ -42,7 +42,7 @@ REPLAYED = [f"vit_pytorch_{name}" for name in ("short", "cait", "deepvit", "cvt"
 )
 def test_replayed_blocks(name, monkeypatch):
     """Oracle: as for kernels. Each block is replayed if replays alone are expected to be faster than PyTorch."""
-    monkeypatch.setattr(plan, "way_of", lambda x, branches, training, replayed, *_: "fused" if replayed else "plain")
+    monkeypatch.setattr(choose, "way_of", lambda x, branches, training, replayed, *_: "fused" if replayed else "plain")
     monkeypatch.setattr(ways, "_ways", {})
     monkeypatch.setitem(MODELS, "vit_pytorch_short", Entry(sized("vit.ViT", depth=1), 6))
     torch.manual_seed(1)

@@ -17,8 +17,8 @@ from fastvit_triton import freeze, optimize
 from fastvit_triton.convert import forwards
 from fastvit_triton.convert.readers import transformers as from_transformers
 from fastvit_triton.expected.count import predict
-from fastvit_triton.kernels import cost
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.expected.gpus import gpus
+from fastvit_triton.kernels.settings import forcing
 
 FILES = forwards, from_transformers.swin
 SWINS = ["hf_swin", "hf_swinv2", "hf_donut_swin", "hf_maskformer_swin"]
@@ -320,5 +320,5 @@ def test_launches_and_bytes_of_whole_models(family):
     assert not optimize(model).left
     with forcing("fused"):
         x = torch.empty(8, 3, 224, 224, device="meta", dtype=torch.bfloat16)
-        found = predict(model, cost.gpus()["h200"], False, x)
+        found = predict(model, gpus()["h200"], False, x)
     assert found.frozen.launches <= launches and found.eager.nbytes >= ratio * found.frozen.nbytes

@@ -17,8 +17,7 @@ from .platforms import next_step, this_machine
 
 if TYPE_CHECKING:
     from ..expected.count import Prediction
-    from ..kernels.cost import Gpu
-    from ..kernels.plan import Choice
+    from ..expected.gpus import Gpu
 
 HELP = "show which kernels run on this machine, or predict the cost of a model on a GPU"
 MODES = ("default", "max-autotune")
@@ -35,10 +34,10 @@ WHOLE = """ of the whole call, from rates of data sheets and constants fitted to
 (expected/rates.json); a range in brackets is from the best to the pessimistic rates of our kernels, and the \
 percentage is the error that nine of ten predicted gains of torch.compile over eager do not exceed in the model's \
 family. How calls run is \
-chosen by other, pessimistic rates (kernels/tuned/rates.json)."""
-BLOCKS = """ of the blocks, from published rates and estimates (kernels/tuned/rates.json); a range in brackets is from \
-the best to the pessimistic rates of our kernels. The choice uses the pessimistic ones. torch.compile is expected to \
-take the GPU time of the mixed way with PyTorch's attention, and no host time."""
+chosen by the table of the GPU (kernels/tuned/choices), from pessimistic rates."""
+BLOCKS = """ of the blocks, from published rates and estimates (expected/rates.json); a range in brackets is from the \
+best to the pessimistic rates of our kernels. The table by which calls run is from the pessimistic ones. torch.compile \
+is expected to take the GPU time of the mixed way with PyTorch's attention, and no host time."""
 FROZEN = " Frozen: after fastvit_triton.freeze, which folds the LayerNorms of fused blocks into their projections once."
 SAVED = " Saved: activations that the blocks save for the backward pass."
 
@@ -65,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None and any((args.gpu, args.img_size, args.batch, args.train, args.amp, args.mode)):
         args.model = _default_model()
     if args.model is not None:
-        from ..kernels.cost import gpu_by_name
+        from ..expected.gpus import gpu_by_name
         from ..measure.verdict import local_gpu
 
         gpu = local_gpu() if args.gpu is None else gpu_by_name(args.gpu)
@@ -125,7 +124,7 @@ def _onednn(dtypes: tuple) -> str:
 
 def _check_gpu(option: str, name: str) -> None:
     """Raises ValueError if no rates of this GPU are known."""
-    from ..kernels.cost import gpu_by_name
+    from ..expected.gpus import gpu_by_name
 
     try:
         gpu_by_name(name)
@@ -149,8 +148,8 @@ def _predict(named_model: NamedModel, args: argparse.Namespace, gpu: "Gpu") -> N
     from ..convert.flop_shares import Subject
     from ..convert.reporting import NOTHING
     from ..expected.count import predict
+    from ..expected.gpus import gpus
     from ..kernels.backend import why_not
-    from ..kernels.cost import gpus
     from ..measure.verdict import of_prediction
 
     model, shape = named_model.model, named_model.shape
@@ -162,7 +161,7 @@ def _predict(named_model: NamedModel, args: argparse.Namespace, gpu: "Gpu") -> N
     print_line(what)
     why = None if args.gpu else why_not(select_device("auto"), torch.bfloat16)
     here = f" ({why}; --gpu takes {', '.join(gpus())})" if why else ""
-    print_line(f"How calls run is chosen by expected time, here for {gpu.name}, {gpu.architecture}{here}.")
+    print_line(f"How calls run is chosen by a table, here for {gpu.name}, {gpu.architecture}{here}.")
     print_line(f"Source of its rates: {gpu.source}.")
     dtype = torch.float32 if args.amp else torch.bfloat16
     make = partial(torch.empty, dtype=dtype, device="meta")
@@ -181,25 +180,12 @@ def _predict(named_model: NamedModel, args: argparse.Namespace, gpu: "Gpu") -> N
             first = str(error).splitlines()[0]
             raise ValueError(f"{args.model} cannot be counted from the shape of images alone: {first}") from error
         print_line(f"\nbatch {batch}: images of {' × '.join(map(str, shape))}, {numbers}, {phase}\n")
-        shown = with_ways(report, prediction.choices, _reason)
+        shown = with_ways(report, prediction.choices)
         print_line(f"{shown}\n")
         _print_table(prediction, batch, MODES if args.mode is None else (args.mode,))
         if not args.train:
             print_line(f"\n{of_prediction(prediction, shown, batch, numbers)}")
     print_line(NOTES + (BLOCKS + SAVED if args.train else WHOLE + FROZEN))
-
-
-def _reason(choice: "Choice") -> str:
-    """Why a choice was made: what decided, and the expected times if these did."""
-    if choice.why != "expected":
-        return choice.why
-    times = []
-    for way, (gpu, host) in choice.us.items():
-        if way in choice.refused:
-            times.append(f"{way} {choice.refused[way]}")
-        else:
-            times.append(f"{way} {max(gpu, host):.0f} (GPU {gpu:.0f}, host {host:.0f})" if host else f"{way} {gpu:.1f}")
-    return f"least expected µs: {'; '.join(times)}"
 
 
 def _print_table(prediction: "Prediction", batch: int, modes: tuple[str, ...]) -> None:

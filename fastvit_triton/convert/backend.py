@@ -2,8 +2,8 @@
 
 The graph captured by Dynamo is rewritten before autograd is traced, so the kernels' own backward passes run; the rest
 goes to Inductor with the caller's mode and options. On a CPU, linear layers are replaced by oneDNN's products where
-`plan` chooses these. A graph in which neither can run is passed on unchanged, and so is one whose rewriting fails, with
-a warning. Every decision is logged to "fastvit_triton.convert.backend" at level INFO, and is in `report`.
+`kernels.choose` says so. A graph in which neither can run is passed on unchanged, and so is one whose rewriting fails,
+with a warning. Every decision is logged to "fastvit_triton.convert.backend" at level INFO, and is in `report`.
 """
 
 import contextlib

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..engine import replay, ways
 from ..engine.hooks import PACKAGE, has_global_hooks, has_hooks, is_our_forward, runs_other_code
-from ..kernels import launch, plan, settings
+from ..kernels import choose, launch, settings
 from ..kernels.backend import kernels_available, transparent
 from .example import arguments, unchanged
 from .third_party import can_run, gives_proxies
@@ -107,7 +107,7 @@ def run(module: nn.Module, /, *args: Any, **named: Any) -> Any:
     if given is None:
         return capture(module, *args, **named)
     # on a CPU a record has no second derivatives, which the graph has
-    if kernels_available(x) or (plan.has_ways(x) and not torch.is_grad_enabled()):
+    if kernels_available(x) or (choose.has_ways(x) and not torch.is_grad_enabled()):
         return replay.call((capture, settings.choices(x.device.type)), capture, module, *args, **named)
     return capture(module, *args, **named)
 

@@ -3,13 +3,14 @@
 import contextlib
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from types import FrameType
 
 from torch import nn
 
-from ..kernels.plan import Choice, locating
+from ..kernels.choose import Choice
+from ..kernels.settings import locating
 from .readers.ours import run_chained
 from .reporting import OURS, Report, Row
 
@@ -46,13 +47,12 @@ def _running() -> str | None:
     return None
 
 
-def with_ways(report: Report, choices: Iterable[Choice], reason: Callable[[Choice], str]) -> Report:
+def with_ways(report: Report, choices: Iterable[Choice]) -> Report:
     """The report with the way and its reason in each row of a converted module, and with a row for each of ours.
 
     Args:
         report: of a model that exists.
         choices: of one call of the model or of a copy in `located`.
-        reason: describes why a choice was made.
     """
     model = None if report.subject is None else report.subject.model
     if model is None:
@@ -64,13 +64,11 @@ def with_ways(report: Report, choices: Iterable[Choice], reason: Callable[[Choic
     rows: dict[str, Row] = {}
     for row in _with_ours(report.rows, by_path, model):
         row_choices = by_path.get(first[id(model.get_submodule(row.path))], [])
-        rows[row.path] = (
-            row if row.became is None else _chosen(row, row_choices, rows.get(row.within or row.path), reason)
-        )
+        rows[row.path] = row if row.became is None else _chosen(row, row_choices, rows.get(row.within or row.path))
     return replace(report, rows=tuple(rows.values()), device=None, products=None)
 
 
-def _chosen(row: Row, choices: list[Choice], around: Row | None, reason: Callable[[Choice], str]) -> Row:
+def _chosen(row: Row, choices: list[Choice], around: Row | None) -> Row:
     """The row with its way: of its branches, else of its ops, else of the block around it."""
     branches = [choice for choice in choices if choice.branches]
     if not choices:
@@ -78,7 +76,7 @@ def _chosen(row: Row, choices: list[Choice], around: Row | None, reason: Callabl
         return replace(row, way=way, why=row.why if around is not None else _joined(row.why, "it chose no kernel"))
     ways = {choice.way for choice in branches or choices}
     ops = [f"{choice.name} {choice.way}" for choice in choices if not choice.branches] if branches else []
-    texts = dict.fromkeys([*map(reason, branches or choices), *ops])
+    texts = dict.fromkeys([*(choice.why for choice in branches or choices), *ops])
     return replace(row, way=ways.pop() if len(ways) == 1 else "mixed", why=_joined(row.why, *texts))
 
 

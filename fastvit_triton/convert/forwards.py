@@ -20,7 +20,7 @@ from ..engine.body import Body
 from ..engine.hooks import PACKAGE, has_hooks, has_watched_child
 from ..engine.mlp import MlpBody
 from ..engine.source import defines
-from ..kernels import backend, launch, plan
+from ..kernels import backend, choose, launch
 from ..kernels.backend import constant, transparent
 from .recognition import recognised
 from .third_party import FUSED, can_run, inherited, is_fusable, runs_original
@@ -324,7 +324,7 @@ class FusedBody:
             parts = self.reader(module, *inputs[1:], **named)
             if not isinstance(parts, str):
                 way = "reference"
-                if plan.has_ways(x):
+                if choose.has_ways(x):
                     way = ways.choose_way(module, x, (parts.sizes(),), replays=True)
                 if way == "plain":
                     return ways.plainly(type(module).forward, module, *inputs, **named)

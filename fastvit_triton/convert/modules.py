@@ -61,7 +61,7 @@ def optimize(
     Parameters remain the same objects under the same keys, classes are not changed, and gradients equal the original's,
     so optimisers, checkpoints, EMA copies, DDP and FSDP2 keep working. Each call selects again: a module runs its own
     forward if the kernels cannot run (float64, or a CPU without linear layers by oneDNN), if attention needs dropout or
-    a causal mask, or if PyTorch's code is expected to be fastest (see `kernels.plan` and `fastvit-triton doctor`).
+    a causal mask, or if PyTorch's code is expected to be fastest (see `kernels.choose` and `fastvit-triton doctor`).
     Submodules that have hooks or were replaced (LoRA, quantised, parametrised) are called, not fused. The original code
     also runs under global module hooks (`torch.nn.modules.module.register_module_forward_hook` and similar), if the
     code of a class or a function that it uses is not that of its source file (see `engine.source`), if another

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..engine import leaves as parts
 from ..engine.hooks import PACKAGE, are_plain_tensors, has_global_hooks, runs_other_code, type_name
 from ..engine.source import ALWAYS, Code, code_of
-from ..kernels import plan
+from ..kernels import choose
 from ..kernels.backend import backend, constant, kernels_available
 from .recognition import recognised
 
@@ -84,7 +84,7 @@ def can_run(x: Tensor, module: nn.Module | None = None, products: bool = True) -
     """
     if not are_plain_tensors(x) or x.is_nested:
         return False
-    if plan.has_ways(x) if products else kernels_available(x):
+    if choose.has_ways(x) if products else kernels_available(x):
         return True
     ours = module is not None and type_name(module).startswith(f"{PACKAGE}.")
     return backend() == "torch" and not torch.jit.is_tracing() and not ours

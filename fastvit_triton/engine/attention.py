@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from ..kernels.argument import Norm, Varlen, Window
 from ..kernels.attention import attention
 from ..kernels.attention_qkv import Rope, attention_qkv, rotate
-from ..kernels.cost import Branch
 from ..kernels.fold import packed
 from ..kernels.patch_embed import patch_embed, whole_patches
+from ..kernels.sizes import Branch
 from ..kernels.window import reference, window_attention
 from .body import Body, fold_or_normalize, project
 from .leaves import Foreign, Layer, Packed, is_patch_conv, is_readable, norm_of, width_of

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from ..kernels import linear as linear_file
 from ..kernels.activation import apply_activation
 from ..kernels.argument import NextNorm, Norm, Normalized
-from ..kernels.cost import Branch
 from ..kernels.fold import packed
 from ..kernels.layer_norm import layer_norm, scaled
 from ..kernels.linear import linear
 from ..kernels.rms_norm import rms_norm
+from ..kernels.sizes import Branch
 from .freeze import FoldedNorm, fold_norms, operands, packed_weight
 from .hooks import can_fuse, has_hooks
 from .leaves import Layer, entry_of, is_inactive, is_readable, norm_of, width_of
@@ -45,7 +45,7 @@ class Body(NamedTuple):
         first: norm inside the module, before the projections.
         last: norm before the last layer.
         drops: all its dropouts, which follow the random numbers of the module; the last follows the last layer.
-        decomposed: scores have a bias by row plus one by column, see `cost.Branch`.
+        decomposed: scores have a bias by row plus one by column, see `Branch`.
     """
 
     name: str

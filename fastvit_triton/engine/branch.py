@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels import plan
+from ..kernels import choose, settings
 from ..kernels.argument import NextNorm, Normalized
 from ..kernels.layer_norm import scaled
 from . import body as body_file
@@ -121,14 +121,14 @@ def runs_plain(x: Tensor, *branches: Branch, block: nn.Module | None = None) -> 
     """True if `add_branches` would run these branches of x in the plain way; for `block` see there."""
     if ways.state.inside_plain:
         return True
-    with contextlib.nullcontext() if torch.compiler.is_compiling() else plan.unobserved():
+    with contextlib.nullcontext() if torch.compiler.is_compiling() else settings.unobserved():
         if block is not None and (way := ways.known_way(block, x)[0]) is not None:
             return way == "plain"
         return _way(block, x, branches, [_body(branch, x) for branch in branches]) == "plain"
 
 
 def _way(block: nn.Module | None, x: Tensor, branches: tuple[Branch, ...], bodies: list[Body | None]) -> str:
-    if not plan.has_ways(x) or not any(bodies):
+    if not choose.has_ways(x) or not any(bodies):
         return "reference"
     sizes = []
     for branch, body in zip(branches, bodies, strict=True):

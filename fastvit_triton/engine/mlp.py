@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from ..kernels import linear as linear_file
 from ..kernels import mlp as mlp_file
 from ..kernels.activation import ACTIVATIONS, GATED
-from ..kernels.cost import Branch
 from ..kernels.depthwise import depthwise
 from ..kernels.linear import linear
 from ..kernels.mlp import mlp
+from ..kernels.sizes import Branch
 from .attention import as_map, as_tokens
 from .body import (
     Before,

@@ -1,4 +1,4 @@
-"""Selects how a block runs ("fused", "mixed", "onednn" or "plain"): one cached lookup per call, see `kernels.plan`.
+"""Selects how a block runs ("fused", "mixed", "onednn" or "plain"): one cached lookup per call, see `kernels.choose`.
 
 In a plain block the original modules run, and modules inside it do not select again. A block's sizes are read on its
 first call and cached. Modules that are replaced, hooked or patched later change what can be fused: every fused or mixed
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels import launch, plan, settings
-from ..kernels.cost import Branch
+from ..kernels import choose, launch, settings
 from ..kernels.layer_norm import MAX_D
+from ..kernels.sizes import Branch
 from .freeze import SIZES, precision_of
 from .hooks import are_plain_tensors, is_repeatable
 
@@ -83,7 +83,7 @@ def known_way(module: nn.Module, x: Tensor) -> tuple[str | None, Any]:
     try:
         way = _ways[key]
     except KeyError:
-        if not plan.has_ways(x):
+        if not choose.has_ways(x):
             return None, None
         if len(_ways) >= MAX_WAYS:
             _ways.clear()
@@ -120,7 +120,7 @@ def _way(x: Tensor, branches: tuple[Branch, ...], replayed: bool, frozen: str | 
         tokens = x.numel() // max(x.shape[0] * x.shape[-1], 1)
         size = launch.product_dtype(x).itemsize
         branches = tuple(b._replace(images=x.shape[0], tokens=tokens, itemsize=size) for b in branches)
-    way = plan.way_of(x, branches, torch.is_grad_enabled(), replayed and REPLAYS, frozen)
+    way = choose.way_of(x, branches, torch.is_grad_enabled(), replayed and REPLAYS, frozen)
     return "plain" if way == "mixed" and not are_plain_tensors(x) else way  # traced tensors need registered ops
 
 

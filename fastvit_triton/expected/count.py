@@ -12,11 +12,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..engine.freeze import freeze
 from ..engine.ways import SIZES
+from ..expected.blocks import block_us, compiled_us, host_us, saved_values
+from ..expected.gpus import Gpu
 from ..kernels import tile
 from ..kernels.backend import using_backend
-from ..kernels.cost import Gpu, block_us, compiled_us, saved_values
+from ..kernels.choose import Choice
 from ..kernels.launch import targeting
-from ..kernels.plan import Choice, assuming, host_us, observing
+from ..kernels.settings import assuming, observing
 from . import times, work
 from .cuda_operators import as_on_cuda
 from .events import Count
@@ -97,7 +99,7 @@ class Prediction:
 
     @property
     def _device(self) -> times.Device:
-        return times.device_of(self.gpu)
+        return self.gpu.sheet
 
     def _host_us(self, choice: Choice, way: str) -> float:
         return host_us(way, len(choice.branches), self.training, choice.replayed)
@@ -106,7 +108,7 @@ class Prediction:
         return block_us(self.gpu, choice.branches, way, self.training, frozen, ratio)
 
     def saved_bytes(self, way: str | None = None) -> int:
-        """Bytes that the blocks save for the backward pass in one way, or by default; see `cost.saved_values`."""
+        """Bytes that the blocks save for the backward pass in one way, or by default; see `blocks.saved_values`."""
         return sum(
             b.images * b.tokens * b.itemsize * saved_values(b, way or choice.way)
             for choice in self.blocks
@@ -132,7 +134,7 @@ def predict(model: nn.Module, gpu: Gpu, training: bool, *inputs: object, **named
 
     Args:
         model: converted by `optimize`, or one of ours; on the meta device. It is not changed.
-        gpu: one of `cost.gpus()`.
+        gpu: one of `gpus()`.
         training: include the backward pass of every output.
         inputs: its inputs on the meta device, in the dtype of the weights; integers on the CPU, such as grids, have
             values that the model may read.
@@ -160,7 +162,7 @@ def traced(
 
     Args:
         model: as for `predict`.
-        gpu: one of `cost.gpus()`; None for eager PyTorch.
+        gpu: one of `gpus()`; None for eager PyTorch.
         training: include the backward pass of every output.
         inputs: as for `predict`.
         named: keyword inputs.
@@ -201,7 +203,7 @@ def assumed(gpu: Gpu) -> Iterator[None]:
     before = tile.MISSING
     tile.MISSING = None
     try:
-        with targeting(gpu.architecture), assuming(gpu):
+        with targeting(gpu.architecture), assuming(gpu.key):
             yield
     finally:
         tile.MISSING = before

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..kernels.cost import seen_pairs
+from ..kernels.sizes import seen_pairs
 
 
 class Launched(NamedTuple):

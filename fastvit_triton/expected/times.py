@@ -10,59 +10,22 @@ one. Constants and their provenance: rates.json, written by `benchmarks.fit_rate
 """
 
 import functools
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import NamedTuple
 
-from ..kernels.cost import Gpu
+from .gpus import Device, Gpu, table
 from .work import UNMODELLED, Work
 
-RATES = Path(__file__).with_name("rates.json")
 LEAST_US = 4.0  # of a kernel; an estimate
 PREFIXES = "dinov3 rope siglip flexivit samvit eva beit swin deit cait".split()  # families by parts of timm's names
 ROWS, COLUMNS, DEPTH = 64, 64, 16  # tile of a batched product to which its sizes are padded
 
 
-class Device(NamedTuple):
-    """Rates of a GPU by its data sheet.
-
-    Attributes:
-        name: as its maker writes it.
-        tflops: of dense 16-bit products with float32 sums.
-        float32_tflops: of float32 arithmetic without tensor cores.
-        gbs: bandwidth of memory.
-        source: of these figures.
-        clock: factor of `tflops` beside the constants, which hold for an RTX 4090: limits of power, and of clocks.
-        memory: factor of `gbs` beside the constants.
-    """
-
-    name: str
-    tflops: float
-    float32_tflops: float
-    gbs: float
-    source: str
-    clock: float = 1.0
-    memory: float = 1.0
-
-
-@functools.cache
-def devices() -> dict[str, Device]:
-    """GPUs with known rates, by short name."""
-    return {key: Device(**row) for key, row in _table()["devices"].items()}
-
-
-def device_of(gpu: Gpu) -> Device:
-    """The data sheet's rates of a GPU in tuned/rates.json."""
-    return next(device for device in devices().values() if device.name == gpu.name)
-
-
 @functools.cache
 def constants() -> dict[str, float]:
     """The fitted constants by name."""
-    return {key: row["value"] for key, row in _table()["constants"].items()}
+    return {key: row["value"] for key, row in table()["constants"].items()}
 
 
 def family(name: str) -> str:
@@ -79,12 +42,7 @@ def error_of_gain(name: str) -> float | None:
     Returns:
         None for a family without published rows.
     """
-    return _table()["error_of_gain"].get(family(name))
-
-
-@functools.cache
-def _table() -> dict:
-    return json.loads(RATES.read_text())
+    return table()["error_of_gain"].get(family(name))
 
 
 def call_us(
@@ -98,7 +56,7 @@ def call_us(
 
     Args:
         work: (kernel, number of times), see `work.Call`.
-        device: one of `devices()`.
+        device: rates of its data sheet.
         images: number of images.
         host: "eager" or "compile", for the time that the host takes to launch a kernel; None to ignore it.
         fitted: constants; None for those of rates.json.
@@ -130,7 +88,7 @@ def saved_by_templates_us(
 
 
 def with_ours(gpu: Gpu, ratio: int) -> dict[str, float]:
-    """The constants, with those of our kernels: PyTorch's times the ratios in tuned/rates.json.
+    """The constants, with those of our kernels: PyTorch's times the ratios of a GPU.
 
     Args:
         gpu: with the ratios.

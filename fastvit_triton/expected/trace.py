@@ -27,8 +27,8 @@ from torch.utils.flop_counter import flop_registry
 
 from ..engine.replay.recorder import ALLOCATE, READERS
 from ..kernels import launch, linear_backward, settings, tile
-from ..kernels.cost import seen_pairs
 from ..kernels.op import REGISTERED
+from ..kernels.sizes import seen_pairs
 from . import launched
 from .events import FLASH, Count, Event, Piece
 from .inductor import counted

@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import check, plan
+from . import check, choose
 from .argument import expect_number
 from .attention_backward import bwd_op
 from .attention_inner import (
@@ -206,10 +206,10 @@ def prefers_kernel(
     empty = not torch.compiler.is_compiling() and 0 in (x.shape[0], *lengths)
     if not bare or D % 8 or D != Dv or deterministic or empty:  # SDPA pads odd widths, and its dq is not deterministic
         return True
-    sizes = (*plan.lengths_of(x.shape[0], *lengths, int(heads)), int(D), packed)
+    sizes = (*choose.lengths_of(x.shape[0], *lengths, int(heads)), int(D), packed)
     if causal:
-        return lengths[0] != lengths[1] or plan.prefers_kernel(x, "attention", *sizes, True)
-    return plan.prefers_kernel(x, "attention", *sizes)
+        return lengths[0] != lengths[1] or choose.prefers_kernel(x, "attention", *sizes, True)
+    return choose.prefers_kernel(x, "attention", *sizes)
 
 
 def reference(

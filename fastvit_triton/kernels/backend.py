@@ -25,7 +25,7 @@ _switch: str = _environment()  # an invalid value raises on first use
 def backend() -> str:
     """Value of the switch: from `set_backend`, else from FASTVIT_TRITON_BACKEND at import, else "auto".
 
-    With "auto", `plan` selects fused, mixed or plain if the kernels can run, and on a CPU oneDNN's products where
+    With "auto", `choose` selects fused, mixed or plain if the kernels can run, and on a CPU oneDNN's products where
     `fastvit-triton tune` or a measured row of this CPU says that they are faster. "onednn" takes these for every
     product on a CPU, and is "auto" on a GPU. "torch" always takes the PyTorch path. "triton" always runs fused, also
     for CPU tensors, which needs Triton's interpreter (TRITON_INTERPRET=1): slow, for tests.

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import check, plan
+from . import check, choose
 from .activation import ACTIVATIONS, GATED, activate, activate_grad
 from .argument import expect_floating, expect_mixable, expect_number
 from .backend import kernels_available
@@ -87,8 +87,8 @@ def batch_norm_act(
 def _kernel_is_chosen(x, activation, residual):
     """True if the plan selects our kernel, not the reference."""
     B, C, H, W = x.shape
-    return plan.prefers_kernel(
-        x, "batch_norm_act", plan.rows_of(B * H * W), C, activation is not None, residual is not None
+    return choose.prefers_kernel(
+        x, "batch_norm_act", choose.rows_of(B * H * W), C, activation is not None, residual is not None
     )
 
 

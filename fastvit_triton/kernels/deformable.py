@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import plan
+from . import choose
 from .argument import expect_floating, expect_int, expect_mixable, expect_nonempty
 from .backend import kernels_available
 from .launch import cdiv, config, launch, power_of_2
@@ -88,8 +88,8 @@ def deformable_attention(
 def _kernel_is_chosen(value, locations):
     """True if the plan selects our kernels, not the reference."""
     (B, N, H, D), (_, Nq, _, L, P, _) = value.shape, locations.shape
-    return plan.prefers_kernel(
-        value, "deformable_attention", plan.rows_of(B * Nq), H * D, H, int(L), int(P), plan.rows_of(B * N)
+    return choose.prefers_kernel(
+        value, "deformable_attention", choose.rows_of(B * Nq), H * D, H, int(L), int(P), choose.rows_of(B * N)
     )
 
 

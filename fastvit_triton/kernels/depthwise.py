@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import check, plan
+from . import check, choose
 from .activation import ACTIVATIONS, GATED, activate, activate_grad
 from .argument import expect_bool, expect_floating, expect_int, expect_nonempty
 from .backend import kernels_available
@@ -97,12 +97,12 @@ def depthwise(
 
 def _kernel_is_chosen(x, weight, bias, stride, activation, residual):
     """True if the plan selects our kernels, not the reference."""
-    rows = plan.rows_of(math.prod(_output_shape(x, stride)[:-1]))
+    rows = choose.rows_of(math.prod(_output_shape(x, stride)[:-1]))
     C = int(weight.shape[0])
     K = int(weight.shape[3])
     copied = (weight.stride(0), *weight.stride()[2:]) != (1, K * C, C)
     sizes = rows, C, K, stride, bias is not None, activation is not None, residual, copied
-    return plan.prefers_kernel(x, "depthwise", *sizes)
+    return choose.prefers_kernel(x, "depthwise", *sizes)
 
 
 def reference(

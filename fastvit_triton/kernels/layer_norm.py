@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import plan
+from . import choose
 from .argument import Norm, Normalized, expect_addable, expect_norm, expect_rows, expect_scales, is_autocast_on
 from .backend import kernels_available
 from .launch import cdiv, launch, whole_row_blocks
@@ -48,9 +48,9 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     expect_norm(x, x.dtype, (weight, bias, eps), D=x.shape[-1])
     if kernels_available(x) and x.shape[-1] <= MAX_D:
         mixable = weight is None or weight.dtype == x.dtype  # otherwise PyTorch casts x
-        rows = plan.rows_of(math.prod(x.shape[:-1]))
+        rows = choose.rows_of(math.prod(x.shape[:-1]))
         width = index(x.shape[-1])  # int leaves a size symbolic in a trace
-        if not mixable or plan.prefers_kernel(x, "layer_norm", rows, width):
+        if not mixable or choose.prefers_kernel(x, "layer_norm", rows, width):
             return run(x, weight, bias, eps)
     return reference(x, weight, bias, eps)
 
@@ -95,8 +95,8 @@ def add_layer_norm(
     expect_norm(x, dtype, (weight, bias, eps), D=x.shape[-1])
     if kernels_available(x) and kernels_available(residual) and x.shape[-1] <= MAX_D:
         mixable = weight is None or weight.dtype == dtype  # otherwise PyTorch casts the sum
-        rows, scales = plan.rows_of(math.prod(x.shape[:-1])), (layer_scale is not None, sample_scale is not None)
-        if mixable and not plan.prefers_kernel(x, "add_layer_norm", rows, index(x.shape[-1]), *scales):
+        rows, scales = choose.rows_of(math.prod(x.shape[:-1])), (layer_scale is not None, sample_scale is not None)
+        if mixable and not choose.prefers_kernel(x, "add_layer_norm", rows, index(x.shape[-1]), *scales):
             return reference_add(x, residual, weight, bias, eps, layer_scale, sample_scale)
         return _Fn.apply(x, residual, weight, bias, eps, layer_scale, sample_scale, False)
     return reference_add(x, residual, weight, bias, eps, layer_scale, sample_scale)

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import check, cpu, fold, layer_norm, mixed, onednn, plan, rms_norm
+from . import check, choose, cpu, fold, layer_norm, mixed, onednn, rms_norm
 from .activation import GATED, activate, apply_activation, gate_of
 from .argument import NextNorm, Norm, Normalized, NormLike, Pair, Reader, expect_bool_or_reader, kind_of
 from .backend import kernels_available
@@ -102,8 +102,8 @@ def linear(
     ends = layer_scale, sample_scale, residual
     if kernels_available(x) and x.shape[-1] <= layer_norm.MAX_D:
         sizes = plan_sizes(x, weight, norm, activation, *ends)
-        rows = plan.rows_of(math.prod(x.shape[:-1]))
-        if not plan.copies(x, residual) and plan.prefers_kernel(x, "linear", rows, *sizes):
+        rows = choose.rows_of(math.prod(x.shape[:-1]))
+        if not choose.copies(x, residual) and choose.prefers_kernel(x, "linear", rows, *sizes):
             wanted = reads_stats(return_stats, x, residual, output_channels(weight, activation))
             y = run(x, weight, bias, norm, stats, activation, *ends, return_stats=wanted)
             return (y, None) if return_stats and not wanted else y
@@ -144,7 +144,7 @@ def run(
         x, weight, bias, norm, activation, layer_scale, sample_scale, residual: as in `linear`.
         stats: row statistics of x for "fused", or LN(x) for "mixed", from the call that produced x.
         return_stats: also return the next call's `stats`; for "mixed", the `NextNorm` to apply, or False.
-        way: "fused", "mixed" or "onednn", see `plan`; for "onednn" the weight may be packed, and there are no stats.
+        way: "fused", "mixed" or "onednn", see `choose`; for "onednn" the weight may be packed, and there are no stats.
     """
     if way == "onednn":
         y = cpu.linear(x, weight, bias, norm, activation, layer_scale, sample_scale, residual)
@@ -188,7 +188,7 @@ def plan_sizes(
     sample_scale: Tensor | None,
     residual: Tensor | None,
 ) -> tuple[int, ...]:
-    """Arguments of "linear" in `op_cost.OPS` after the number of rows; of x only the dtype is used."""
+    """Arguments of "linear" in `choose.OPS` after the number of rows; of x only the dtype is used."""
     has_norm = norm is not None and can_fold_norm(x)
     fold = has_norm and not isinstance(weight, Folded)
     ends = residual is not None, layer_scale is not None, sample_scale is not None
@@ -213,8 +213,8 @@ def reads_stats(asked: bool | Reader, x: Tensor, residual: Tensor | None, width:
         return asked
     if width > layer_norm.MAX_D or not can_fold_norm(x) or (residual is not None and residual.dtype != x.dtype):
         return False
-    rows = plan.rows_of(math.prod(x.shape[:-1]))
-    return fold.pays(x, asked.sizes[1]) and plan.prefers_kernel(x, asked.op, rows, *asked.sizes)
+    rows = choose.rows_of(math.prod(x.shape[:-1]))
+    return fold.pays(x, asked.sizes[1]) and choose.prefers_kernel(x, asked.op, rows, *asked.sizes)
 
 
 def with_stats(y: Tensor, asked: bool | Reader) -> Tensor | Any:

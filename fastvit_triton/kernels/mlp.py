@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from . import check, cpu, layer_norm, linear, mixed, plan
+from . import check, choose, cpu, layer_norm, linear, mixed
 from .activation import GATED, activate
 from .argument import (
     NextNorm,
@@ -107,8 +107,8 @@ def mlp(
     ends = layer_scale, sample_scale, residual
     if kernels_available(x) and max(x.shape[-1], weight.shape[1]) <= layer_norm.MAX_D:
         sizes = plan_sizes(x, fc1[0], weight, norm, activation, *ends)
-        rows = plan.rows_of(math.prod(x.shape[:-1]))
-        if not plan.copies(x, residual) and plan.prefers_kernel(x, "mlp", rows, *sizes):
+        rows = choose.rows_of(math.prod(x.shape[:-1]))
+        if not choose.copies(x, residual) and choose.prefers_kernel(x, "mlp", rows, *sizes):
             wanted = linear.reads_stats(return_stats, x, residual, weight.shape[0])
             y = run(x, fc1, fc2, norm, stats, activation, *ends, recompute, return_stats=wanted)
             return (y, None) if return_stats and not wanted else y
@@ -176,7 +176,7 @@ def plan_sizes(
     sample_scale: Tensor | None,
     residual: Tensor | None,
 ) -> tuple[int, ...]:
-    """Arguments of "mlp" in `op_cost.OPS` after the number of rows; of x only the dtype is used."""
+    """Arguments of "mlp" in `choose.OPS` after the number of rows; of x only the dtype is used."""
     first = linear.plan_sizes(x, fc1_weight, norm, activation, layer_scale, sample_scale, residual)
     return *first[:2], fc2_weight.shape[1], *first[2:]
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import plan
+from . import choose
 from .argument import FLOATS, expect_floating, expect_mixable, expect_nonempty
 from .backend import kernels_available
 from .launch import cdiv, config, launch, precision
@@ -102,9 +102,9 @@ def patch_embed(
 def _kernel_is_chosen(image, weight, pos, prefix):
     """True if the plan selects our kernel, not the reference, which normalises uint8 images in four passes."""
     D, *patch = weight.shape
-    patches = plan.rows_of(image.numel() // math.prod(patch))
+    patches = choose.rows_of(image.numel() // math.prod(patch))
     sizes = patches, math.prod(patch), D, prefix is not None, pos is not None
-    return image.dtype == torch.uint8 or plan.prefers_kernel(weight, "patch_embed", *sizes)
+    return image.dtype == torch.uint8 or choose.prefers_kernel(weight, "patch_embed", *sizes)
 
 
 def reference(

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import layer_norm, plan
+from . import choose, layer_norm
 from .argument import NormLike, expect_addable, expect_norm, expect_rows, expect_scales, is_autocast_on, kind_of
 from .backend import kernels_available
 from .op import Op
@@ -43,8 +43,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     expect_norm(x, x.dtype, (weight, None, eps), D=x.shape[-1])
     if kernels_available(x) and x.shape[-1] <= layer_norm.MAX_D:
         mixable = weight is None or weight.dtype == x.dtype
-        rows = plan.rows_of(math.prod(x.shape[:-1]))
-        if not mixable or plan.prefers_kernel(x, "layer_norm", rows, index(x.shape[-1])):
+        rows = choose.rows_of(math.prod(x.shape[:-1]))
+        if not mixable or choose.prefers_kernel(x, "layer_norm", rows, index(x.shape[-1])):
             return layer_norm.run(x, weight, None, eps, rms=True)
     return reference(x, weight, eps)
 

@@ -1,13 +1,15 @@
 """The global settings that choices depend on. Every cache of choices reads them here, and nowhere else.
 
-`choices` are read by this package's code: they are part of the keys of `plan`, of `engine.ways`, of prepared launches,
-of records and of CUDA graphs. `operators` are read by PyTorch when it selects operators: they are part of the state of
+`choices` are read by this package's code: they are part of the keys of `choose`, `engine.ways`, prepared launches,
+records and CUDA graphs. `operators` are read by PyTorch when it selects operators: they are part of the state of
 records, which fix that selection, and of the keys of CUDA graphs. Triton's settings, by which a launch selects a
 binary, are `launch.binaries`. `is_observed` is True while something must see each call.
 """
 
+import contextlib
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,14 +17,15 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from . import backend, launch, measured
+from .sizes import WAYS
 
-forced: str | None = None  # way of every branch, see `plan.forcing`
-assumed: Any = None  # GPU used instead of the device's, a `cost.Gpu`; see `plan.assuming`
-observer: Callable | None = None  # called with each choice, see `plan.observing`
+forced: str | None = None  # way of every branch, see `forcing`
+assumed: str | None = None  # name of the GPU used instead of the device's, see `assuming`
+observer: Callable | None = None  # called with each choice, see `observing`
 direct: bool = os.environ.get("FASTVIT_TRITON_DIRECT", "0") not in ("", "0")  # Inductor launches, see `convert.direct`
 cpu_row: Any = None  # an `onednn.Row` used instead of that of this CPU, see `onednn.using_row`
 reduced: bool = False  # True while a model is frozen with a reduced precision, see `engine.freeze`
-locator: Callable | None = None  # tells where an observed choice is made, see `plan.locating`
+locator: Callable | None = None  # tells where an observed choice is made, see `locating`
 region: int | None = None  # number of the region that a trace of `expected` is in, 0 outside; None without a trace
 
 _call_of_modules = nn.Module.__call__
@@ -95,3 +98,49 @@ def is_observed() -> bool:
         or nn.Module.__call__ is not _call_of_modules
         or nn.Module._call_impl is not _call_impl_of_modules
     )
+
+
+def forcing(way: str) -> contextlib.AbstractContextManager[None]:
+    """Context in which every branch runs in this way if possible, and ops run our kernels unless it is "plain".
+
+    Raises:
+        ValueError: the way is not "fused", "mixed", "onednn" or "plain".
+    """
+    if way not in (*WAYS, "onednn"):
+        raise ValueError(f"way is {way!r}; use one of {', '.join(WAYS)} or onednn")
+    return _setting("forced", way)
+
+
+def assuming(gpu: str) -> contextlib.AbstractContextManager[None]:
+    """Context in which choices are made for this GPU on any device; see `launch.targeting` for its architecture.
+
+    Args:
+        gpu: name of its table in tuned/choices.
+    """
+    return _setting("assumed", gpu)
+
+
+def unobserved() -> contextlib.AbstractContextManager[None]:
+    """Context in which no observer is called, because the choices are not followed."""
+    return _setting("observer", None)
+
+
+def observing(found: Callable[[Any], None]) -> contextlib.AbstractContextManager[None]:
+    """Context in which `found` is called with each `choose.Choice`."""
+    return _setting("observer", found)
+
+
+def locating(found: Callable[[], str | None]) -> contextlib.AbstractContextManager[None]:
+    """Context in which observed choices have the path that `found` returns, which is called where one is made."""
+    return _setting("locator", found)
+
+
+@contextlib.contextmanager
+def _setting(name: str, value: object) -> Iterator[None]:
+    this = sys.modules[__name__]
+    before = getattr(this, name)
+    setattr(this, name, value)
+    try:
+        yield
+    finally:
+        setattr(this, name, before)

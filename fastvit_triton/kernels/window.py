@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import attention, plan
+from . import attention, choose
 from .argument import expect_bool, expect_floating, expect_int, expect_mixable, expect_nonempty, expect_number
 from .attention_launch import prepare, prepared, start
 from .backend import kernels_available
@@ -100,8 +100,8 @@ def _kernel_is_chosen(qkv, window_size, shift_size):
     """True if the plan selects our kernels, not the reference; constant while tracing."""
     (B, H, W, width), (h, w) = qkv.shape, window_size
     padded = not torch.compiler.is_compiling() and bool(H % h or W % w)
-    sizes = plan.rows_of(B * H * W), width // 3, index(h * w), any(map(index, shift_size)), padded
-    return plan.prefers_kernel(qkv, "window_attention", *sizes)
+    sizes = choose.rows_of(B * H * W), width // 3, index(h * w), any(map(index, shift_size)), padded
+    return choose.prefers_kernel(qkv, "window_attention", *sizes)
 
 
 def reference(

@@ -18,7 +18,8 @@ from torch import nn
 from ..convert import optimize
 from ..kernels import launch
 from ..kernels.backend import using_backend
-from ..kernels.plan import Choice, observing
+from ..kernels.choose import Choice
+from ..kernels.settings import observing
 from .compare import Named
 from .libraries import MEDIUM, ModelCall, build_variant, medium_variant, optimized_variant
 from .timeout import Deadline, capturing

@@ -11,7 +11,7 @@ import filelock
 import torch
 
 from ..files import replacing
-from ..kernels import measured, plan
+from ..kernels import choose, measured
 from .machine import driver
 
 
@@ -35,7 +35,7 @@ def add(facts: dict, rows: dict[str, dict], ways: dict[str, dict], run: dict) ->
         content["ways"] |= ways
         with replacing(path) as temporary:
             temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    plan.forget()
+    choose.forget()
     return path
 
 
@@ -50,7 +50,7 @@ def clear() -> list[Path]:
     for path in paths:
         with _locked(path):
             path.unlink(missing_ok=True)
-    plan.forget()
+    choose.forget()
     return paths
 
 
@@ -85,7 +85,7 @@ def import_from(source: Path, device: torch.device) -> Path:
     path = measured.path_of(facts)
     with _locked(path), replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-    plan.forget()
+    choose.forget()
     return path
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from ..deploy.cuda_graph import GraphedModel, cuda_graph
 from ..expected.count import count
 from ..kernels.backend import using_backend
-from ..kernels.plan import forcing
+from ..kernels.settings import forcing
 from ..layers.embed import sides
 from ..models import create_model, list_models
 from ..models.transformer import VisionTransformer
@@ -93,7 +93,7 @@ def variant_names(run: Run) -> tuple[str, ...]:
 def case(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
     """Builds the models of a run and returns its case.
 
-    Variants named "ours" run as `kernels.plan` chooses, "our kernels" always run fused.
+    Variants named "ours" run as `kernels.choose` chooses, "our kernels" always run fused.
 
     Raises:
         ValueError: the model is not in this package, timm, vit-pytorch or open_clip.

@@ -12,13 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..engine.ways import SIZES
-from ..kernels import measured, plan
+from ..kernels import measured, settings
 from ..kernels.backend import using_backend
+from ..kernels.choose import Choice
 from ..kernels.launch import overriding
 from ..kernels.measured import Measured
 from ..kernels.op import REGISTERED
 from ..kernels.patch_embed import patch_embed
-from ..kernels.plan import Choice, observing
+from ..kernels.settings import observing
 from .compare import Named, Verdict, outcome, verdict
 from .timeout import capturing
 
@@ -194,7 +195,7 @@ def parts_of(
         for handle in handles:
             handle.remove()
     for part in by_key.values():
-        with plan.forcing("onednn") if on_cpu else nullcontext():  # else a CPU without measurements chooses nothing
+        with settings.forcing("onednn") if on_cpu else nullcontext():  # else a CPU without measurements chooses nothing
             block = next((choice for choice in _choices(part, table, train) if choice.branches), None)
         if block is None:
             continue

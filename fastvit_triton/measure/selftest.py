@@ -16,7 +16,7 @@ from ..kernels import OPS
 from ..kernels.backend import using_backend
 from ..kernels.launch import overriding
 from ..kernels.op import Op
-from ..kernels.plan import forcing
+from ..kernels.settings import forcing
 from .compare import Named, converted, cotangents, leaves, named_leaves, outcome, relative_errors, verdict
 from .real_shapes import REAL
 from .timing import peak_bytes, wait

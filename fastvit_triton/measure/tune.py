@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from ..convert import optimize
 from ..convert.example import unchanged
 from ..deploy.warm_up import given, run, warmup
-from ..kernels import launch, measured, onednn, plan
+from ..kernels import choose, launch, measured, onednn, settings
 from ..kernels.backend import backend, using_backend
 from ..kernels.compiling import Collector
 from ..kernels.measured import Measured
@@ -139,7 +139,7 @@ def _on_rank_0(measure: Callable[[], Tuned]) -> Tuned:
         raise RuntimeError("tuning failed on rank 0; see its error")
     if torch.distributed.get_node_local_rank(fallback_rank=0) == 0 and not tuned.is_kept():  # on another machine
         tuned.keep()
-    plan.forget()
+    choose.forget()
     return tuned
 
 
@@ -164,7 +164,7 @@ def _tune(
         parts = parts_of(ours, inputs, named, train, before, ways)
         calls = []
         if ways == WAYS["GPU"]:
-            with plan.forcing("fused"):
+            with settings.forcing("fused"):
                 calls = calls_of(partial(run, ours, inputs, named, train))
     first, second = (deadline.sooner(max(deadline.left - total * (1 - share), 0)) for share in SHARES)
     with unchanged(model):
@@ -202,12 +202,12 @@ def _with_ways(
         ours = model
         if convert:
             optimize(ours := copy.deepcopy(model))
-        with plan.forcing("fused"), Collector() as collector:
+        with settings.forcing("fused"), Collector() as collector:
             run(ours, inputs, named, train)
         if collector.launches:
             return ours, WAYS["GPU"]
-        choices: list[plan.Choice] = []
-        with plan.forcing("onednn"), plan.observing(choices.append):
+        choices: list[choose.Choice] = []
+        with settings.forcing("onednn"), settings.observing(choices.append):
             run(ours, inputs, named, train)
         if any(choice.way == "onednn" for choice in choices):
             return ours, WAYS["CPU"]

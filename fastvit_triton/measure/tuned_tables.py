@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..files import replacing
-from ..kernels import launch, measured, plan
+from ..kernels import choose, launch, measured
 from .candidates import Config
 
 
@@ -63,7 +63,7 @@ def write(
     lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(table.items()))
     with replacing(path) as temporary:
         temporary.write_text("{\n" + lines + "\n}\n")
-    plan.forget()
+    choose.forget()
     return taken
 
 

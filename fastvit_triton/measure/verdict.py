@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..convert import captured
 from ..convert.example import arguments
 from ..convert.reporting import Report
+from ..expected.gpus import Gpu, gpu_by_name, gpus
 from ..expected.times import error_of_gain
 from ..kernels.backend import why_not
-from ..kernels.cost import Gpu, gpu_by_name
+from ..kernels.choose import gpu_on
 from ..kernels.launch import architecture
-from ..kernels.plan import gpu_on
 
 if TYPE_CHECKING:
     from ..expected.count import Prediction
@@ -112,7 +112,7 @@ def local_gpu() -> Gpu:
     if not torch.cuda.is_available() or why_not(torch.device("cuda"), torch.bfloat16) is not None:
         return gpu_by_name("h200")
     device = torch.device("cuda", torch.cuda.current_device())
-    return gpu_on(device)._replace(architecture=architecture(device))
+    return gpus()[gpu_on(device)]._replace(architecture=architecture(device))
 
 
 def of_prediction(found: "Prediction", report: Report, batch: int, numbers: str) -> Expected:

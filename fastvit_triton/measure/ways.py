@@ -11,8 +11,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from ..kernels.cost import WAYS
-from ..kernels.plan import Choice, forcing, observing
+from ..kernels.choose import Choice
+from ..kernels.settings import forcing, observing
+from ..kernels.sizes import WAYS
 from ..models import create_model
 from .compare import Named, outcome, verdict
 from .timeout import Deadline

@@ -24,8 +24,8 @@ from ...engine.leaves import (
     is_plain_module,
 )
 from ...kernels.attention import attention
-from ...kernels.cost import Branch as Sizes
 from ...kernels.patch_embed import assemble, patch_embed, whole_patches
+from ...kernels.sizes import Branch as Sizes
 from ...layers.embed import PatchEmbed
 from ..batch_norm import convolve_depthwise
 from ..forwards import fused_body, fused_forward

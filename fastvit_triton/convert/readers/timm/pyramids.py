@@ -22,8 +22,8 @@ from ....engine.leaves import (
 )
 from ....engine.mlp import depthwise_mlp_body, taps_of
 from ....kernels.argument import Window
-from ....kernels.cost import Branch as Sizes
 from ....kernels.depthwise import depthwise
+from ....kernels.sizes import Branch as Sizes
 from ...forwards import fused_body, fused_forward
 from ...windows import continuous_bias, cosine_scale, hooked, merge, merged, table_bias, unusual_norm
 from .attention import dropped, is_own, packed_projection, scale_of

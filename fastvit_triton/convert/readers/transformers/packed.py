@@ -17,7 +17,7 @@ from ....engine.hooks import are_plain_tensors
 from ....engine.leaves import RMS_FORWARDS, VOLUME_CONVOLUTIONS, Foreign, activation_of, is_patch_conv
 from ....engine.mlp import MlpBody
 from ....engine.packing import longest, one_call
-from ....kernels import plan
+from ....kernels import choose
 from ....kernels.argument import Varlen
 from ....kernels.linear import linear
 from ....kernels.rms_norm import rms_norm
@@ -173,7 +173,7 @@ register_blocks({name: names._replace(takes=TAKES) for name, names in BLOCKS.ite
 
 def _merged(self: Foreign, x: Tensor, mlp: MlpBody, y: Tensor) -> Tensor:
     """mlp(y) of a merger's input x, or the merger's own forward if that is chosen."""
-    way = ways.choose_way(None, y, (mlp.sizes(),)) if plan.has_ways(y) else "reference"
+    way = ways.choose_way(None, y, (mlp.sizes(),)) if choose.has_ways(y) else "reference"
     return ways.plainly(type(self).forward, self, x) if way == "plain" else mlp(y, way=way)
 
 

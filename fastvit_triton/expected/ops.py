@@ -1,12 +1,13 @@
-"""Predicts the launches of an op with our kernels and with PyTorch's operators; `plan` compares their times.
+"""Predicts the launches of an op with our kernels and with PyTorch's operators, for tables of choices.
 
-Rates and the cost of single launches are in `cost`.
+Rates and the cost of single launches are in `blocks`.
 """
 
 import math
 from collections.abc import Callable
 
-from .cost import NARROW, Branch, Launch, attention_launch, in_one_kernel, one_pass, product, seen_pairs
+from ..kernels.sizes import Branch, seen_pairs
+from .blocks import NARROW, Launch, attention_launch, in_one_kernel, one_pass, product
 
 Pair = tuple[list[Launch], list[Launch]]  # (launches of our kernels, launches of PyTorch's operators)
 

@@ -1,37 +1,55 @@
-"""Chooses how a branch or an op runs, before any of its ops is called: "fused", "mixed" or "plain", see `cost`.
+"""Chooses how a block or an op runs, before any of its ops is called: a lookup in tables, without arithmetic.
 
-On a CPU the choice is between "onednn" and "plain", see `onednn`: by measurements on this machine, else by the row of
-this CPU in tuned/cpu.json, else plain.
+Ways      fused: our kernels, with the LayerNorm folded into the first matmul.
+          mixed: BLAS matmuls, and one pass for the operations between them: activation; LayerScale, stochastic depth,
+          residual and the next LayerNorm. Attention by the kernel that is expected to be faster. In inference without
+          LayerScale, the last matmul of a block adds to the residual in place, and no pass follows it.
+          plain: PyTorch's modules, operator by operator.
+          onednn: on a CPU, oneDNN's products.
 
-The first of these decides: a context (`forcing`) or the backend switch; measurements on this GPU (see `measured`); a
-measured row "ways" in tuned/<architecture>.json; the least max(expected GPU time, host time), with the pessimistic
-rates of our kernels. IEEE float32 matmuls always run in PyTorch; under autocast matmuls and attention have autocast's
-dtype, whatever that of the residual. All ways compute the same function.
+The first of these decides: a context (`settings.forcing`) or the backend switch; measurements on this GPU (see
+`measured`); a measured row "ways" in tuned/<architecture>.json; a predicted row in tuned/choices/<GPU>.json, which
+`benchmarks.choices` writes; plain. On a CPU: measurements on this machine, else the row of this CPU in tuned/cpu.json,
+else plain. All ways compute the same function.
 
-While a graph is traced, choices must not depend on the number of images or tokens, so those for `TRACED` sizes are
-used. Mixed and plain are then both PyTorch operators, which the compiler fuses, and are called plain.
+A predicted row is of a kind of block or an op, its phase, dtype and surroundings. For each width it has ways by number
+of rows (images times tokens), as in "plain 1576 fused": plain up to 1576 rows, fused for more.
+
+While a graph is traced, choices must not depend on the number of images or tokens, so those of `TRACED` are used. Mixed
+and plain are then both PyTorch operators, which the compiler fuses, and are called plain.
 """
 
-import contextlib
 import functools
 import json
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections import Counter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import backend, launch, measured, onednn, settings
-from .cost import WAYS, Branch, Gpu, Launch, gpu_of, launch_us, launches, table
-from .op_cost import OPS
+from .sizes import Branch, kind_of_block
 
 TRACED = (256, 197)  # (images, tokens) assumed while tracing
 MAX_CHOICES = 4096  # cached choices
 NORMS = ("layer_norm", "add_layer_norm")  # ops
 # ops whose operands autocast does not cast
 KEEP_DTYPE = ("layer_norm", "add_layer_norm", "depthwise", "deformable_attention", "batch_norm_act")
+# op → what each of its sizes is: "rows" are multiplied, "" does not count, others are part of the row's name
+OPS = {
+    "linear": ("rows", "width", "", "norm", "", "pass", "residual", "layer scale", "sample scale"),
+    "mlp": ("rows", "width", "", "", "norm", "", "pass", "residual", "layer scale", "sample scale"),
+    "attention": ("rows", "rows", "rows", "width", "channels", "packed", ""),
+    "patch_embed": ("rows", "", "width", "pass", "pass"),
+    "layer_norm": ("rows", "width"),
+    "add_layer_norm": ("rows", "width", "scale", "scale"),
+    "depthwise": ("rows", "width", "", "stride", "bias", "activation", "residual", "copied weight"),
+    "window_attention": ("rows", "width", "", "copy", "copy"),
+    "deformable_attention": ("rows", "width", "", "", "", ""),
+    "batch_norm_act": ("rows", "width", "activation", "residual"),
+}
 
 
 def has_ways(x: Tensor) -> bool:
@@ -45,14 +63,11 @@ class Choice(NamedTuple):
     Attributes:
         name: kinds of the branches, "attention + mlp", or name of the op.
         way: "fused", "mixed", "onednn" or "plain".
-        why: "asked for", "measured", "empty" (there are no tokens) or "expected" (the least time).
+        why: "asked for", "empty" (there are no tokens), or "measured" or "predicted", with the row that decided.
         shapes: names in tables of measurements, most exact first.
         branches: of the block; empty for an op.
-        us: way → expected microseconds on the GPU, with the pessimistic rates of our kernels, and on the host; empty
-            if they did not decide.
-        refused: way → why it could not be chosen.
         replayed: True if calls of the block are replayed, which takes less host time.
-        path: of the module that made it, if observed in `locating`; else None.
+        path: of the module that made it, if observed in `settings.locating`; else None.
     """
 
     name: str
@@ -60,8 +75,6 @@ class Choice(NamedTuple):
     why: str
     shapes: tuple[str, ...]
     branches: tuple[Branch, ...]
-    us: dict[str, tuple[float, float]]
-    refused: dict[str, str]
     replayed: bool = False
     path: str | None = None
 
@@ -105,14 +118,13 @@ def _way(
             branches = tuple(b._replace(images=TRACED[0], tokens=TRACED[1]) for b in branches)
         forced = settings.forced
         switch = backend.backend()
-        exact = launch.is_ieee(dtypes[1])
         if device.type == "cpu" and launch.target is None and switch != "triton":
             phase = "training" if training else "frozen" if frozen else "inference"
             reduced = frozen not in (None, "float32") and phase == "frozen" and forced is None
             reduced = reduced and dtypes[1] == torch.float32  # not after `.half()`
             choice = _choose_on_cpu(dtypes[1], branches, phase, traced, "onednn" if reduced else forced, switch)
         else:
-            choice = choose(device, branches, training, traced, replayed, forced, switch, exact)
+            choice = choose(device, branches, dtypes[1], training, traced, replayed, forced, switch)
         way = "plain" if traced and choice.way != "fused" else choice.way
         _remember(key, choice._replace(way=way))
     return way
@@ -129,45 +141,123 @@ def _remember(key: tuple, choice: Choice) -> None:
 def choose(
     device: torch.device,
     branches: tuple[Branch, ...],
+    dtype: torch.dtype,
     training: bool,
     traced: bool,
     replayed: bool,
     forced: str | None,
     switch: str,
-    exact: bool,
 ) -> Choice:
     """Makes the choice for the branches of a block.
 
     Args:
         device: device of the GPU, see `gpu_on`.
         branches: of the block.
+        dtype: of the matmuls.
         training: True if gradients are enabled.
-        traced: True while a graph is traced; host time is then ignored.
+        traced: True while a graph is traced.
         replayed: True if calls of the block are replayed.
-        forced: the way set by `forcing`, or None.
+        forced: the way set by `settings.forcing`, or None.
         switch: `backend.backend()`.
-        exact: True if matmuls are in IEEE float32.
     """
     name = " + ".join(branch.kind for branch in branches)
     shapes = block_names(branches, "training" if training else "inference")
     if forced is not None or switch == "triton":
-        return Choice(name, "plain" if forced == "onednn" else forced or "fused", "asked for", shapes, branches, {}, {})
+        return Choice(name, "plain" if forced == "onednn" else forced or "fused", "asked for", shapes, branches)
     if not all(branch.images * branch.tokens for branch in branches):
-        return Choice(name, "plain", "empty", shapes, branches, {}, {})
-    way = None if exact else measured_way(device, shapes, replayed or traced)
-    if way is not None:
-        return Choice(name, way, "measured", shapes, branches, {}, {}, replayed)
-    gpu = gpu_on(device)
-    every = {way: launches(gpu, branches, way, training, False) for way in WAYS}
-    us = {
-        way: (
-            sum(launch_us(gpu, one) for one in way_launches),
-            0.0 if traced else host_us(way, len(branches), training, replayed),
-        )
-        for way, way_launches in every.items()
-    }
-    refusals = {way: refusal(way_launches, every["plain"], training, exact) for way, way_launches in every.items()}
-    return _least(name, shapes, us, refusals)._replace(branches=branches, replayed=replayed)
+        return Choice(name, "plain", "empty", shapes, branches)
+    found = None if launch.is_ieee(dtype) else measured_way(device, shapes, replayed or traced)
+    if found is None:
+        mode = "compiled" if traced else "replayed" if replayed else "called"
+        found = predicted_way(gpu_on(device), branches, dtype, training, mode)
+    return Choice(name, *found, shapes, branches, replayed)
+
+
+def predicted_way(
+    gpu: str, branches: tuple[Branch, ...], dtype: torch.dtype, training: bool, mode: str
+) -> tuple[str, str]:
+    """(the way of a block by its predicted row, which row that is).
+
+    A block without a row runs as its branches do: mixed if their ways differ, and plain if one is plain.
+
+    Args:
+        gpu: name of its table.
+        branches: of the block.
+        dtype: of the matmuls.
+        training: True if gradients are enabled.
+        mode: "replayed", "called" or "compiled".
+    """
+    rows, channels = branches[0].images * branches[0].tokens, branches[0].channels
+    way, why = _row(gpu, block_row(branches, dtype, training, mode), channels, rows)
+    if way is None and len(branches) > 1:
+        ways = {predicted_way(gpu, (branch,), dtype, training, mode)[0] for branch in branches}
+        way = ways.pop() if len(ways) == 1 else "plain" if "plain" in ways else "mixed"
+        why += ", as its branches run"
+    return way or "plain", why
+
+
+def block_row(branches: tuple[Branch, ...], dtype: torch.dtype, training: bool, mode: str) -> str:
+    """Name of a block's row: kind, phase, dtype and surroundings; in training also whether branches are scaled."""
+    phase = "training" if training else "inference"
+    if training and any(branch.scales for branch in branches):
+        phase += " with LayerScale" if any(branch.layer_scale for branch in branches) else " with stochastic depth"
+    of = "autocast" if any(branch.wide for branch in branches) else _named(dtype)
+    return f"{kind_of_block(branches)}; {phase}; {of}; {mode}"
+
+
+def op_row(op: str, dtype: torch.dtype, training: bool, sizes: tuple[int, ...]) -> tuple[str, int, int]:
+    """(name of an op's row, width, rows), from its sizes as in `OPS`."""
+    of: Counter[str] = Counter()
+    rows = 1
+    for name, size in zip(OPS[op], sizes, strict=False):
+        if name == "rows":
+            rows *= size
+        else:
+            of[name] += size
+    width = of.pop("width")
+    of.pop("", None)
+    if op == "attention":  # our backward pass is one kernel for these
+        of["one tile"] = of.pop("channels") in (16, 32, 64)
+    of["stride"] = of["stride"] > 1
+    facts = [name if size == 1 else f"{name} × {int(size)}" for name, size in of.items() if size]
+    phase = "training" if training else "inference"
+    return f"{', '.join([op, *facts])}; {phase}; {_named(dtype)}", width, rows
+
+
+def _named(dtype: torch.dtype) -> str:
+    """What rows call the dtype of matmuls."""
+    return "16-bit" if dtype.itemsize == 2 else "IEEE float32" if launch.is_ieee(dtype) else "TF32"
+
+
+def _row(gpu: str, name: str, width: int, rows: int) -> tuple[str | None, str]:
+    """(the way for this width and number of rows in a GPU's table, None without a row; what was looked up)."""
+    row = _table(gpu).get(name)
+    if row is None:
+        return None, f"no predicted row: {name}"
+    if isinstance(row, str):
+        said, steps = "", row
+    else:
+        low, high = min(row, key=lambda span: max(span[0] / width, width / span[1]))
+        steps = row[low, high]
+        said = f", width {low}" + f" to {high}" * (high > low)
+        said += "" if low <= width <= high else f" (no row for {width})"
+    *limits, last = steps.split()
+    way = next((way for way, most in zip(limits[::2], limits[1::2], strict=True) if rows <= int(most)), last)
+    return way, f"predicted: {name}{said}"
+
+
+@functools.cache
+def _table(gpu: str) -> dict[str, str | dict[tuple[int, int], str]]:
+    """The rows of a GPU's table: name → (first, last) width → ways by number of rows; or those of all widths."""
+    rows = json.loads((launch.TUNED / "choices" / f"{gpu}.json").read_text())["rows"]
+    return {name: row if isinstance(row, str) else {_span(text): steps for text, steps in row.items()}
+            for name, row in rows.items()}  # fmt: skip
+
+
+def _span(text: str) -> tuple[int, int]:
+    """(first, last) of "384-768", or of "384"."""
+    first, _, last = text.partition("-")
+    return int(first), int(last or first)
 
 
 def _choose_on_cpu(
@@ -180,54 +270,22 @@ def _choose_on_cpu(
         branches: of the block.
         phase: one of `onednn.PHASES`.
         traced: True while a graph is traced, which oneDNN's operator does not enter.
-        forced: the way set by `forcing`, or None.
+        forced: the way set by `settings.forcing`, or None.
         switch: `backend.backend()`.
     """
     name = " + ".join(branch.kind for branch in branches)
     shapes = block_names(branches, phase)
     if traced or not all(branch.images * branch.tokens for branch in branches):
-        return Choice(name, "plain", "asked for" if traced else "empty", shapes, branches, {}, {})
+        return Choice(name, "plain", "asked for" if traced else "empty", shapes, branches)
     if forced is not None or switch == "onednn":
         way = "onednn" if forced in (None, "onednn") else "plain"
-        return Choice(name, way, "asked for", shapes, branches, {}, {})
+        return Choice(name, way, "asked for", shapes, branches)
     lookups = shapes if phase != "frozen" else (*shapes, *block_names(branches, "inference"))
-    measured_choice = measured_way(torch.device("cpu"), lookups)
-    if measured_choice is not None:
-        return Choice(name, measured_choice, "measured", shapes, branches, {}, {})
+    if (found := measured_way(torch.device("cpu"), lookups)) is not None:
+        return Choice(name, *found, shapes, branches)
     macs = [b.images * b.tokens * b.channels * size for b in branches for size in (b.width, b.inner)]
     way = "onednn" if onednn.pays(dtype, sum(macs) / len(macs), phase) else "plain"
-    return Choice(name, way, "measured", shapes, branches, {}, {})
-
-
-def _least(
-    name: str, shapes: tuple[str, ...], us: dict[str, tuple[float, float]], refusals: dict[str, str | None]
-) -> Choice:
-    """Chooses the way with the least expected time among those not refused; the first one of equals."""
-    refused = {way: why for way, why in refusals.items() if why is not None}
-    way = min((way for way in us if way not in refused), key=lambda way: max(us[way]))
-    return Choice(name, way, "expected", shapes, (), us, refused)
-
-
-def host_us(way: str, branches: int, training: bool, replayed: bool) -> float:
-    """Expected host time in microseconds for this number of residual branches; a block has two."""
-    phase = "training" if training else "inference"
-    row = table()["host_us"]
-    return row["eager"][phase] * row["replayed" if replayed else "called"][phase][way] * branches / 2
-
-
-def refusal(ours: list[Launch], plain: list[Launch], training: bool, exact: bool) -> str | None:
-    """Why a way is excluded regardless of its speed, or None.
-
-    It is excluded if it moves more bytes or has more launches than the plain way, or runs our matmul in IEEE float32.
-    In training it must move 2 % less, since casts and partial sums are not counted.
-    """
-    if ours is plain:
-        return None
-    if exact and any(one.kind == "fused product" for one in ours):
-        return "products in IEEE float32 are PyTorch's"
-    if sum(one.nbytes for one in ours) > sum(one.nbytes for one in plain) * (0.98 if training else 1.0):
-        return "moves more bytes than plain"
-    return "has more launches than plain" if len(ours) > len(plain) else None
+    return Choice(name, way, "measured", shapes, branches)
 
 
 def block_names(branches: tuple[Branch, ...], phase: str) -> tuple[str, str]:
@@ -249,16 +307,18 @@ def op_names(op: str, size: int, training: bool, sizes: tuple[int, ...]) -> tupl
     return exact, near
 
 
-def measured_way(device: torch.device, shapes: tuple[str, ...], replayed: bool = True) -> str | None:
-    """The way measured for one of these shapes, on this GPU or else on its architecture; or None.
+def measured_way(device: torch.device, shapes: tuple[str, ...], replayed: bool = True) -> tuple[str, str] | None:
+    """(the way measured for one of these shapes, on this GPU or else on its architecture; which row that is); or None.
 
     Blocks of the tables of architectures were replayed; they say nothing of others, which take the host longer.
     """
     pretended = launch.target is not None or settings.assumed is not None
-    tables = [measured.of(device, pretended).ways]
+    tables = {"on this machine": measured.of(device, pretended).ways}
     if replayed:
-        tables.append(measured_ways(launch.architecture(device)))
-    return next((ways[shape] for ways in tables for shape in shapes if shape in ways), None)
+        tables[f"in tuned/{launch.architecture(device)}.json"] = measured_ways(launch.architecture(device))
+    found = ((ways[shape], f"measured {where}: {shape}") for where, ways in tables.items() for shape in shapes
+             if shape in ways)  # fmt: skip
+    return next(found, None)
 
 
 def product_refusal(x: Tensor, weight: Tensor, training: bool) -> str | None:
@@ -315,110 +375,51 @@ def prefers_kernel(x: Tensor, op: str, *sizes: int) -> bool:
 
     Args:
         x: tensor of the operation's device and dtype.
-        op: a name in `op_cost.OPS`.
-        sizes: arguments of its function in `op_cost.OPS`.
+        op: a name in `OPS`.
+        sizes: what `OPS` names.
     """
     if op in NORMS and torch.compiler.is_compiling() and not (torch.is_grad_enabled() or is_asked_for()):
         return False
     dtype = x.dtype if op in KEEP_DTYPE else launch.product_dtype(x)
     fixed = tuple(map(operator.index, sizes))  # of weights, which may be symbolic
-    return _prefers(x.device, dtype, dtype.itemsize, torch.is_grad_enabled(), op, fixed)
+    return _prefers(x.device, dtype, torch.is_grad_enabled(), op, fixed)
 
 
 @backend.constant
-def _prefers(device: torch.device, dtype: torch.dtype, size: int, training: bool, op: str, sizes: tuple) -> bool:
+def _prefers(device: torch.device, dtype: torch.dtype, training: bool, op: str, sizes: tuple) -> bool:
     if settings.forced is not None or backend.backend() == "triton":
         return settings.forced not in ("plain", "onednn")
     key = (device, dtype, training, op, sizes, *settings.choices(device.type))
     way = _choices.get(key)
     if way is None or settings.observer is not None:
-        choice = _choose_op(device, size, training, launch.is_ieee(dtype), op, sizes)
+        choice = _choose_op(device, dtype, training, op, sizes)
         way = choice.way
         _remember(key, choice)
     return way == "fused"
 
 
-def _choose_op(device: torch.device, size: int, training: bool, exact: bool, op: str, sizes: tuple) -> Choice:
-    shapes = op_names(op, size, training, sizes)
-    way = None if exact else measured_way(device, shapes)
-    if way is not None:
-        return Choice(op, way, "measured", shapes, (), {}, {})
-    gpu, (ours, theirs) = gpu_on(device), OPS[op](size, training, *sizes)
-    pair = dict(plain=theirs, fused=ours).items()
-    us = {way: (sum(launch_us(gpu, one) for one in op_launches), 0.0) for way, op_launches in pair}
-    return _least(op, shapes, us, dict(fused=refusal(ours, theirs, training, exact)))
+def _choose_op(device: torch.device, dtype: torch.dtype, training: bool, op: str, sizes: tuple) -> Choice:
+    shapes = op_names(op, dtype.itemsize, training, sizes)
+    found = None if launch.is_ieee(dtype) else measured_way(device, shapes)
+    if found is None:
+        way, why = _row(gpu_on(device), *op_row(op, dtype, training, sizes))
+        found = way or "plain", why
+    return Choice(op, *found, shapes, ())
 
 
-def gpu_on(device: torch.device) -> Gpu:
-    """The rates of this device's GPU, or of the one set by `assuming` or `launch.targeting`."""
+def gpu_on(device: torch.device) -> str:
+    """Name of the table of this device's GPU, or of the one set by `settings.assuming` or `launch.targeting`."""
     real = launch.target is None and device.type == "cuda"
     return settings.assumed or _gpu_on(launch.architecture(device), real, device.index)
 
 
 @functools.cache
-def _gpu_on(architecture: str, real: bool, index: int | None) -> Gpu:
-    return gpu_of(architecture, torch.cuda.get_device_name(index) if real else "")
-
-
-@contextlib.contextmanager
-def forcing(way: str) -> Iterator[None]:
-    """Context in which every branch runs in this way if possible, and ops run our kernels unless it is "plain".
-
-    Raises:
-        ValueError: the way is not "fused", "mixed", "onednn" or "plain".
-    """
-    if way not in (*WAYS, "onednn"):
-        raise ValueError(f"way is {way!r}; use one of {', '.join(WAYS)} or onednn")
-    before = settings.forced
-    settings.forced = way
-    try:
-        yield
-    finally:
-        settings.forced = before
-
-
-@contextlib.contextmanager
-def assuming(gpu: Gpu) -> Iterator[None]:
-    """Context in which choices are made for `gpu` on any device; see `launch.targeting` for its architecture."""
-    before = settings.assumed
-    settings.assumed = gpu
-    try:
-        yield
-    finally:
-        settings.assumed = before
-
-
-@contextlib.contextmanager
-def unobserved() -> Iterator[None]:
-    """Context in which no observer is called, because the choices are not followed."""
-    before = settings.observer
-    settings.observer = None
-    try:
-        yield
-    finally:
-        settings.observer = before
-
-
-@contextlib.contextmanager
-def observing(observer: Callable[[Choice], None]) -> Iterator[None]:
-    """Context in which `observer` is called with each choice."""
-    before = settings.observer
-    settings.observer = observer
-    try:
-        yield
-    finally:
-        settings.observer = before
-
-
-@contextlib.contextmanager
-def locating(locator: Callable[[], str | None]) -> Iterator[None]:
-    """Context in which observed choices have the path that `locator` returns, which is called where one is made."""
-    before = settings.locator
-    settings.locator = locator
-    try:
-        yield
-    finally:
-        settings.locator = before
+def _gpu_on(architecture: str, real: bool, index: int | None) -> str:
+    """The GPU of that name; else the first one of that architecture, else the first one of all."""
+    gpus = json.loads((launch.TUNED / "choices" / "gpus.json").read_text())
+    name = torch.cuda.get_device_name(index) if real else ""
+    near = [key for key, gpu in gpus.items() if gpu["architecture"] == architecture]
+    return next((key for key in near if gpus[key]["name"] in name), next(iter([*near, *gpus])))
 
 
 @functools.cache
@@ -434,4 +435,5 @@ def forget() -> None:
     launch.forget()
     _choices.clear()
     measured_ways.cache_clear()
+    _table.cache_clear()
     _gpu_on.cache_clear()

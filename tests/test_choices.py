@@ -1,8 +1,12 @@
-"""Tests of the plan: which way a block runs, and that every way computes the same function."""
+"""Tests of choices: which way a block runs, and that every way computes the same function."""
 
 import functools
 import itertools
 import json
+import random
+import shutil
+import subprocess
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -16,20 +20,24 @@ from patience import HANG
 from sampling import marked, sampled
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import choices
 from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, layers, optimize
 from fastvit_triton.convert.backend import compiling
 from fastvit_triton.convert.modules import attach
 from fastvit_triton.engine import ways
+from fastvit_triton.expected import blocks, ops
 from fastvit_triton.expected.count import assumed, traced
 from fastvit_triton.expected.cuda_operators import as_on_cuda
+from fastvit_triton.expected.gpus import Gpu, gpu_by_name, gpus, table
 from fastvit_triton.expected.trace import tracing
 from fastvit_triton.expected.values import given
-from fastvit_triton.kernels import cost, depthwise, launch, layer_norm, linear, mixed, mlp, op_cost, plan
+from fastvit_triton.kernels import choose, depthwise, launch, layer_norm, linear, mixed, mlp, settings
 from fastvit_triton.kernels.argument import Reader
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
-from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.kernels.settings import forcing
+from fastvit_triton.kernels.sizes import WAYS, Branch
 from fastvit_triton.measure.compare import outcome, verdict
 
 SIZES = {"Ti": (192, 3), "S": (384, 6), "B": (768, 12), "L": (1024, 16)}
@@ -44,29 +52,34 @@ BLOCKS = {
 
 @pytest.fixture
 def unmeasured(monkeypatch):
-    """No way was measured on any architecture, so that the expected times decide."""
-    monkeypatch.setattr(plan, "measured_ways", functools.cache(lambda architecture: {}))
+    """No way was measured on any architecture, so that predicted rows decide."""
+    monkeypatch.setattr(choose, "measured_ways", functools.cache(lambda architecture: {}))
 
 
 @pytest.fixture(autouse=True)
 def fresh():
     """Clears the cached choices before and after a test."""
-    plan.forget()
+    choose.forget()
     ways._ways.clear()
     yield
-    plan.forget()
+    choose.forget()
     ways._ways.clear()
 
 
-def vit(size: str, batch: int, tokens: int = 197) -> tuple[cost.Branch, cost.Branch]:
+def vit(size: str, batch: int, tokens: int = 197) -> tuple[Branch, Branch]:
     C, H = SIZES[size]
-    return cost.Branch("attention", batch, tokens, C, 3 * C, C, H), cost.Branch("mlp", batch, tokens, C, 4 * C, 4 * C)
+    return Branch("attention", batch, tokens, C, 3 * C, C, H), Branch("mlp", batch, tokens, C, 4 * C, 4 * C)
+
+
+def gpu_of(architecture: str) -> Gpu:
+    """The GPU that stands for an architecture."""
+    return gpus()[choose._gpu_on(architecture, False, None)]
 
 
 def chosen(architecture: str, size: str, batch: int, training: bool = False) -> str:
     x = torch.empty(1, dtype=torch.bfloat16)
     with targeting(architecture), torch.set_grad_enabled(training):
-        return plan.way_of(x, vit(size, batch), training, True)
+        return choose.way_of(x, vit(size, batch), training, True)
 
 
 def block(dim: int = 32, act: str = "gelu", qk_norm: float | None = None, **options: object) -> layers.Block:
@@ -91,25 +104,25 @@ def test_the_first_table_of_rates(size):
     fused = {"sm_89": SIZES, "sm_80": ("Ti", "S"), "sm_90": ("Ti",)}
     for architecture, batch in itertools.product(fused, (64, 256)):
         want = "fused" if size in fused[architecture] and (size, batch) != ("L", 64) else "mixed"
-        gpu, sizes = cost.gpu_of(architecture), vit(size, batch)
-        times = {way: cost.block_us(gpu, sizes, way, False, True) for way in cost.WAYS}
+        gpu, sizes = gpu_of(architecture), vit(size, batch)
+        times = {way: blocks.block_us(gpu, sizes, way, False, True) for way in WAYS}
         assert min(times, key=times.get) == want, (architecture, batch, times)
 
 
 @pytest.mark.fast
 def test_expected_time_of_launches():
     """Oracle: by hand. A product is bound by flops or bytes, a pass by bytes; the minimum is 2.5 or 5 µs."""
-    gpu = cost.gpus()["h200"]._replace(product_tflops=100.0, copy_gbs=1000.0, units=100, fused_product=(0.5, 1.0, 1.0))
-    copy = cost.Launch("pass", 0.0, 85e6)
-    assert cost.launch_us(gpu, copy) == pytest.approx(100)
-    assert cost.launch_us(gpu, copy._replace(nbytes=1.0)) == cost.LEAST_US
+    gpu = gpus()["h200"]._replace(product_tflops=100.0, copy_gbs=1000.0, units=100, fused_product=(0.5, 1.0, 1.0))
+    copy = blocks.Launch("pass", 0.0, 85e6)
+    assert blocks.launch_us(gpu, copy) == pytest.approx(100)
+    assert blocks.launch_us(gpu, copy._replace(nbytes=1.0)) == blocks.LEAST_US
     M, N, K = 128 * 100, 256, 2000  # one wave of the largest tile
-    product = cost.Launch("product", 2.0 * M * N * K, 1.0, (M, N, K))
+    product = blocks.Launch("product", 2.0 * M * N * K, 1.0, (M, N, K))
     want = 2.0 * M * N * K / (100e6 * 0.94)
-    assert cost.launch_us(gpu, product) == pytest.approx(want)
-    assert cost.launch_us(gpu, product._replace(size=(1, 1, 1))) == cost.LEAST_PRODUCT_US
-    assert cost.launch_us(gpu, product._replace(kind="fused product")) == pytest.approx(2 * want)
-    assert cost.launch_us(gpu, product._replace(kind="fused product"), 1) == pytest.approx(want)
+    assert blocks.launch_us(gpu, product) == pytest.approx(want)
+    assert blocks.launch_us(gpu, product._replace(size=(1, 1, 1))) == blocks.LEAST_PRODUCT_US
+    assert blocks.launch_us(gpu, product._replace(kind="fused product")) == pytest.approx(2 * want)
+    assert blocks.launch_us(gpu, product._replace(kind="fused product"), 1) == pytest.approx(want)
 
 
 def test_tiles_run_in_whole_waves():
@@ -118,23 +131,23 @@ def test_tiles_run_in_whole_waves():
     One row more than a wave of the largest tiles takes 5 waves of tiles of 64 x 128, which have work for 4.02; one tile
     of 64 x 64 is fastest as one of 128 x 256, at full rate, and a product of that size as eight of 64 x 64.
     """
-    gpu = cost.gpus()["h200"]._replace(product_tflops=100.0, copy_gbs=1000.0, units=100)
-    assert cost.TILES == {(128, 256): 1.0, (128, 128): 0.93, (64, 128): 0.82, (64, 64): 0.65}
+    gpu = gpus()["h200"]._replace(product_tflops=100.0, copy_gbs=1000.0, units=100)
+    assert blocks.TILES == {(128, 256): 1.0, (128, 128): 0.93, (64, 128): 0.82, (64, 64): 0.65}
     for M, N, slower in ((128 * 100 + 1, 256, 5 / 4.02 / 0.82), (64, 64, 100), (128, 256, 100 / 8 / 0.65)):
-        product = cost.Launch("product", 2.0 * M * N * 2000, 1.0, (M, N, 2000))
-        assert cost.launch_us(gpu, product) == pytest.approx(slower * 2.0 * M * N * 2000 / (100e6 * 0.94))
+        product = blocks.Launch("product", 2.0 * M * N * 2000, 1.0, (M, N, 2000))
+        assert blocks.launch_us(gpu, product) == pytest.approx(slower * 2.0 * M * N * 2000 / (100e6 * 0.94))
 
 
 def test_pytorch_stores_a_decomposed_bias():
     """Oracle: by hand, one value for each score, written once and read once; our kernel adds the parts of the bias."""
-    gpu, (attn, mlp) = cost.gpus()["h200"], vit("B", 8, 196)
+    gpu, (attn, mlp) = gpus()["h200"], vit("B", 8, 196)
     for way, passes in (("plain", 2), ("fused", 0)):
         bare, biased = (
-            sum(one.nbytes for one in cost.launches(gpu, (one, mlp), way, False, False))
+            sum(one.nbytes for one in blocks.launches(gpu, (one, mlp), way, False, False))
             for one in (attn, attn._replace(decomposed=1))
         )
         assert biased - bare == 2 * passes * 8 * attn.heads * 196 * 196, way
-    launches = cost.launches(gpu, (attn._replace(decomposed=1),), "mixed", True, False)
+    launches = blocks.launches(gpu, (attn._replace(decomposed=1),), "mixed", True, False)
     assert {one.kind for one in launches if one.flops} == {"product", "fused attention"}
 
 
@@ -150,86 +163,199 @@ def test_norms_fold_only_into_many_rows():
         (few, False, [2 * 197 * 768]),  # the norm
         (few, True, [197 * 768]),
     ):
-        every = cost.forward(cost.gpus()["h200"], branch, "fused", True, False, False, frozen)
+        every = blocks.forward(gpus()["h200"], branch, "fused", True, False, False, frozen)
         assert [one.nbytes // 2 for one in every if one.kind == "pass"] == values
 
 
 @pytest.mark.fast
 def test_the_norm_and_the_stem_of_pytorch_are_slow():
     """Oracle: by hand, from the limits measured on an H200; a convolution of patches has a rate of its own."""
-    gpu, rates = cost.gpus()["h200"], cost.table()
-    (ours, theirs) = op_cost.OPS["layer_norm"](2, False, 50432, 768)
-    assert cost.launch_us(gpu, theirs[0]) == 4 * 50432 * 768 / rates["norm_gbs"]["forward"] / 1e3
-    assert cost.launch_us(gpu, ours[0]) == 4 * 50432 * 768 / (gpu.copy_gbs * cost.PASS) / 1e3
-    _, stem = op_cost.OPS["patch_embed"](2, False, 50176, 768, 768, False, False)
+    gpu, rates = gpus()["h200"], table()["blocks"]
+    (ours, theirs) = ops.OPS["layer_norm"](2, False, 50432, 768)
+    assert blocks.launch_us(gpu, theirs[0]) == 4 * 50432 * 768 / rates["norm_gbs"]["forward"] / 1e3
+    assert blocks.launch_us(gpu, ours[0]) == 4 * 50432 * 768 / (gpu.copy_gbs * blocks.PASS) / 1e3
+    _, stem = ops.OPS["patch_embed"](2, False, 50176, 768, 768, False, False)
     rate = gpu.product_tflops * rates["patch_convolution"]["value"] * 1e6
-    assert [cost.launch_us(gpu, one) for one in stem] == [pytest.approx(2 * 50176 * 768 * 768 / rate)]
+    assert [blocks.launch_us(gpu, one) for one in stem] == [pytest.approx(2 * 50176 * 768 * 768 / rate)]
 
 
 @pytest.mark.fast
 def test_rates_say_where_they_come_from():
     """Oracle: every GPU has a source; the pessimistic ratio is the smallest."""
-    for name, gpu in cost.gpus().items():
-        assert gpu.source and gpu.fused_product == tuple(sorted(gpu.fused_product)), name
-    assert cost.gpu_of("sm_89", "NVIDIA L40S").name == "L40S" and cost.gpu_of("sm_89").name == "RTX 4090"
-    assert cost.gpu_of("sm_75").name == "H200"
+    for name, gpu in gpus().items():
+        assert gpu.source and gpu.sheet.source and gpu.fused_product == tuple(sorted(gpu.fused_product)), name
 
 
-def test_an_assumed_gpu_applies_inside_its_context_only():
-    """Oracle: rates so slow that our products never pay off; outside the context the choice is unchanged."""
-    before = chosen("sm_89", "S", 256)
-    with plan.assuming(cost.gpus()["rtx4090"]._replace(fused_product=(0.1, 0.1, 0.1))):
-        assert before == "fused" != chosen("sm_89", "S", 256)
+@pytest.mark.fast
+def test_each_gpu_has_a_table(monkeypatch):
+    """Oracle: the GPUs with rates; by name among those of one architecture, else its first one, else the H200."""
+    listed = json.loads((launch.TUNED / "choices" / "gpus.json").read_text())
+    assert listed == {key: dict(name=gpu.name, architecture=gpu.architecture) for key, gpu in gpus().items()}
+    assert {path.stem for path in (launch.TUNED / "choices").glob("*.json")} == {*listed, "gpus"}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA L40S")
+    assert choose._gpu_on("sm_89", True, 0) == "l40s" and choose._gpu_on("sm_89", False, None) == "rtx4090"
+    assert choose._gpu_on("sm_75", False, None) == "h200"
+
+
+TABLE = {
+    "attention + mlp; inference; 16-bit; replayed": {"192-384": "fused", "768": "plain 100 mixed 400 fused"},
+    "attention; inference; 16-bit; replayed": "mixed",
+    "mlp; inference; 16-bit; replayed": "fused",
+    "layer_norm; inference; 16-bit": "fused",
+}
+
+
+@pytest.fixture
+def small_table(monkeypatch):
+    """A table of a few rows for every GPU."""
+    rows = {
+        n: row if isinstance(row, str) else {choose._span(k): steps for k, steps in row.items()}
+        for n, row in TABLE.items()
+    }
+    monkeypatch.setattr(choose, "_table", functools.cache(lambda gpu: rows))
+    return rows
+
+
+@pytest.mark.parametrize(
+    "width, rows, way, said",
+    [
+        (768, 100, "plain", "width 768"),
+        (768, 101, "mixed", "width 768"),
+        (768, 401, "fused", "width 768"),
+        (200, 1, "fused", "width 192 to 384"),
+        (96, 1, "fused", "width 192 to 384 (no row for 96)"),
+        (540, 1, "fused", "width 192 to 384 (no row for 540)"),  # 540 / 384 < 768 / 540
+        (550, 1, "plain", "width 768 (no row for 550)"),
+        (1408, 200, "mixed", "width 768 (no row for 1408)"),
+    ],
+)
+def test_a_row_is_the_nearest_width_and_the_range_of_rows(small_table, width, rows, way, said):
+    """Oracle: by hand, from the table above; widths are compared by their ratio."""
+    name = "attention + mlp; inference; 16-bit; replayed"
+    assert choose._row("h200", name, width, rows) == (way, f"predicted: {name}, {said}")
+
+
+def test_a_block_without_a_row_runs_as_its_branches_do(small_table):
+    """Oracle: by hand: mixed if they differ, plain if one is plain or unknown, and plain without any row."""
+    attention, mlp = vit("B", 1)
+    window = mlp._replace(kind="depthwise_mlp")
+    for block, way in (
+        ((mlp, mlp), "fused"),
+        ((attention, mlp, mlp), "mixed"),
+        ((attention, window), "plain"),
+        ((window,), "plain"),
+    ):
+        found, why = choose.predicted_way("h200", block, torch.bfloat16, False, "replayed")
+        assert found == way and why.startswith("no predicted row: ")
+    assert choose._row("h200", "linear; inference; 16-bit", 768, 1) == (
+        None,
+        "no predicted row: linear; inference; 16-bit",
+    )
+
+
+def test_an_assumed_gpu_applies_inside_its_context_only(unmeasured):
+    """Oracle: the table of that GPU; outside the context the choice is unchanged."""
+    before, other = chosen("sm_89", "S", 256), chosen("sm_90", "S", 256)
+    with settings.assuming("h200"):
+        assert before == "fused" != chosen("sm_89", "S", 256) == other
     assert chosen("sm_89", "S", 256) == before
 
 
-def test_choices_state_their_reason(unmeasured):
-    """Oracle: by hand. The smallest maximum of GPU and host time wins, for one image, too, whose norms do not fold."""
+def test_choices_name_the_row_that_decides(unmeasured):
+    """Oracle: by hand: the name of the row."""
     seen = []
-    with plan.observing(seen.append):
-        for batch in (1, 256, 256):
+    with settings.observing(seen.append):
+        for batch in (256, 256):
             chosen("sm_90", "B", batch)
         with forcing("fused"):
             chosen("sm_90", "B", 1)
-    small, large, again, forced = seen
+    large, again, forced = seen
     assert large == again and large.name == "attention + mlp" and large.branches == vit("B", 256)
-    assert not small.refused and not large.refused
-    gpu = cost.gpus()["h200"]
-    assert large.us == {
-        way: (cost.block_us(gpu, vit("B", 256), way, False, False), plan.host_us(way, 2, False, True))
-        for way in cost.WAYS
-    }
-    row = cost.table()["host_us"]
-    assert plan.host_us("fused", 1, True, False) == 410 * row["called"]["training"]["fused"] / 2
-    assert plan.host_us("fused", 2, False, True) == 150 * row["replayed"]["inference"]["fused"]
-    assert [c.why for c in seen] == ["expected"] * 3 + ["asked for"] and forced.us == {}
+    assert large.why.startswith("predicted: attention + mlp; inference; 16-bit; replayed, width ")
+    assert forced.why == "asked for" and forced.way == "fused"
+    row = table()["blocks"]["host_us"]
+    assert blocks.host_us("fused", 1, True, False) == 410 * row["called"]["training"]["fused"] / 2
+    assert blocks.host_us("fused", 2, False, True) == 150 * row["replayed"]["inference"]["fused"]
+
+
+@pytest.mark.parametrize("gpu", gpus())
+def test_committed_rows_are_those_of_the_model(gpu):
+    """Oracle: times of a block of ViT-B and of a norm: at most 2 % above plain; others: `benchmarks.regenerate`."""
+    points = [
+        *choices.block_points(gpus()[gpu], vit("B", 1), choices.IMAGES[::4]),
+        *choices.op_points(gpus()[gpu], "layer_norm", (197, 768), choices.IMAGES[::4]),
+    ]
+    for point in points:
+        way, why = choose._row(gpu, point.name, point.width, point.rows)
+        assert way is not None and way not in point.refused, why
+        assert point.us[way] <= 1.02 * point.us["plain"], why
+    committed = json.loads((launch.TUNED / "choices" / f"{gpu}.json").read_text())
+    assert committed["predicted_by"].endswith(choices.model()), "run `python -m benchmarks.choices`"
+
+
+def test_ranges_of_rows_lose_least():
+    """Oracle: all divisions of the sorted sizes into at most three ranges, each with one way."""
+    rng = random.Random(0)
+    for _ in range(20):
+        points = [
+            choices.Point("row", 64, rows, {way: 1 + rng.random() for way in WAYS}, frozenset(), 1)
+            for rows in rng.sample(range(1, 50), 6)
+        ]
+        points.sort(key=lambda point: point.rows)
+        losses = [point.losses() for point in points]
+
+        def loss(ways, losses=losses):
+            return sum(one[way] for one, way in zip(losses, ways, strict=True))
+
+        every = (
+            ways for ways in itertools.product(WAYS, repeat=6) if len([*itertools.groupby(ways)]) <= choices.RANGES
+        )
+        least = min(map(loss, every))
+        *steps, last = choices.steps(points).split()
+        limits = dict(zip(map(int, steps[1::2]), steps[::2], strict=True))
+        got = [next((way for most, way in limits.items() if point.rows <= most), last) for point in points]
+        assert loss(got) <= least + (len(limits) + 1) * choices.TIE
+
+
+@pytest.mark.fast
+def test_running_a_model_does_not_import_the_model_of_times():
+    """Oracle: the modules of a new process in which a model was converted and called."""
+    code = (
+        "import sys, torch, fastvit_triton\n"
+        "net = fastvit_triton.create_model('vit_digits_patch2_8').eval()\n"
+        "fastvit_triton.optimize(net)\n"
+        "net(torch.zeros(1, 1, 8, 8))\n"
+        "print([name for name in sys.modules if name.startswith('fastvit_triton.expected')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=HANG)
+    assert done.stdout.strip() == "[]"
 
 
 def test_saved_values_and_compiled_time():
     """Oracle: the equations of a block in units of C; PyTorch's attention for ours, and a pass for the sum in place."""
     C, block = 768, vit("B", 64)
-    assert [sum(cost.saved_values(b, way) for b in block) / C for way in cost.WAYS] == [16, 10, 10]
+    assert [sum(blocks.saved_values(b, way) for b in block) / C for way in WAYS] == [16, 10, 10]
     wide = [b._replace(wide=1) for b in block]  # x is float32, twice a value; LN(x) is saved in 16 bits if fused
-    assert [sum(cost.saved_values(b, way) for b in wide) / C for way in cost.WAYS] == [18, 12, 14]
-    gpu = cost.gpus()["h200"]._replace(fused_attention_tflops=(1e6, 1e6))
+    assert [sum(blocks.saved_values(b, way) for b in wide) / C for way in WAYS] == [18, 12, 14]
+    gpu = gpus()["h200"]._replace(fused_attention_tflops=(1e6, 1e6))
     for training in (False, True):
         slow = gpu._replace(fused_attention_tflops=(1e-6, 1e-6))
-        apart = 0.0 if training else 3 * 64 * 197 * C * 2 / (gpu.copy_gbs * cost.PASS) / 1e3
-        want = cost.block_us(slow, block, "mixed", training, False) + apart
-        assert cost.compiled_us(gpu, block, training) == pytest.approx(want)
-        assert cost.compiled_us(gpu, block, training) > cost.block_us(gpu, block, "mixed", training, False)
+        apart = 0.0 if training else 3 * 64 * 197 * C * 2 / (gpu.copy_gbs * blocks.PASS) / 1e3
+        want = blocks.block_us(slow, block, "mixed", training, False) + apart
+        assert blocks.compiled_us(gpu, block, training) == pytest.approx(want)
+        assert blocks.compiled_us(gpu, block, training) > blocks.block_us(gpu, block, "mixed", training, False)
 
 
 @pytest.mark.fast
 def test_order_of_the_choice(monkeypatch, tmp_path):
-    """Oracle: the precedence: a context, the switch, a measured row, the expected time."""
+    """Oracle: the precedence: a context, the switch, a measured row, a predicted row."""
     expected = chosen("sm_90", "L", 256)
     assert expected == "mixed"
-    name = plan.block_names(vit("L", 256), "inference")[1]
+    name = choose.block_names(vit("L", 256), "inference")[1]
     (tmp_path / "sm_90.json").write_text(json.dumps({"ways": {"measured": {name: "plain"}}}))
+    shutil.copytree(launch.TUNED / "choices", tmp_path / "choices")
     monkeypatch.setattr(launch, "TUNED", tmp_path)
-    monkeypatch.setattr(plan, "gpu_on", lambda device: cost.gpus()["h200"])
-    plan.forget()
+    choose.forget()
     assert chosen("sm_90", "L", 256) == "plain" and chosen("sm_90", "L", 256, True) == "mixed"
     with using_backend("triton"):
         assert chosen("sm_90", "L", 256) == "fused"
@@ -244,20 +370,20 @@ def test_products_in_ieee_float32_are_left_to_pytorch():
     """Oracle: torch.set_float32_matmul_precision."""
     x = torch.empty(1)
     with targeting("sm_89"):
-        assert plan.way_of(x, vit("S", 256), False, True) != "fused"
+        assert choose.way_of(x, vit("S", 256), False, True) != "fused"
         torch.set_float32_matmul_precision("high")
         try:
-            assert plan.way_of(x, vit("S", 256), False, True) == "fused"
+            assert choose.way_of(x, vit("S", 256), False, True) == "fused"
         finally:
             torch.set_float32_matmul_precision("highest")
 
 
-def of_autocast(x: torch.Tensor, sizes: tuple[cost.Branch, ...], dtype: torch.dtype | None) -> plan.Choice:
+def of_autocast(x: torch.Tensor, sizes: tuple[Branch, ...], dtype: torch.dtype | None) -> choose.Choice:
     """The choice for a block of these sizes on an RTX 4090."""
     seen = []
     autocast = torch.autocast("cpu", dtype, enabled=dtype is not None)
-    with torch.no_grad(), targeting("sm_89"), autocast, plan.observing(seen.append):
-        plan.way_of(x, sizes, False, True)
+    with torch.no_grad(), targeting("sm_89"), autocast, settings.observing(seen.append):
+        choose.way_of(x, sizes, False, True)
     return seen[0]
 
 
@@ -265,16 +391,12 @@ def of_autocast(x: torch.Tensor, sizes: tuple[cost.Branch, ...], dtype: torch.dt
 def test_products_have_the_dtype_of_autocast(dtype):
     """Oracle: the dtypes of PyTorch under autocast: products are in its dtype, a float32 residual stays float32."""
     wide, half, block = torch.empty(1), torch.empty(1, dtype=dtype), vit("S", 256)
-    assert "fused" in of_autocast(wide, block, None).refused
+    rows = [of_autocast(x, block, of).why.split("; ")[2] for x, of in ((wide, None), (wide, dtype), (half, None))]
+    assert rows == ["IEEE float32", "autocast", "16-bit"]
     choice, alone = of_autocast(wide, block, dtype), of_autocast(half, block, dtype)
-    assert not choice.refused and choice.branches == tuple(b._replace(wide=1) for b in block)
-    gpu = cost.gpu_of("sm_89")
-    assert {way: us for way, (us, _) in choice.us.items()} == {
-        way: cost.block_us(gpu, choice.branches, way, False, False) for way in cost.WAYS
-    }
+    assert choice.branches == tuple(b._replace(wide=1) for b in block)
     assert alone == of_autocast(half, block, None) and alone.way == "fused" and alone.shapes != choice.shapes
-    narrow = of_autocast(wide, vit("Ti", 256), dtype)
-    assert narrow.way == "fused" == min(narrow.us, key=lambda way: max(narrow.us[way]))
+    assert of_autocast(wide, vit("Ti", 256), dtype).way == "fused"
 
 
 @torch.no_grad()
@@ -287,10 +409,10 @@ def test_ops_have_the_dtype_of_autocast(op):
         "patch_embed": (12544, 768, 384, True, True), "layer_norm": (12608, 384),
     }[op]  # fmt: skip
     x, seen = torch.empty(1), []
-    with targeting("sm_89"), plan.observing(seen.append):
-        plan.prefers_kernel(x if op == "layer_norm" else x.bfloat16(), op, *sizes)
+    with targeting("sm_89"), settings.observing(seen.append):
+        choose.prefers_kernel(x if op == "layer_norm" else x.bfloat16(), op, *sizes)
         with torch.autocast("cpu", torch.bfloat16):
-            plan.prefers_kernel(x, op, *sizes)
+            choose.prefers_kernel(x, op, *sizes)
     assert seen[0] == seen[1] and (" fp32" in seen[0].shapes[0]) == (op == "layer_norm")
 
 
@@ -301,31 +423,31 @@ def test_norms_of_traced_inference_are_left_to_the_compiler(op, sizes):
 
     def chosen(traced, training):
         with compiling() if traced else nullcontext(), torch.set_grad_enabled(training):
-            return plan.prefers_kernel(x, op, *sizes)
+            return choose.prefers_kernel(x, op, *sizes)
 
     with targeting("sm_90"):
         assert chosen(False, False) and not chosen(True, False) and chosen(True, True) == chosen(False, True)
-        with plan.forcing("fused"):
+        with settings.forcing("fused"):
             assert chosen(True, False)
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("way", cost.WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_bytes_of_a_block_under_autocast(way, training):
     """Oracle: bytes counted from the operators of the second of two blocks, less the casts of its weights."""
     net = pytest.importorskip("timm").create_model("vit_small_patch16_224", depth=2)
     optimize(net)  # ours hand the next norm on to the next block
     images, totals = torch.empty(8, 3, 224, 224, device="meta"), []
-    gpu, seen = cost.gpu_of("sm_90"), []
+    gpu, seen = gpu_of("sm_90"), []
     for _ in range(2):
-        with torch.autocast("cpu", torch.bfloat16), forcing(way), plan.observing(seen.append):
+        with torch.autocast("cpu", torch.bfloat16), forcing(way), settings.observing(seen.append):
             totals.append(traced(net, gpu, training, (images,), {}).count.nbytes)
         del net.blocks[1:]
     sizes = next(choice.branches for choice in seen if choice.branches)
     assert [b.wide for b in sizes] == [1, 1]
     casts = (4 + 2) * sum(p.numel() for layer in net.blocks.modules() if type(layer) is torch.nn.Linear
                           for p in layer.parameters()) * (2 if training else 1)  # fmt: skip
-    want = sum(one.nbytes for one in cost.launches(gpu, sizes, way, training, False))
+    want = sum(one.nbytes for one in blocks.launches(gpu, sizes, way, training, False))
     assert totals[0] - totals[1] - casts == pytest.approx(want, rel=0.08 if training else 0.005)
 
 
@@ -353,15 +475,17 @@ def call_of(op, activation, norm, scales, residual, training):
 def test_an_op_is_counted_as_it_runs(op, training, monkeypatch):
     """Oracle: launches of the call, all of them, and its bytes up to 2 % (biases, partial sums), in both ways."""
     asked = []
-    prefers = plan.prefers_kernel
-    monkeypatch.setattr(plan, "prefers_kernel", lambda x, name, *sizes: asked.append(sizes) or prefers(x, name, *sizes))
+    prefers = choose.prefers_kernel
+    monkeypatch.setattr(
+        choose, "prefers_kernel", lambda x, name, *sizes: asked.append(sizes) or prefers(x, name, *sizes)
+    )
     for activation, *ends in ENDS[8:] if op == "mlp" else ENDS:
         for i, way in enumerate(("fused", "plain")):
             call = call_of(op, activation, *ends, training)
             grads = torch.set_grad_enabled(training)
             with (
                 using_backend("auto"),
-                assumed(cost.gpus()["h200"]),
+                assumed(gpus()["h200"]),
                 forcing(way),
                 as_on_cuda(),
                 grads,
@@ -370,7 +494,7 @@ def test_an_op_is_counted_as_it_runs(op, training, monkeypatch):
                 y = call()
                 if training:
                     y.backward(torch.empty_like(y))
-            counted = op_cost.OPS[op](2, training, *asked[-1])[i]
+            counted = ops.OPS[op](2, training, *asked[-1])[i]
             assert (len(counted), sum(one.nbytes for one in counted)) == (
                 seen.count.launches,
                 pytest.approx(seen.count.nbytes, rel=0.02),
@@ -382,7 +506,7 @@ def test_an_op_is_counted_as_it_runs(op, training, monkeypatch):
 def test_statistics_are_made_only_for_a_reader_that_uses_them(op, kernels, monkeypatch):
     """Oracle: by hand: both calls run by the kernels, with enough rows to fold the norm; else None, in each way."""
     makes, reads = kernels
-    monkeypatch.setattr(plan, "prefers_kernel", lambda x, name, *sizes: makes if name == op else reads)
+    monkeypatch.setattr(choose, "prefers_kernel", lambda x, name, *sizes: makes if name == op else reads)
     other = "mlp" if op == "linear" else "linear"
     for rows, wide in ((4096, False), (16, False), (4096, True)):
         x = given(torch.empty(2, rows // 2, 64, dtype=torch.bfloat16, device="meta"))
@@ -391,7 +515,7 @@ def test_statistics_are_made_only_for_a_reader_that_uses_them(op, kernels, monke
         reader = Reader(other, linear.plan_sizes(x, x.new_empty(256, 64), (None, None, 1e-6), "gelu", None, None, x))
         layers = (weight, bias) if op == "linear" else ((weight, bias), (weight, bias))
         call = linear.linear if op == "linear" else mlp.mlp
-        with torch.no_grad(), using_backend("auto"), assumed(cost.gpus()["h200"]), tracing():
+        with torch.no_grad(), using_backend("auto"), assumed(gpus()["h200"]), tracing():
             y, stats = call(x, *layers, residual=residual, return_stats=reader)
         assert y.dtype == residual.dtype and (stats is not None) == (makes and reads and rows > 256 and not wide)
     x, layer = torch.randn(3, 64), (torch.randn(64, 64), None)
@@ -411,11 +535,11 @@ def test_activations_count_in_the_choice_of_a_product(unmeasured):
     )
     chosen = Counter()
     for images, tokens, width in sizes:
-        for gpu in cost.gpus().values():
+        for gpu in gpus().values():
             with assumed(gpu), torch.no_grad():
                 for passes in (0, 1):
                     ends = passes, False, False, False
-                    chosen[passes] += plan.prefers_kernel(
+                    chosen[passes] += choose.prefers_kernel(
                         x, "linear", images * tokens, width, 4 * width, True, True, *ends
                     )
     assert chosen[0] == 0 < 200 < chosen[1]
@@ -424,7 +548,7 @@ def test_activations_count_in_the_choice_of_a_product(unmeasured):
 @torch.no_grad()
 def test_weights_stored_for_depthwise_are_not_copied():
     """Oracle: by hand, one launch and PyTorch's convolution and bias; with the copy it is two, which save no time."""
-    x, stored = torch.empty(8, 56, 56, 64, dtype=torch.bfloat16), torch.empty(9, 64, dtype=torch.bfloat16)
+    x, stored = torch.empty(4, 56, 56, 64, dtype=torch.bfloat16), torch.empty(9, 64, dtype=torch.bfloat16)
     stored = stored.t().unflatten(1, (3, 3)).unsqueeze(1)
     with targeting("sm_90"):
         for weight in (stored, stored.contiguous()):
@@ -438,8 +562,8 @@ def test_small_batches_are_bound_by_the_host(unmeasured):
     x, block = torch.empty(1, dtype=torch.bfloat16), vit("B", 1)
     with targeting("sm_90"):
         for replayed, row in ((True, "replayed"), (False, "called")):
-            ratios = cost.table()["host_us"][row]["inference"]
-            assert plan.way_of(x, block, False, replayed) == min(ratios, key=ratios.get)
+            ratios = table()["blocks"]["host_us"][row]["inference"]
+            assert choose.way_of(x, block, False, replayed) == min(ratios, key=ratios.get)
 
 
 CASES = [(way, name, autocast) for autocast in (False, True) for name in BLOCKS for way in ("mixed", "fused")]
@@ -502,9 +626,9 @@ def test_every_way_equals_the_modules_in_inference(way, converted, always_folded
 def launched(way: str, training: bool, depth: int = 3, **options: object) -> list[str]:
     """Our kernels in two of three blocks."""
     counts = []
-    for blocks in (depth - 2, depth):
+    for some in (depth - 2, depth):
         torch.manual_seed(0)
-        net = create_model("vit_tiny_patch16_224", img_size=32, embed_dim=64, num_heads=2, depth=blocks, **options)
+        net = create_model("vit_tiny_patch16_224", img_size=32, embed_dim=64, num_heads=2, depth=some, **options)
         x = torch.randn(64, 5, 64).bfloat16().requires_grad_(training)
         with recording("sm_90") as found, torch.set_grad_enabled(training), forcing(way):
             y = net.bfloat16().train(training).blocks(x)
@@ -591,12 +715,12 @@ def test_a_trace_reads_autocast(inside):
 
     def call(x):
         with autocast() if inside else nullcontext():
-            return x + len(plan.way_of(x, block, False, True))
+            return x + len(choose.way_of(x, block, False, True))
 
     torch._dynamo.reset()
-    with targeting("sm_89"), nullcontext() if inside else autocast(), plan.observing(seen.append):
+    with targeting("sm_89"), nullcontext() if inside else autocast(), settings.observing(seen.append):
         y = torch.compile(call, backend="eager", fullgraph=True)(torch.zeros(2))
-    want = of_autocast(torch.empty(1), vit("Ti", *plan.TRACED), torch.bfloat16)
+    want = of_autocast(torch.empty(1), vit("Ti", *choose.TRACED), torch.bfloat16)
     assert {choice.way for choice in seen} == {want.way} == {"fused"} and y[0] == len("fused")
     assert seen[0].branches == want.branches
 
@@ -670,17 +794,17 @@ def test_a_mixed_block_draws_and_keeps_no_more_than_it_needs(monkeypatch):
 )  # fmt: skip
 def test_gpus_are_found_by_what_ends_their_names(name: str, key: str):
     """Oracle: the table of rates."""
-    assert cost.gpu_by_name(name) is cost.gpus()[key]
+    assert gpu_by_name(name) is gpus()[key]
 
 
 @pytest.mark.parametrize("name", ["", "0", "x", "rtx", "gtx 970", "40900", "nvidia"])
 def test_unknown_gpus_are_refused(name: str):
     """Oracle: one sentence with the known names."""
     with pytest.raises(ValueError, match=f"^gpu is {name}; use one of h200, h100, .*mi300x$"):
-        cost.gpu_by_name(name)
+        gpu_by_name(name)
 
 
 def test_names_that_end_several_gpus_are_refused():
     """Oracle: the two names."""
     with pytest.raises(ValueError, match=r"^gpu is 200; use one of h200, b200$"):
-        cost.gpu_by_name("200")
+        gpu_by_name("200")

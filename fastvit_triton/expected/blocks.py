@@ -1,125 +1,24 @@
-"""Predicts the time of a branch on a GPU in each way, from its launches and the rates in tuned/rates.json.
+"""Predicts the time of a block on a GPU in each way, from its launches and the rates of `gpus`.
 
 A launch takes max(flops / rate of its kind, bytes / bandwidth, 2.5 µs or, for a matmul, 5 µs). Bytes count every
-tensor that a launch reads or writes once. The table states the source of each rate; ratios of our kernels are
-[pessimistic, expected, best]. All times here are predicted; measurements are in tuned/<architecture>.json and take
-precedence, see `plan`.
-
-Ways      fused: our kernels, with the LayerNorm folded into the first matmul.
-          mixed: BLAS matmuls, and one pass for the operations between them: activation; LayerScale, stochastic depth,
-          residual and the next LayerNorm. Attention by the kernel that is expected to be faster. In inference without
-          LayerScale, the last matmul of a block adds to the residual in place, and no pass follows it.
-          plain: PyTorch's modules, operator by operator.
+tensor that a launch reads or writes once. Ratios of our kernels are [pessimistic, expected, best]. For the ways see
+`kernels.choose`, whose tables are written from these times; nothing that runs a model reads them.
 
 Under autocast, matmuls and attention are 16-bit while a float32 residual and its norms are not: norms are not folded,
 their float32 result is cast in a pass of its own (mixed writes it in 16 bits), and nothing is added in place.
 """
 
-import functools
-import json
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from .launch import TUNED
+from ..kernels.sizes import Branch
+from .gpus import Gpu, table
 
-WAYS = ("plain", "mixed", "fused")  # ties are resolved in this order
 LEAST_US, LEAST_PRODUCT_US = 2.5, 5.0  # minimum time of a launch, and of a matmul; estimates
 PASS = 0.85  # fraction of the copy bandwidth of elementwise passes and of our LayerNorm
 NORMS = {"norm": "forward", "norm backward": "backward"}  # kinds of launches of PyTorch's LayerNorm
 TILES = {(128, 256): 1.0, (128, 128): 0.93, (64, 128): 0.82, (64, 64): 0.65}  # tile of a matmul → fraction of its rate
 NARROW = 384  # bytes of a row up to which one launch computes an MLP; see `mlp`
-
-
-class Gpu(NamedTuple):
-    """Rates of a GPU; see tuned/rates.json for their sources.
-
-    Attributes:
-        name: as the driver reports it, in part.
-        architecture: sm_90, gfx942, …
-        units: streaming multiprocessors.
-        product_tflops: of 16-bit BLAS matmuls with large K.
-        copy_gbs: bandwidth of a copy, reads plus writes.
-        fused_product: rate of our matmuls as a fraction of BLAS: pessimistic, expected, best.
-        attention_tflops: of PyTorch's attention, forward and backward, at about 200 tokens.
-        fused_attention_tflops: of ours.
-        source: where the rates come from.
-    """
-
-    name: str
-    architecture: str
-    units: int
-    product_tflops: float
-    copy_gbs: float
-    fused_product: tuple[float, float, float]
-    attention_tflops: tuple[float, float]
-    fused_attention_tflops: tuple[float, float]
-    source: str
-
-
-class Branch(NamedTuple):
-    """Sizes of a residual branch that determine its cost.
-
-    Attributes:
-        kind: "attention", "window_attention", "reduced_attention", "mlp" or "depthwise_mlp".
-        images: B.
-        tokens: N of an image.
-        channels: C of the residual stream.
-        width: outputs of the first matmul: queries, keys and values, or the hidden layer (twice if gated).
-        inner: inputs of the last matmul.
-        heads: H of attention, else 0.
-        scales: number of LayerScale and stochastic depth present (0 to 2).
-        itemsize: bytes per value.
-        keys: of attention in windows: tokens of a window; of reduced attention: tokens per key; else 0.
-        decomposed: 1 if scores have a bias by row plus one by column, whose sum PyTorch stores for every key; else 0.
-        wide: 1 if the residual is float32 and the matmuls are 16-bit, as under autocast; else 0.
-        layer_scale: 1 if one of the scales is LayerScale, else 0.
-    """
-
-    kind: str
-    images: int
-    tokens: int
-    channels: int
-    width: int
-    inner: int
-    heads: int = 0
-    scales: int = 0
-    itemsize: int = 2
-    keys: int = 0
-    decomposed: int = 0
-    wide: int = 0
-    layer_scale: int = 0
-
-    @property
-    def stream(self) -> int:
-        """Size of a value of the residual, in values of the matmuls."""
-        return 2 if self.wide else 1
-
-    @property
-    def attends(self) -> bool:
-        """True for the kinds of attention."""
-        return self.kind.endswith("attention")
-
-    @property
-    def keys_per_query(self) -> int:
-        """Number of keys of each query."""
-        if self.kind == "reduced_attention":
-            return max(self.tokens // self.keys, 1)
-        return min(self.keys or self.tokens, self.tokens)
-
-    @property
-    def name(self) -> str:
-        """Name of its shape in tables of measurements."""
-        heads = f" H={self.heads}" if self.heads else ""
-        heads += f" K={self.keys}" if self.keys else ""
-        heads += " decomposed bias" * self.decomposed + " layer scale" * self.layer_scale
-        wide = " fp32" if self.itemsize == 4 else " autocast" if self.wide else ""
-        return f"{self.kind} C={self.channels} F={self.width}{heads} N={self.tokens} B={self.images}{wide}"
-
-    @property
-    def rounded(self) -> "Branch":
-        """A copy with images and tokens rounded up to powers of two, so that one measurement covers many sizes."""
-        tokens, images = (1 << max(n - 1, 0).bit_length() for n in (self.tokens, self.images))
-        return self._replace(tokens=tokens, images=images)
 
 
 class Launch(NamedTuple):
@@ -141,44 +40,6 @@ class Launch(NamedTuple):
     backward: bool = False
 
 
-@functools.cache
-def table() -> dict:
-    """Content of tuned/rates.json."""
-    return json.loads((TUNED / "rates.json").read_text())
-
-
-@functools.cache
-def gpus() -> dict[str, Gpu]:
-    """GPUs with known rates, by short name."""
-
-    def fixed(value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value
-
-    return {key: Gpu(**{name: fixed(v) for name, v in row.items()}) for key, row in table()["gpus"].items()}
-
-
-def gpu_by_name(name: str) -> Gpu:
-    """The GPU of a short name such as rtx4090, or of what ends only this one, such as 4090; case and spaces are free.
-
-    Raises:
-        ValueError: no name, or more than one, ends so.
-    """
-    short = (
-        "".join(filter(str.isalnum, name.lower())).removeprefix("nvidia").removeprefix("amd").removeprefix("geforce")
-    )
-    near = [key for key in gpus() if len(short) > 2 and key.endswith(short)]
-    if short not in gpus() and len(near) != 1:
-        raise ValueError(f"gpu is {name}; use one of {', '.join(near or gpus())}")
-    return gpus()[short if short in gpus() else near[0]]
-
-
-def gpu_of(architecture: str, name: str = "") -> Gpu:
-    """The GPU of that name; else the first of that architecture in the table, else the H200."""
-    rows = list(gpus().values())
-    named = [gpu for gpu in rows if gpu.name in name and gpu.architecture == architecture]
-    return next(iter([*named, *(gpu for gpu in rows if gpu.architecture == architecture)]), rows[0])
-
-
 def block_us(gpu: Gpu, branches: tuple[Branch, ...], way: str, training: bool, frozen: bool, ratio: int = 0) -> float:
     """Expected microseconds on the GPU of the residual branches of a block.
 
@@ -191,6 +52,28 @@ def block_us(gpu: Gpu, branches: tuple[Branch, ...], way: str, training: bool, f
         ratio: index of the ratio of our kernels: 0 pessimistic, 1 expected, 2 best.
     """
     return sum(launch_us(gpu, launch, ratio) for launch in launches(gpu, branches, way, training, frozen))
+
+
+def host_us(way: str, branches: int, training: bool, replayed: bool) -> float:
+    """Expected host time in microseconds for this number of residual branches; a block has two."""
+    phase = "training" if training else "inference"
+    row = table()["blocks"]["host_us"]
+    return row["eager"][phase] * row["replayed" if replayed else "called"][phase][way] * branches / 2
+
+
+def refusal(ours: list[Launch], plain: list[Launch], training: bool, exact: bool) -> str | None:
+    """Why a way is excluded regardless of its speed, or None.
+
+    It is excluded if it moves more bytes or has more launches than the plain way, or runs our matmul in IEEE float32.
+    In training it must move 2 % less, since casts and partial sums are not counted.
+    """
+    if ours is plain:
+        return None
+    if exact and any(one.kind == "fused product" for one in ours):
+        return "products in IEEE float32 are PyTorch's"
+    if sum(one.nbytes for one in ours) > sum(one.nbytes for one in plain) * (0.98 if training else 1.0):
+        return "moves more bytes than plain"
+    return "has more launches than plain" if len(ours) > len(plain) else None
 
 
 def launches(gpu: Gpu, branches: tuple[Branch, ...], way: str, training: bool, frozen: bool) -> list[Launch]:
@@ -235,13 +118,13 @@ def launch_us(gpu: Gpu, launch: Launch, ratio: int = 0) -> float:
     """Expected microseconds of one launch."""
     bandwidth = gpu.copy_gbs * PASS
     if launch.kind in NORMS:
-        bandwidth = min(bandwidth, table()["norm_gbs"][NORMS[launch.kind]])
+        bandwidth = min(bandwidth, table()["blocks"]["norm_gbs"][NORMS[launch.kind]])
     memory = launch.nbytes / bandwidth / 1e3
     compute = 0.0
     if launch.kind in ("product", "fused product"):
         compute = _product_us(gpu, *launch.size) / (gpu.fused_product[ratio] if launch.kind == "fused product" else 1)
     elif launch.kind == "convolution":
-        compute = launch.flops / (gpu.product_tflops * table()["patch_convolution"]["value"]) / 1e6
+        compute = launch.flops / (gpu.product_tflops * table()["blocks"]["patch_convolution"]["value"]) / 1e6
     elif launch.flops:
         rates = gpu.fused_attention_tflops if launch.kind == "fused attention" else gpu.attention_tflops
         compute = launch.flops / rates[launch.backward] / 1e6
@@ -250,7 +133,7 @@ def launch_us(gpu: Gpu, launch: Launch, ratio: int = 0) -> float:
 
 def _product_us(gpu: Gpu, M: int, N: int, K: int) -> float:
     """Expected microseconds of a BLAS matmul with its best tile; each wave of tiles takes as long as a full one."""
-    efficiency = next(e for most, e in table()["product_efficiency"]["values"] if K <= most)
+    efficiency = next(e for most, e in table()["blocks"]["product_efficiency"]["values"] if K <= most)
     best = math.inf
     for (rows, columns), fraction in TILES.items():
         waves = math.ceil(M / rows) * math.ceil(N / columns) / gpu.units
@@ -267,14 +150,6 @@ def product(branch: Branch, M: int, N: int, K: int, ours: bool = False, extra: f
 def one_pass(branch: Branch, values: float, kind: str = "pass") -> Launch:
     """A launch that reads and writes this number of values and computes next to nothing."""
     return Launch(kind, 0.0, branch.itemsize * values)
-
-
-def seen_pairs(queries: int, keys: int, causal: bool) -> int:
-    """Pairs of a query and a key that it sees; if causal, query m sees keys n ≤ m + keys − queries."""
-    if not causal:
-        return queries * keys
-    rows = min(queries, keys)  # the last ones, which see a key; each sees one more than the one before
-    return rows * keys - rows * (rows - 1) // 2
 
 
 def attention_launch(branch: Branch, ours: bool, backward: bool = False) -> Launch:

@@ -1,0 +1,97 @@
+"""GPUs with known rates, from rates.json, which states the source of each."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RATES = Path(__file__).with_name("rates.json")
+
+
+class Device(NamedTuple):
+    """Rates of a GPU by its data sheet.
+
+    Attributes:
+        name: as its maker writes it.
+        tflops: of dense 16-bit products with float32 sums.
+        float32_tflops: of float32 arithmetic without tensor cores.
+        gbs: bandwidth of memory.
+        source: of these figures.
+        clock: factor of `tflops` beside the constants, which hold for an RTX 4090: limits of power, and of clocks.
+        memory: factor of `gbs` beside the constants.
+    """
+
+    name: str
+    tflops: float
+    float32_tflops: float
+    gbs: float
+    source: str
+    clock: float = 1.0
+    memory: float = 1.0
+
+
+class Gpu(NamedTuple):
+    """Rates of a GPU.
+
+    Attributes:
+        key: its short name, also that of its table of choices.
+        name: as the driver reports it, in part.
+        architecture: sm_90, gfx942, …
+        units: streaming multiprocessors.
+        product_tflops: of 16-bit BLAS matmuls with large K.
+        copy_gbs: bandwidth of a copy, reads plus writes.
+        fused_product: rate of our matmuls as a fraction of BLAS: pessimistic, expected, best.
+        attention_tflops: of PyTorch's attention, forward and backward, at about 200 tokens.
+        fused_attention_tflops: of ours.
+        source: where the rates come from.
+        sheet: those of its data sheet.
+    """
+
+    key: str
+    name: str
+    architecture: str
+    units: int
+    product_tflops: float
+    copy_gbs: float
+    fused_product: tuple[float, float, float]
+    attention_tflops: tuple[float, float]
+    fused_attention_tflops: tuple[float, float]
+    source: str
+    sheet: Device
+
+
+@functools.cache
+def table() -> dict[str, Any]:
+    """Content of rates.json."""
+    return json.loads(RATES.read_text())
+
+
+@functools.cache
+def gpus() -> dict[str, Gpu]:
+    """GPUs with known rates, by short name."""
+
+    def of(key: str, row: dict[str, Any]) -> Gpu:
+        fixed: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in row.items()}
+        return Gpu(key, **fixed | {"sheet": Device(row["name"], **row["sheet"])})
+
+    return {key: of(key, row) for key, row in table()["gpus"].items()}
+
+
+def devices() -> dict[str, Device]:
+    """The data sheets of GPUs with known rates, by short name."""
+    return {key: gpu.sheet for key, gpu in gpus().items()}
+
+
+def gpu_by_name(name: str) -> Gpu:
+    """The GPU of a short name such as rtx4090, or of what ends only this one, such as 4090; case and spaces are free.
+
+    Raises:
+        ValueError: no name, or more than one, ends so.
+    """
+    short = (
+        "".join(filter(str.isalnum, name.lower())).removeprefix("nvidia").removeprefix("amd").removeprefix("geforce")
+    )
+    near = [key for key in gpus() if len(short) > 2 and key.endswith(short)]
+    if short not in gpus() and len(near) != 1:
+        raise ValueError(f"gpu is {name}; use one of {', '.join(near or gpus())}")
+    return gpus()[short if short in gpus() else near[0]]
