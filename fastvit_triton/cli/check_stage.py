@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from ..measure.tune import Tuned
 
 RESERVE = 4.0  # seconds of a stage that are kept for the end of the process
-TIMED = {"cuda": 10.0, "cpu": 12.0}  # seconds at the end of a comparison for timing
+TIMED = {"cuda": 10.0, "cpu": 12.0, "dry": 2.0}  # seconds at the end of a comparison for timing
+DRY = 30.0  # seconds of tuning in a dry run, in which each step runs at least once
 
 
 class Request(NamedTuple):
@@ -98,7 +99,7 @@ def compare(request: Request) -> dict:
     from ..measure.check import compare
 
     mode = "max-autotune" if request.stage == "max-autotune" else None
-    kind = "cuda" if request.device.startswith("cuda") else "cpu"
+    kind = "dry" if request.dry else "cuda" if request.device.startswith("cuda") else "cpu"
     result = compare(subject_of(request), mode, request.deadline(), TIMED[kind], request.budget)
     if request.dry:  # whose ratios are those of the interpreter
         right = sum(row.get("match") is True for row in result["rows"])
@@ -114,7 +115,8 @@ def tune(request: Request) -> dict:
     subject = subject_of(request)
     example = subject.inputs(0)
     remaining = request.deadline().left  # the last candidate may take longer than tune's limit
-    tuned = tune(subject.model, example.get("image", example), request.train, max(0.85 * remaining, 1.0))
+    seconds = DRY if request.dry else max(0.85 * remaining, 1.0)
+    tuned = tune(subject.model, example.get("image", example), request.train, seconds)
     parts = [dict(name=p["name"], count=p["count"], before=p["rule"], after=p["way"]) for p in tuned.parts]
     model = tuned.model
     if subject.device.type == "cpu" and not request.dry:
