@@ -6,6 +6,7 @@ Clocks and stages are stand-ins, and the numbers of verdicts are invented; no te
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -508,6 +509,30 @@ def test_exit_code(here, monkeypatch, capsys, stages, code):
     )
     assert last == f"{done} Times in the interpreter are meaningless, so there is no verdict."
     assert json.loads((here / "out.json").read_text())["check"]["verdict"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_check_says_and_keeps_what_it_knows(here, monkeypatch, capsys, number):
+    """Oracle: the stages that ended, and exit code 130; later stages do not start."""
+    started = []
+
+    def stage(request, variables, name, seconds):
+        started.append(name)
+        if name == "compare":
+            signal.raise_signal(number)
+        return results()[name]
+
+    monkeypatch.setattr(command, "_in_process", stage)
+    monkeypatch.setattr(command, "_selftest", lambda request, seconds: results()["selftest"])
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["check", *DIGITS, "--dry-run", "--out", "out.json"]) == 130
+    assert started == ["tune", "compare"] and signal.getsignal(signal.SIGTERM) is before
+    *_, stopped, said, last = capsys.readouterr().out.splitlines()
+    assert stopped == "compare was stopped" and said.startswith("out.json holds these results")
+    assert last.startswith("Some steps failed or were not reached in time.")
+    stages = json.loads((here / "out.json").read_text())["check"]["stages"]
+    assert list(stages) == ["selftest", "tune", "compare"] and stages["compare"]["error"] == "was stopped"
+    assert verdict(stages).startswith("no verdict: too little was timed (") and "compare was stopped" in verdict(stages)
 
 
 def test_a_dry_run_writes_no_file_unless_asked(here, monkeypatch):

@@ -1,12 +1,15 @@
 """`check`: whether the package helps on this machine, in five minutes and one sentence."""
 
 import argparse
+import contextlib
 import json
 import math
+import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,7 +104,7 @@ def _run(request: Request, variables: dict[str, str], out: Path | None) -> int:
 
     from ..kernels import onednn
     from ..kernels.backend import using_backend, why_not
-    from ..measure.check import BUDGETS, Stage, contribution, run_stages, verdict
+    from ..measure.check import BUDGETS, STOPPED, Stage, contribution, run_stages, verdict
     from ..measure.machine import provenance
 
     device = torch.device(request.device)
@@ -136,13 +139,29 @@ def _run(request: Request, variables: dict[str, str], out: Path | None) -> int:
     model = "dry run: a tiny model in Triton's interpreter" if request.dry else request.model
     print_line(f"{model}, {phase}, {DTYPES[request.dtype]}, batch {request.batch}, on {gpu or 'the CPU'}")
     patience = 4 if request.dry else 1  # a dry run measures nothing, but has to get through on a busy machine
-    stages = run_stages([Stage(name, patience * BUDGETS[name], runs[name]) for name in BUDGETS], print_line, save)
+    with _terminable():
+        stages = run_stages([Stage(name, patience * BUDGETS[name], runs[name]) for name in BUDGETS], print_line, save)
     if out is not None:
         how = "docs/tune.md says how to contribute them" if gpu else "only those of a GPU can be contributed"
         print_line(f"{out} holds these results; {how}")
     print_line(conclusion(stages))
+    if any(row.get("error") == STOPPED for row in stages.values()):
+        return 130
     measured = any(stages[name].get("ratios") for name in ("compare", "max-autotune"))
     return int(not measured or bool(stages["selftest"].get("failed")))
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Context in which SIGTERM stops a stage as Ctrl-C does, so that its process ends and what is known is printed."""
+    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _dry_conclusion(stages: dict[str, dict]) -> str:

@@ -31,6 +31,7 @@ FORMAT = 1  # of contributed files, see benchmarks/results/community/schema.json
 COMPILE = "torch.compile"
 AUTOTUNE = "torch.compile max-autotune"
 LATE = "did not finish in"
+STOPPED = "was stopped"
 WRONG = "gives a wrong result"
 LESS = "a smaller --model or --batch, or an idle machine"  # what makes a stage finish
 FEWEST = 3  # rounds of a ratio with a spread
@@ -60,7 +61,7 @@ def run_stages(
     on_end: Callable[[dict[str, dict]], object] = lambda rows: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, dict]:
-    """Runs stages one after another, also after one that failed or ran out of time.
+    """Runs stages one after another, also after one that failed or ran out of time; the last is one that Ctrl-C ends.
 
     Args:
         stages: what to run.
@@ -73,16 +74,21 @@ def run_stages(
     """
     rows: dict[str, dict] = {}
     for stage in stages:
+        if any(row.get("error") == STOPPED for row in rows.values()):
+            break
         say(f"{stage.name}: started, at most {stage.seconds:.0f} s")
         row: dict[str, Any] = dict(budget=stage.seconds)
         begun = clock()
         rows[stage.name] = row
-        with capturing(row, "error"):
-            row |= stage.run(stage.seconds)
+        try:
+            with capturing(row, "error"):
+                row |= stage.run(stage.seconds)
+        except KeyboardInterrupt:
+            row["error"] = STOPPED
         row["seconds"] = round(clock() - begun, 1)
         if _is_late(row):
             row["error"] = _not_in(stage.seconds)
-        elif "error" in row:
+        elif "error" in row and row["error"] != STOPPED:
             row["error"] = f"failed: {row['error']}"
         say(_ended(stage.name, row))
         on_end(rows)
