@@ -177,16 +177,24 @@ def bias_values(branch: Branch) -> int:
     return branch.images * branch.heads * branch.tokens * branch.keys_per_query
 
 
-def _faster_attention(gpu: Gpu | None, branch: Branch, backward: bool = False) -> Launch:
-    """The faster attention kernel, ours or PyTorch's, for a mixed branch; PyTorch's copies into windows and back."""
+def _faster_attention(gpu: Gpu | None, branch: Branch, backward: bool = False) -> list[Launch]:
+    """The launches of the faster attention of a mixed branch, ours or PyTorch's, which copies into windows and back."""
+    ours = [attention_launch(branch, True, backward)]
     if branch.decomposed:  # only our kernel does not store the sum
-        return attention_launch(branch, True, backward)
+        return ours
     assert gpu is not None, "the choice depends on the GPU"
-    theirs, ours = (attention_launch(branch, fused, backward) for fused in (False, True))
+    one = attention_launch(branch, False, backward)
     if branch.kind == "window_attention":
         copies = 4 * branch.images * branch.tokens * branch.channels * branch.itemsize
-        theirs = theirs._replace(nbytes=theirs.nbytes + copies)
-    return min(theirs, ours, key=lambda launch: launch_us(gpu, launch))
+        one = one._replace(nbytes=one.nbytes + copies)
+    theirs = [one, *_around_attention(branch)] if backward else [one]
+    return min(ours, theirs, key=lambda launches: sum(launch_us(gpu, launch) for launch in launches))
+
+
+def _around_attention(b: Branch) -> list[Launch]:
+    """FlashAttention's other two kernels of the backward pass, and packing dq, dk, dv."""
+    small = one_pass(b, 0)
+    return [small, small, one_pass(b, 2 * b.images * b.tokens * b.width)]
 
 
 def forward(
@@ -219,12 +227,12 @@ def forward(
             return [*leading, mlp_launch]
         mlp = b.kind == "mlp"
         extra = M * (b.inner if training else b.inner - b.width) if mlp else 0  # pre is saved, and h is written
-        middle = [_faster_attention(gpu, b)] if attention else conv
+        middle = _faster_attention(gpu, b) if attention else conv
         return [*leading, product(b, M, b.width, C, True, extra), *middle, _last(b)]
     norm = [] if way == "mixed" and not first else _norm(b, way)
     core = [one_pass(b, M * (b.width + b.inner))]  # the activation
     if attention:
-        core = [_faster_attention(gpu, b) if way == "mixed" else attention_launch(b, False)]
+        core = _faster_attention(gpu, b) if way == "mixed" else [attention_launch(b, False)]
         core += [one_pass(b, bias_values(b))] * (b.decomposed and way == "plain")
     if way == "mixed":
         core = conv or core
@@ -275,9 +283,9 @@ def _reduced(gpu: Gpu | None, b: Branch, way: str, first: bool, last: bool) -> l
     norm = [] if way == "mixed" and not first else _norm(b, way)
     reduction = [product(b, rows, C, C * b.keys, ours), one_pass(b, 2 * rows * C)] if b.keys > 1 else []
     products = [product(b, M, b.inner, C, ours), *reduction, product(b, rows, 2 * b.inner, C, ours)]
-    core = attention_launch(b, False) if way == "plain" else _faster_attention(gpu, b)
+    core = [attention_launch(b, False)] if way == "plain" else _faster_attention(gpu, b)
     end = [] if ours else _end(b, way, last)
-    return [*norm, *products, core, _last(b) if ours else product(b, M, C, b.inner), *end]
+    return [*norm, *products, *core, _last(b) if ours else product(b, M, C, b.inner), *end]
 
 
 def _backward(gpu: Gpu, b: Branch, way: str) -> list[Launch]:
@@ -299,16 +307,15 @@ def _backward(gpu: Gpu, b: Branch, way: str) -> list[Launch]:
         middle = [one_pass(b, M * (2 * b.width + b.inner))]
         if b.kind == "window_attention":
             sums += [one_pass(b, 2 * M * C)] * 2
-        if attention:  # FlashAttention's three kernels, and packing dq, dk, dv
-            middle = [attention_launch(b, False, True), small, small, one_pass(b, 2 * M * b.width)]
+        if attention:
+            middle = [attention_launch(b, False, True), *_around_attention(b)]
             middle += [one_pass(b, bias_values(b))] * (2 * b.decomposed)  # sums over rows and over columns
         wide = 3 * b.stream * M * C
         norm = [*casts, one_pass(b, wide, "norm backward"), small, small, one_pass(b, wide)]  # last: the residual
         return [*products, *sums, *middle, *norm, *[one_pass(b, wide)] * b.scales]
     middle = [one_pass(b, 2 * M * (b.width + b.inner))]
     if attention:
-        core = _faster_attention(gpu, b, True)
-        middle = [core] if core.kind == "fused attention" else [core, small, small, one_pass(b, 2 * M * b.width)]
+        middle = _faster_attention(gpu, b, True)
     scaled = [one_pass(b, 2 * M * C)] if b.scales > b.layer_scale else []
     if b.layer_scale:  # equation (10) of `linear_backward` reads and writes matrices in fp32 and in the weight's dtype
         weight, fp32 = C * b.inner, 4 / b.itemsize
