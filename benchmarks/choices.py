@@ -7,7 +7,7 @@
 choices_sizes.json has the sizes of blocks and ops that models ask for. Each is predicted on each GPU for 18 numbers of
 images, by `expected.blocks` and `expected.ops`. For each width, a row has the ways that lose least, of at most three
 ranges of the number of rows (images times tokens). A way that moves more bytes or has more launches than plain for one
-of the sizes in a range is not taken there, and no way is taken that gains less than `TIE`.
+of the sizes in a range is not taken there.
 """
 
 import argparse
@@ -47,9 +47,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 SHOWN = 60  # of the largest losses
 COMPARED = (1, 8, 64, 256)  # images
 HELD_OUT = (5, 20, 100)  # images that no row was made from
-SLOWER = 10.0
+SLOWER = 10.0  # weight of what a way takes longer than plain
 REFUSED = 5.0  # loss of a way that moves more than plain
-TIE = 0.02  # gain over plain below which plain runs
+GAIN = 0.02  # mean loss that another range of rows has to save
 RANGES = 3  # of numbers of rows
 MODES = ("replayed", "called", "compiled")
 DTYPES = ("16-bit", "autocast", "TF32", "IEEE float32")
@@ -76,19 +76,15 @@ class Point(NamedTuple):
     images: int
 
     def losses(self) -> dict[str, float]:
-        """Way → by which part it takes longer than the fastest one that is not refused; plain is fastest in a tie.
+        """Way → by which part it takes longer than the fastest one that is not refused.
 
         What a way takes longer than plain counts `SLOWER` times.
         """
-        plain = self.us["plain"]
         fastest = min(us for way, us in self.us.items() if way not in self.refused)
-        tie = plain <= fastest * (1 + TIE)
-        found = {}
-        for way, us in self.us.items():
-            loss = us / (plain if tie else fastest) - 1 + SLOWER * max(us / plain - 1, 0.0)
-            found[way] = max(loss, TIE * (way != "plain")) if tie else loss
-            found[way] += REFUSED * (way in self.refused)
-        return found
+        return {
+            way: us / fastest - 1 + SLOWER * max(us / self.us["plain"] - 1, 0.0) + REFUSED * (way in self.refused)
+            for way, us in self.us.items()
+        }
 
 
 def collect() -> None:
@@ -245,7 +241,7 @@ def steps(of_row: list[Point]) -> str:
     least, way = between.min(-1), between.argmin(-1)
     n = len(rows)
     best, found = float(least[0, n]), [(n, int(way[0, n]))]
-    enough = TIE * len(of_row) / n  # what another range has to gain
+    enough = GAIN * len(of_row) / n
     two = least[0, :] + least[:, n]
     i = int(two.argmin())
     if two[i] < best - enough:

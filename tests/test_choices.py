@@ -314,7 +314,7 @@ def test_ranges_of_rows_lose_least():
         *steps, last = choices.steps(points).split()
         limits = dict(zip(map(int, steps[1::2]), steps[::2], strict=True))
         got = [next((way for most, way in limits.items() if point.rows <= most), last) for point in points]
-        assert loss(got) <= least + (len(limits) + 1) * choices.TIE
+        assert loss(got) <= least + (len(limits) + 1) * choices.GAIN
 
 
 @pytest.mark.fast
