@@ -109,7 +109,8 @@ def test_the_fastest_is_saved_and_used(invented, monkeypatch, train):
         choices = []
         with settings.observing(choices.append), torch.set_grad_enabled(train):
             model(images)
-    assert {(c.name, c.way, c.why) for c in choices if c.branches} == {("attention + mlp", "fused", "measured")}
+    found_in = {(c.name, c.way, c.why.partition(":")[0]) for c in choices if c.branches}
+    assert found_in == {("attention + mlp", "fused", "measured on this machine")}
     assert found.model.keys() == {"eager", "before", "after", "torch.compile"}
 
 
