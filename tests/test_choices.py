@@ -224,6 +224,7 @@ def small_table(monkeypatch):
         (768, 401, "fused", "width 768"),
         (200, 1, "fused", "width 192 to 384"),
         (96, 1, "fused", "width 192 to 384 (no row for 96)"),
+        (0, 0, "fused", "width 192 to 384 (no row for 0)"),  # of an attention without keys
         (540, 1, "fused", "width 192 to 384 (no row for 540)"),  # 540 / 384 < 768 / 540
         (550, 1, "plain", "width 768 (no row for 550)"),
         (1408, 200, "mixed", "width 768 (no row for 1408)"),

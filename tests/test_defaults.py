@@ -39,6 +39,9 @@ EXCESS = {
     ("image_transformer", True): (1.0, 1.03),
     ("levit", True): (LIMIT, 1.022),  # between stages three kernels read keys and values backward, of PyTorch one
     ("cvt", False): (1.05, 1.0),
+    # sizes that no row of the tables of choices is made from: MLPs of three times the width, blocks of class tokens
+    ("lvvit", True): (LIMIT, 1.03),
+    ("cait", True): (LIMIT, 1.02),
     ("timm:beit", True): (1.05, LIMIT),
     ("vit_pytorch:deepvit", True): (LIMIT, 1.09),
     ("vit_pytorch:cait", False): (LIMIT, 1.08),

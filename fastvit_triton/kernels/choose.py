@@ -237,7 +237,7 @@ def _row(gpu: str, name: str, width: int, rows: int) -> tuple[str | None, str]:
     if isinstance(row, str):
         said, steps = "", row
     else:
-        low, high = min(row, key=lambda span: max(span[0] / width, width / span[1]))
+        low, high = min(row, key=lambda span: max(span[0] / max(width, 1), width / span[1]))
         steps = row[low, high]
         said = f", width {low}" + f" to {high}" * (high > low)
         said += "" if low <= width <= high else f" (no row for {width})"
