@@ -524,8 +524,11 @@ def test_a_stopped_check_says_and_keeps_what_it_knows(here, monkeypatch, capsys,
 
     monkeypatch.setattr(command, "_in_process", stage)
     monkeypatch.setattr(command, "_selftest", lambda request, seconds: results()["selftest"])
-    before = signal.getsignal(signal.SIGTERM)
-    assert main(["check", *DIGITS, "--dry-run", "--out", "out.json"]) == 130
+    before, interrupts = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:  # a process in the background ignores Ctrl-C
+        assert main(["check", *DIGITS, "--dry-run", "--out", "out.json"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, interrupts)
     assert started == ["tune", "compare"] and signal.getsignal(signal.SIGTERM) is before
     *_, stopped, said, last = capsys.readouterr().out.splitlines()
     assert stopped == "compare was stopped" and said.startswith("out.json holds these results")

@@ -549,7 +549,7 @@ def test_activations_count_in_the_choice_of_a_product(unmeasured):
 @torch.no_grad()
 def test_weights_stored_for_depthwise_are_not_copied():
     """Oracle: by hand, one launch and PyTorch's convolution and bias; with the copy it is two, which save no time."""
-    x, stored = torch.empty(4, 56, 56, 64, dtype=torch.bfloat16), torch.empty(9, 64, dtype=torch.bfloat16)
+    x, stored = torch.empty(1, 56, 56, 64, dtype=torch.bfloat16), torch.empty(9, 64, dtype=torch.bfloat16)
     stored = stored.t().unflatten(1, (3, 3)).unsqueeze(1)
     with targeting("sm_90"):
         for weight in (stored, stored.contiguous()):
