@@ -547,14 +547,16 @@ def test_activations_count_in_the_choice_of_a_product(unmeasured):
 
 
 @torch.no_grad()
-def test_weights_stored_for_depthwise_are_not_copied():
-    """Oracle: by hand, one launch and PyTorch's convolution and bias; with the copy it is two, which save no time."""
+def test_weights_stored_for_depthwise_are_not_copied(monkeypatch):
+    """Oracle: the layout of the weight; the copy is a launch of the op's row."""
     x, stored = torch.empty(1, 56, 56, 64, dtype=torch.bfloat16), torch.empty(9, 64, dtype=torch.bfloat16)
     stored = stored.t().unflatten(1, (3, 3)).unsqueeze(1)
+    rows = []
+    monkeypatch.setattr(choose, "_row", lambda gpu, *row: rows.append(row) or ("fused", ""))
     with targeting("sm_90"):
         for weight in (stored, stored.contiguous()):
-            chosen = depthwise._kernel_is_chosen(x, weight, x[0, 0, 0], 1, None, False)
-            assert chosen == (weight is stored)
+            assert depthwise._kernel_is_chosen(x, weight, x[0, 0, 0], 1, None, False)
+    assert rows == [(f"depthwise, bias{copy}; inference; 16-bit", 64, 3136) for copy in ("", ", copied weight")]
 
 
 @pytest.mark.fast
