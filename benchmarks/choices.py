@@ -12,6 +12,7 @@ of the sizes in a range is not taken there.
 
 import argparse
 import hashlib
+import inspect
 import itertools
 import json
 import os
@@ -36,6 +37,7 @@ from fastvit_triton.kernels.launch import TUNED
 from fastvit_triton.kernels.settings import observing
 from fastvit_triton.kernels.sizes import WAYS, Branch
 from fastvit_triton.measure.machine import provenance
+from fastvit_triton.measure.timeout import one_line
 
 from . import coverage
 from .result_file import ROOT
@@ -114,8 +116,11 @@ def collect() -> None:
             positional, named = coverage.inputs_of(entry, model)
             for key, training in (("h200", False), ("rtx4090", False), ("h200", True)):
                 choose.forget()
-                with assuming_true(), observing(seen):
-                    traced(model, gpus.gpus()[key], training, positional, named)
+                try:
+                    with assuming_true(), observing(seen):
+                        traced(model, gpus.gpus()[key], training, positional, named)
+                except TypeError as error:  # a model that refuses 16-bit weights in training
+                    print(f"{entry.name}, {'training' if training else 'inference'}: {one_line(error)}")
     content = dict(blocks=sorted(found), ops=sorted(asked))
     lines = (
         f' "{kind}": [\n' + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n ]"
@@ -275,9 +280,11 @@ def table(gpu: Gpu) -> dict[str, str | dict[str, str]]:
 def model() -> str:
     """Hash of what the tables are made from."""
     digest = hashlib.sha256()
-    for path in (blocks.__file__, ops.__file__, sizes_of_kernels.__file__, __file__):
+    for path in (blocks.__file__, ops.__file__, sizes_of_kernels.__file__):
         digest.update(Path(path).read_bytes())
-    digest.update(repr(choose.OPS).encode())
+    for code in (Point, sizes, _grid, block_points, _of_block, op_points, points, steps, table):
+        digest.update(inspect.getsource(code).encode())
+    digest.update(repr([choose.OPS, IMAGES, SLOWER, REFUSED, GAIN, DTYPES, SCALES]).encode())
     known = gpus.table()
     digest.update(json.dumps([known["gpus"], known["blocks"]], sort_keys=True).encode() + SIZES.read_bytes())
     return digest.hexdigest()[:12]
