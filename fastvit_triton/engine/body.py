@@ -114,7 +114,11 @@ class Body(NamedTuple):
         """
         if self.first is not None and norm is None:
             x, norm = fold_or_normalize(x, self.first, self.projections, way)
-        h = project(x, self.projections, norm, stats, way) if self.projections else x
+        residual = end.get("residual")
+        if residual is x and norm is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            h, end["residual"] = project_and_pass(x, self.projections, norm, stats, way)
+        else:
+            h = project(x, self.projections, norm, stats, way) if self.projections else x
         h = self.between(h, x, way) if getattr(self.between, "takes_input", False) else self.between(h)
         return finish_with_stats(h, self.proj, self.last, self.drop, way=way, **end)
 
@@ -163,6 +167,20 @@ def project(
     if way is None or (way == "mixed" and norm is None):
         return linear(x, weight, bias) if way is None else nn.functional.linear(x, weight, bias)
     return called(linear, linear_file.run, way, x, weight, bias, norm=norm, stats=stats)[0]
+
+
+def project_and_pass(
+    x: Tensor, layers: tuple[Layer, ...], norm: Before, stats: Given | None, way: str
+) -> tuple[Tensor, Tensor]:
+    """(`project`, x for the residual): the backward pass of the norm adds the gradient of this x."""
+    if isinstance(norm, FoldedNorm):
+        h, passed = linear_file.run(x, norm.folded, None, norm.bare, stats, passes_input=True)
+        return h, passed
+    if way == "onednn" or not all(is_readable(layer) for layer in layers):
+        return project(x, layers, norm, stats, way), x
+    weight, bias = packed(tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers))
+    h, passed = linear_file.run(x, weight, bias, norm, stats, way=way, passes_input=True)
+    return h, passed
 
 
 def _project_on_cpu(x: Tensor, layers: tuple[Layer, ...]) -> Tensor:

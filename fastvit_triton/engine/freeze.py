@@ -74,32 +74,10 @@ class CachedFold(NamedTuple):
 
 
 def freeze(model: nn.Module, precision: str = "float32") -> None:
-    """Marks a model's weights as final: its LayerNorms are folded once, in the next inference call, and stay folded.
-
-    In fused blocks this saves the launch that otherwise folds both LayerNorms in each call, or the two LayerNorm
-    launches of a batch with few rows; a captured block also keeps all else that it computes from weights alone; other
-    blocks have nothing to fold. Each call checks that the weights are the
-    same tensors at the same addresses, with the same dtype and no writes counted by PyTorch. If not, it folds again,
-    into the same memory. Writes that PyTorch does not count (through `.data`, NumPy, DLPack, the storage, or to
-    inference tensors) are not detected: call `freeze` again after them. Calls in training mode or with gradients for
-    the weights fold in each call.
-
-    Until `unfreeze`, the folds take about 58 % of the memory of a block's weights. A CUDA graph reads them at fixed
-    addresses: run the frozen model once before the capture, and do not unfreeze it while the graph is in use. Copies
-    and pickles of a model are not frozen, and a compiled model folds in each call. On a CPU, linear layers that run by
-    oneDNN keep a copy of their weights in its layout, with LayerScale multiplied in, from their next inference call on;
-    this takes at most the memory of these weights once more. Nothing else is kept there.
-
-    Args:
-        model: one of ours, or one that `optimize` converted.
-        precision: of the linear layers of fused blocks of a float32 model on a CPU, in inference: "float32"; "bf16",
-            operands and results rounded to bfloat16; or "int8", operands rounded to 8 bits, with one scale for each row
-            of x, found in each call, and one for each output of the weight. Sums are in float32 or int32; everything
-            else stays float32. Compare a model's accuracy before you use them.
+    """Marks a model's weights as final; `convert.frozen.freeze` is the public function.
 
     Raises:
-        TypeError: model is not an nn.Module.
-        ValueError: the precision is unknown, or this CPU or the model's device or dtype does not support it.
+        TypeError, ValueError: see there.
     """
     _check(model)
     _check_precision(model, precision)
@@ -108,7 +86,7 @@ def freeze(model: nn.Module, precision: str = "float32") -> None:
         module.__dict__.pop(SIZES, None)
         store = _frozen.setdefault(module, {})
         if precision_of(module) != precision:  # weights packed in another precision
-            for key in [key for key, entry in store.items() if isinstance(entry.folded, onednn.Packed)]:
+            for key in [key for key, entry in store.items() if isinstance(entry.folded, onednn.PackedWeight)]:
                 del store[key]
         _precisions.pop(module, None)
         if precision != "float32":
@@ -264,7 +242,7 @@ def kept_indices() -> list[Tensor]:
     return list(_indices.values())
 
 
-def packed_weight(layers: tuple, x: Tensor, layer_scale: Tensor | None = None) -> onednn.Packed | None:
+def packed_weight(layers: tuple, x: Tensor, layer_scale: Tensor | None = None) -> onednn.PackedWeight | None:
     """The weights of these linear layers as one weight in oneDNN's layout, cached if all of them are frozen.
 
     None if one is not frozen or gradients are enabled.
@@ -294,7 +272,7 @@ def packed_weight(layers: tuple, x: Tensor, layer_scale: Tensor | None = None) -
             reordered = onednn.pack(weight, bias, layer_scale, x.numel() // x.shape[-1], precision)
         _forget_lost(store)
         store[key] = Kept(reordered, _storages(sources), _state(sources))
-    cached: onednn.Packed = store[key].folded
+    cached: onednn.PackedWeight = store[key].folded
     return cached
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..kernels import linear as linear_file
+from ..kernels import mixed, settings
 from ..kernels import mlp as mlp_file
 from ..kernels.activation import ACTIVATIONS, GATED
 from ..kernels.depthwise import depthwise
@@ -26,8 +27,10 @@ from .body import (
     operands_of,
     project,
 )
-from .freeze import derived
+from .freeze import PROGRAMS, derived
 from .leaves import Foreign, Layer, activation_of, is_depthwise_conv, is_identity, is_inactive, is_readable, width_of
+
+EXACT = "_fastvit_triton_exact_gelu"  # key in a module's __dict__, see `set_exact_gelu`
 
 
 class MlpBody(NamedTuple):
@@ -93,12 +96,34 @@ class MlpBody(NamedTuple):
         else:
             weight, bias, before = operands_of(self.fc1, x, norm, way)
             bare = self.last is None or is_identity(self.last)
-            call = dict(norm=before, stats=stats, activation=self.act)
+            call = dict(norm=before, stats=stats, activation=self._computed(x, bias) if way == "mixed" else self.act)
             if bare and is_readable(self.fc2) and is_inactive(inner) and is_inactive(outer):
                 fc2 = operands_of((self.fc2,), x, None, way, end.get("layer_scale"))[:2]
                 return called(mlp, mlp_file.run, way, x, (weight, bias), fc2, **call, **end)
             h, _ = called(linear, linear_file.run, way, x, weight, bias, **call)
         return finish_with_stats(h if inner is None else inner(h), self.fc2, self.last, outer, way=way, **end)
+
+    def _computed(self, x: Tensor, bias: object) -> str:
+        """The activation that a mixed call computes: for GELU its tanh form where `kernels.mixed` allows it."""
+        fc1 = self.fc1[0]
+        allowed = (
+            self.act == "gelu" and bias is not None and isinstance(fc1, nn.Module) and not asks_for_exact_gelu(fc1)
+        )
+        return "gelu_tanh" if allowed and mixed.takes_tanh_for_erf(x) else str(self.act)
+
+
+def asks_for_exact_gelu(module: nn.Module) -> bool:
+    """True if GELU is erf's for this module: by `optimize(..., exact_gelu=True)` or FASTVIT_TRITON_EXACT."""
+    return settings.exact or EXACT in module.__dict__
+
+
+def set_exact_gelu(model: nn.Module, exact: bool) -> None:
+    """Marks the modules of a model, or removes the marks; copies and pickles keep them."""
+    for module in model.modules():
+        module.__dict__.pop(PROGRAMS, None)  # recorded calls
+        module.__dict__.pop(EXACT, None)
+        if exact:
+            module.__dict__[EXACT] = True
 
 
 def act_name(act: str | nn.Module) -> str:

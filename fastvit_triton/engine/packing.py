@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class State(threading.local):
+class PackingState(threading.local):
     """Thread-local state.
 
     Attributes:
@@ -18,7 +18,7 @@ class State(threading.local):
     lengths: tuple[tuple[Tensor, int], ...] | None = None
 
 
-state = State()
+state = PackingState()
 
 
 @contextmanager

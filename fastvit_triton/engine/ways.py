@@ -53,7 +53,7 @@ def sizes_of(branches: tuple[Branch, ...], replayed: bool, training: bool, froze
     return Sizes(branches, replayed, training, frozen)
 
 
-class State(threading.local):
+class PlainState(threading.local):
     """Thread-local state.
 
     Attributes:
@@ -64,7 +64,7 @@ class State(threading.local):
         self.inside_plain = False  # of each thread, as Dynamo's guards read its attributes
 
 
-state = State()
+state = PlainState()
 _ways: dict[tuple, str] = {}
 
 

@@ -11,6 +11,7 @@ their float32 result is cast in a pass of its own (mixed writes it in 16 bits), 
 import math
 from typing import NamedTuple
 
+from ..kernels.mixed import FASTER_ON
 from ..kernels.sizes import Branch
 from .gpus import Gpu, table
 
@@ -87,8 +88,8 @@ def launches(gpu: Gpu, branches: tuple[Branch, ...], way: str, training: bool, f
 
 
 def compiled_us(gpu: Gpu, branches: tuple[Branch, ...], training: bool) -> float:
-    """Expected microseconds under torch.compile: as mixed, with PyTorch's attention and without the sum in place."""
-    slow = gpu._replace(fused_attention_tflops=(1e-9, 1e-9))
+    """Expected microseconds under torch.compile: as mixed with PyTorch's attention, and nothing in BLAS's epilogues."""
+    slow = gpu._replace(fused_attention_tflops=(1e-9, 1e-9), architecture="")
     branches = tuple(branch._replace(layer_scale=0) for branch in branches)  # without equation (10) of our backward
     return block_us(slow, branches, "mixed", training, False) + (0.0 if training else _saved_us(gpu, branches))
 
@@ -235,13 +236,19 @@ def forward(
         core = _faster_attention(gpu, b) if way == "mixed" else [attention_launch(b, False)]
         core += [one_pass(b, bias_values(b))] * (b.decomposed and way == "plain")
     if way == "mixed":
-        core = conv or core
+        core = conv or ([] if _activates_in_blas(gpu, b, training) else core)
     else:
         copies = [one_pass(b, 2 * M * C)] * 2 if b.kind == "window_attention" else []  # into windows and back
         core += conv + copies
     in_place = _adds_in_place(b, way, first, last, training)
     end = [] if in_place else _end(b, way, last)
     return [*norm, product(b, M, b.width, C), *core, product(b, M, C, b.inner, extra=M * C * in_place), *end]
+
+
+def _activates_in_blas(gpu: Gpu | None, b: Branch, training: bool) -> bool:
+    """True if the first matmul of a mixed MLP applies the activation, as `kernels.mixed` does GELU and ReLU."""
+    fast = gpu is not None and gpu.architecture in FASTER_ON
+    return fast and b.kind == "mlp" and b.width == b.inner and b.itemsize == 2 and not training
 
 
 def _norm(b: Branch, way: str) -> list[Launch]:

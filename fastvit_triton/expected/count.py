@@ -5,12 +5,15 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..engine.freeze import freeze
+from ..engine.values import given, without_weights
 from ..engine.ways import SIZES
 from ..expected.blocks import block_us, compiled_us, host_us, saved_values
 from ..expected.gpus import Gpu
@@ -24,7 +27,8 @@ from .cuda_operators import as_on_cuda
 from .events import Count
 from .inductor import inductor_count
 from .trace import Trace, tracing
-from .values import given, without_weights
+
+WEIGHTS = (torch.empty, torch.rand, torch.randn, torch.normal)
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,7 @@ class Prediction:
         return max(times.call_us(self._call.eager, self._device, 0), host)
 
     def compiled_us(self, mode: str = "default") -> float:
-        """Expected microseconds under torch.compile: of the whole call; in training of the blocks, without host time.
-
-        Args:
-            mode: "default", or in inference "max-autotune", whose templates may compute what follows a product with it.
-        """
+        """Expected microseconds under torch.compile of the whole call; in training of the blocks, without host time."""
         if self.training:
             return sum(compiled_us(self.gpu, choice.branches, True) for choice in self.blocks)
         us = times.call_us(self._call.compiled, self._device, 0, "compile")
@@ -94,7 +94,7 @@ class Prediction:
         return low, expected, best
 
     @functools.cached_property
-    def _call(self) -> work.Call:
+    def _call(self) -> work.CallWork:
         return work.work_of_events(self.traces[0].events)
 
     @property
@@ -117,11 +117,7 @@ class Prediction:
 
 
 def count(function: Callable, *inputs: object, **named: object) -> Count:
-    """Counts the cost of function(*inputs, **named) on CPU tensors, of which only integers are read.
-
-    Raises:
-        RuntimeError: the function reads a value that depends on floating-point inputs.
-    """
+    """Counts the cost of function(*inputs, **named) on CPU tensors, of which only integers are read."""
     with tracing() as trace:
         function(*inputs, **named)
     return trace.count
@@ -158,19 +154,7 @@ def predict(model: nn.Module, gpu: Gpu, training: bool, *inputs: object, **named
 def traced(
     model: nn.Module, gpu: Gpu | None, training: bool, inputs: tuple, named: dict[str, object], frozen: bool = False
 ) -> Trace:
-    """The trace of one call.
-
-    Args:
-        model: as for `predict`.
-        gpu: one of `gpus()`; None for eager PyTorch.
-        training: include the backward pass of every output.
-        inputs: as for `predict`.
-        named: keyword inputs.
-        frozen: keep folded weights between calls.
-
-    Raises:
-        RuntimeError: the model reads a value that depends on weights or on meta tensors.
-    """
+    """The trace of one call."""
     inputs, named = tree_map_only(Tensor, given, (inputs, named))
     net = _unplanned(without_weights(copy.deepcopy(model)).train(training))
     with using_backend("auto"), contextlib.nullcontext() if gpu is None else assumed(gpu):
@@ -207,3 +191,23 @@ def assumed(gpu: Gpu) -> Iterator[None]:
             yield
     finally:
         tile.MISSING = before
+
+
+class _Weightless(TorchFunctionMode):
+    """Gives new weights the meta device."""
+
+    def __torch_function__(self, function: Any, types: object, arguments: tuple = (), named: dict | None = None) -> Any:
+        named = named or {}
+        if function in WEIGHTS and named.get("device") is None:
+            named = named | {"device": "meta"}
+        return function(*arguments, **named)
+
+
+@contextlib.contextmanager
+def weightless() -> Iterator[None]:
+    """Context in which modules are built without memory for their weights; integer buffers and constants have values.
+
+    Unlike under `torch.device("meta")`, constructors may read constants, as in `torch.linspace(0, 1, n).tolist()`.
+    """
+    with _Weightless():
+        yield

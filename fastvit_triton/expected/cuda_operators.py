@@ -44,11 +44,7 @@ class _AsOnCuda(TorchFunctionMode):
 
 @contextmanager
 def as_on_cuda(autocast: torch.dtype | None = None) -> Iterator[None]:
-    """Context in which calls on CPU tensors reach the operators of a CUDA device.
-
-    Args:
-        autocast: dtype of CUDA's autocast; None without autocast.
-    """
+    """Context in which calls on CPU tensors reach the operators of a CUDA device."""
     with torch.autocast("cpu", autocast, enabled=autocast is not None), _AsOnCuda(autocast):
         yield
 

@@ -83,11 +83,7 @@ def devices() -> dict[str, Device]:
 
 
 def gpu_by_name(name: str) -> Gpu:
-    """The GPU of a short name such as rtx4090, or of what ends only this one, such as 4090; case and spaces are free.
-
-    Raises:
-        ValueError: no name, or more than one, ends so.
-    """
+    """The GPU of a short name such as rtx4090, or of what ends only this one, such as 4090; any case and spaces."""
     short = (
         "".join(filter(str.isalnum, name.lower())).removeprefix("nvidia").removeprefix("amd").removeprefix("geforce")
     )

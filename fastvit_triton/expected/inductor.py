@@ -12,7 +12,17 @@ from dataclasses import dataclass, replace
 
 from .events import FLASH, Count, Event, Piece
 
-PRODUCTS = ("addmm", "addmm_", "mm", "bmm", "baddbmm", "convolution", "convolution_backward", *FLASH)
+PRODUCTS = (
+    "addmm",
+    "addmm_",
+    "_addmm_activation",
+    "mm",
+    "bmm",
+    "baddbmm",
+    "convolution",
+    "convolution_backward",
+    *FLASH,
+)
 EXTERN = {*PRODUCTS, *(f"{name}_backward" for name in FLASH)}
 COLUMN = "sum"
 
@@ -68,12 +78,7 @@ def inductor_count(events: Iterable[Event]) -> Count:
 
 
 def grouped(events: Iterable[Event], kept: Collection[int] = ()) -> list[Kernel]:
-    """The kernels into which the rule groups an eager call's operators, in the order of their first operators.
-
-    Args:
-        events: of the call.
-        kept: storages that are read afterwards, besides those that no kernel reads.
-    """
+    """The kernels into which the rule groups an eager call's operators, in the order of their first operators."""
     events = [part for event in events for part in _parts(event)]
     groups = _groups(events)
     readers = defaultdict(set)  # storage → groups that read it

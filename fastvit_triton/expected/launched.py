@@ -22,7 +22,7 @@ class Launched(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Work:
+class KernelWork:
     """Arithmetic work of a launch.
 
     Attributes:
@@ -36,7 +36,7 @@ class Work:
     passes: float = 1.0
 
 
-def work(launch: Launched) -> Work:
+def work(launch: Launched) -> KernelWork:
     """Work of a launch, computed from its arguments; zero flops for memory-bound kernels."""
     a, name = launch.values, launch.name
     if name.startswith("attention."):
@@ -47,26 +47,26 @@ def work(launch: Launched) -> Work:
         passes = math.ceil(a["K"] / a["BLOCK_K"])
         products = 2 if a["GATED"] else 1
         tile = 2 * a["BLOCK_M"] * a["BLOCK_F"] * products
-        return Work(2 * a["M"] * a["F"] * a["K"] * products, tile * passes * a["BLOCK_K"], passes)
+        return KernelWork(2 * a["M"] * a["F"] * a["K"] * products, tile * passes * a["BLOCK_K"], passes)
     if name == "mlp._fwd_kernel":
         passes = math.ceil(a["F"] / a["BLOCK_F"])
         tile = 4 * a["BLOCK_M"] * (a["D0"] + a["D1"])
-        return Work(4 * a["M"] * a["D"] * a["F"], tile * passes * a["BLOCK_F"], passes)
+        return KernelWork(4 * a["M"] * a["D"] * a["F"], tile * passes * a["BLOCK_F"], passes)
     if name == "patch_embed._fwd_kernel":
         passes = math.ceil(a["K"] / a["BLOCK_K"])
         flops = 2 * a["B"] * a["N"] * a["K"] * a["D"]
-        return Work(flops, 2 * a["BLOCK_M"] * a["BLOCK_D"] * passes * a["BLOCK_K"], passes)
+        return KernelWork(flops, 2 * a["BLOCK_M"] * a["BLOCK_D"] * passes * a["BLOCK_K"], passes)
     if name == "patch_embed._bwd_weight_kernel":
         passes = math.ceil(min(a["ROWS"], a["M"]) / a["BLOCK_M"])
         flops = 2 * a["M"] * a["K"] * a["D"]
-        return Work(flops, 2 * a["BLOCK_K"] * a["BLOCK_D"] * passes * a["BLOCK_M"], passes)
+        return KernelWork(flops, 2 * a["BLOCK_K"] * a["BLOCK_D"] * passes * a["BLOCK_M"], passes)
     if name == "depthwise._bwd_weight_kernel":
-        return Work(passes=a["blocks"])
+        return KernelWork(passes=a["blocks"])
     if name == "linear._bwd_kernel":
-        return Work(passes=a["ROWS"] / a["BLOCK_M"])
+        return KernelWork(passes=a["ROWS"] / a["BLOCK_M"])
     if name == "layer_norm._bwd_kernel":
-        return Work(passes=math.ceil(a["M"] / a["BLOCK_M"] / launch.programs))
-    return Work()
+        return KernelWork(passes=math.ceil(a["M"] / a["BLOCK_M"] / launch.programs))
+    return KernelWork()
 
 
 def sequence(launch: Launched) -> tuple[int, int]:
@@ -78,11 +78,17 @@ def sequence(launch: Launched) -> tuple[int, int]:
     return mean, mean
 
 
+def heads_of(launch: Launched) -> float:
+    """Heads of all images of an attention launch: each program has several, or they have `tiles` programs each."""
+    a = launch.values
+    return a["heads"] if "heads" in a else launch.programs / a["tiles"]
+
+
 # kernel → number of matrix products that contract over the width of q and k, and over that of v
 _OVER = {"_fwd_kernel": (1, 1), "_bwd_kernel": (3, 2), "_bwd_dq_kernel": (2, 1), "_bwd_dkdv_kernel": (2, 2)}
 
 
-def _window_work(launch: Launched) -> Work:
+def _window_work(launch: Launched) -> KernelWork:
     a = launch.values
     kernel = launch.name.removeprefix("window.")
     one = a["N"] <= min(a["BLOCK_M"], a["BLOCK_N"])
@@ -92,41 +98,44 @@ def _window_work(launch: Launched) -> Work:
     windows = a["windows"] if "runs" in a else launch.programs // (a["heads"] * a["tiles"])
     passes = windows / a.get("runs", windows) * {"_bwd_kernel": rows, "_bwd_dbias_kernel": 1}.get(kernel, columns)
     flops = pair * windows * a["heads"] * a["N"] ** 2 * a["D"]
-    return Work(flops, pair * a["BLOCK_M"] * a["BLOCK_N"] * a["WIDTH"] * passes, passes)
+    return KernelWork(flops, pair * a["BLOCK_M"] * a["BLOCK_N"] * a["WIDTH"] * passes, passes)
 
 
-def _attention_work(launch: Launched) -> Work:
+def _attention_work(launch: Launched) -> KernelWork:
     a = launch.values
     kernel = launch.name.removeprefix("attention.")
-    q_width = a["D0"] + a["D1"]
-    v_width = a["V0"] + a["V1"]
+    q_width = a["D0"] + a["D1"] if "D0" in a else a["D"]
+    v_width = a["V0"] + a["V1"] if "V0" in a else a["D"]
     over_q, over_v = _OVER.get(kernel, (1, 1))
-    pair = 2 * (over_q * a["D"] + over_v * a["Dv"])  # flops per query-key pair
+    pair = 2 * (over_q * a["D"] + over_v * a.get("Dv", a["D"]))  # flops per query-key pair
     padded_pair = 2 * (over_q * q_width + over_v * v_width)
     if kernel == "_bwd_dbias_kernel":
         images = a["B"] / a["G"]
         padded = padded_pair * a["BLOCK_M"] * a["BLOCK_N"] * images
-        return Work(pair * a["B"] * a["H"] * seen_pairs(a["Nq"], a["Nk"], a["CAUSAL"]), padded, images)
+        return KernelWork(pair * a["B"] * a["H"] * seen_pairs(a["Nq"], a["Nk"], a["CAUSAL"]), padded, images)
     causal = a.get("CAUSAL", False)
-    heads = launch.programs / a["tiles"]
+    heads = heads_of(launch)
     Nq, Nk = sequence(launch)
     flops = pair * heads * seen_pairs(Nq, Nk, causal)
+    if kernel in ("_fwd_whole_kernel", "_fwd_tma_kernel"):
+        passes = heads * a["tiles"] / launch.programs  # of one tile; 1 where a program has one
+        return KernelWork(flops, padded_pair * a["BLOCK_M"] * (a["N0"] + a["N1"] + a["N2"]) * passes, passes)
     if causal:
         blocks = _causal_blocks(kernel, Nq, Nk, a["BLOCK_M"], a["BLOCK_N"])
-        return Work(flops, padded_pair * blocks * a["BLOCK_M"] * a["BLOCK_N"], blocks)
+        return KernelWork(flops, padded_pair * blocks * a["BLOCK_M"] * a["BLOCK_N"], blocks)
     if kernel == "_bwd_kernel":
         blocks = math.ceil(Nk / a["BLOCK_N"])
         passes = Nq // a["BLOCK_M"]
         padded = padded_pair * blocks * a["BLOCK_N"] * (passes * a["BLOCK_M"] + a["TAIL"])
-        return Work(flops, padded, blocks * passes)
+        return KernelWork(flops, padded, blocks * passes)
     if kernel == "_bwd_dkdv_kernel":
         tiles = math.ceil(Nq / a["BLOCK_M"])
-        return Work(flops, padded_pair * a["BLOCK_N"] * tiles * a["BLOCK_M"], Nq // a["BLOCK_M"])
+        return KernelWork(flops, padded_pair * a["BLOCK_N"] * tiles * a["BLOCK_M"], Nq // a["BLOCK_M"])
     if kernel == "_bwd_axes_kernel":  # dS times zeros and ones is no arithmetic of the operation
         passes = math.ceil(Nk / a["BLOCK_N"])
-        return Work(flops, (padded_pair + 2 * a["WIDTH"]) * a["BLOCK_M"] * passes * a["BLOCK_N"], passes)
+        return KernelWork(flops, (padded_pair + 2 * a["WIDTH"]) * a["BLOCK_M"] * passes * a["BLOCK_N"], passes)
     passes = Nk // a["BLOCK_N"]
-    return Work(flops, padded_pair * a["BLOCK_M"] * (passes * a["BLOCK_N"] + a["TAIL"]), passes)
+    return KernelWork(flops, padded_pair * a["BLOCK_M"] * (passes * a["BLOCK_N"] + a["TAIL"]), passes)
 
 
 def _causal_blocks(kernel: str, Nq: int, Nk: int, BLOCK_M: int, BLOCK_N: int) -> float:
@@ -150,9 +159,8 @@ def size(launch: Launched) -> tuple[int, int, int, int]:
         return 1, a["M"], a["F"], a["D"]
     if name == "patch_embed._fwd_kernel":
         return 1, a["B"] * a["N"], a["D"], a["K"]
-    if name == "attention._fwd_kernel":
-        Nq, Nk = sequence(launch)
-        return launch.programs // a["tiles"], Nq, Nk, a["D"]
+    if name in ("attention._fwd_kernel", "attention._fwd_whole_kernel", "attention._fwd_tma_kernel"):
+        return int(heads_of(launch)), *sequence(launch), a["D"]
     if name == "window._fwd_kernel":
         return launch.programs // a["tiles"], a["N"], a["N"], a["D"]
     return 0, 0, 0, 0

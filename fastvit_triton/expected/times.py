@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from .gpus import Device, Gpu, table
-from .work import UNMODELLED, Work
+from .work import UNMODELLED, GpuWork
 
 LEAST_US = 4.0  # of a kernel; an estimate
 PREFIXES = "dinov3 rope siglip flexivit samvit eva beit swin deit cait".split()  # families by parts of timm's names
@@ -34,33 +34,18 @@ def family(name: str) -> str:
 
 
 def error_of_gain(name: str) -> float | None:
-    """The error of the predicted gain of torch.compile over eager that nine of ten rows of a family do not exceed.
-
-    Args:
-        name: timm's name of a model.
-
-    Returns:
-        None for a family without published rows.
-    """
+    """The error of the predicted gain of torch.compile over eager that nine of ten rows of a family do not exceed."""
     return table()["error_of_gain"].get(family(name))
 
 
 def call_us(
-    work: Iterable[tuple[Work, int]],
+    work: Iterable[tuple[GpuWork, int]],
     device: Device,
     images: int,
     host: str | None = None,
     fitted: Mapping[str, float] | None = None,
 ) -> float:
-    """Expected microseconds of a call on a GPU.
-
-    Args:
-        work: (kernel, number of times), see `work.Call`.
-        device: rates of its data sheet.
-        images: number of images.
-        host: "eager" or "compile", for the time that the host takes to launch a kernel; None to ignore it.
-        fitted: constants; None for those of rates.json.
-    """
+    """Expected microseconds of a call on a GPU."""
     fitted = constants() if fitted is None else fitted
     kernels = list(work)
     gpu = sum(times * kernel_us(kernel.at_batch(images), device, fitted) for kernel, times in kernels)
@@ -68,16 +53,11 @@ def call_us(
 
 
 def saved_by_templates_us(
-    templates: Iterable[tuple[tuple[tuple[Work, ...], tuple[Work, ...]], int]], gpu: Gpu, device: Device
+    templates: Iterable[tuple[tuple[tuple[GpuWork, ...], tuple[GpuWork, ...]], int]], gpu: Gpu, device: Device
 ) -> float:
     """Microseconds by which mode max-autotune is faster: where a template with its epilogue is, it takes the template.
 
     Templates are as fast as our kernels are expected to be, in relation to PyTorch's BLAS.
-
-    Args:
-        templates: of `work.Call`, for the whole batch.
-        gpu: the ratio of our kernels.
-        device: its data sheet.
     """
     fitted = with_ours(gpu, 1)
     saved = 0.0
@@ -88,13 +68,7 @@ def saved_by_templates_us(
 
 
 def with_ours(gpu: Gpu, ratio: int) -> dict[str, float]:
-    """The constants, with those of our kernels: PyTorch's times the ratios of a GPU.
-
-    Args:
-        gpu: with the ratios.
-        ratio: 0 pessimistic, 1 expected, 2 best. Passes are pessimistically as fast as torch.compile's without a
-            reduction, and otherwise as those with one, since they compute norms.
-    """
+    """The constants, with those of our kernels: PyTorch's times the ratios of a GPU."""
     fitted = dict(constants())
     for kind, others, factor in (
         ("fused product", "product", gpu.fused_product[ratio]),
@@ -107,7 +81,7 @@ def with_ours(gpu: Gpu, ratio: int) -> dict[str, float]:
     return fitted
 
 
-def kernel_us(work: Work, device: Device, fitted: Mapping[str, float]) -> float:
+def kernel_us(work: GpuWork, device: Device, fitted: Mapping[str, float]) -> float:
     """Expected microseconds of one kernel; `work` is for the whole batch."""
     kind = UNMODELLED.get(work.kind, work.kind)
     memory = work.nbytes / (device.gbs * device.memory * fitted[f"{kind}: bandwidth"]) / 1e3
@@ -118,7 +92,7 @@ def kernel_us(work: Work, device: Device, fitted: Mapping[str, float]) -> float:
     return max((compute**4 + memory**4) ** 0.25, LEAST_US)
 
 
-def _padded(work: Work, fitted: Mapping[str, float]) -> float:
+def _padded(work: GpuWork, fitted: Mapping[str, float]) -> float:
     """Flops of the tiles that cover a product, longer by what a short sum over K or few channels cost."""
     count, M, N, K = work.size
     if work.kind.endswith("attention"):  # the exponentials of the scores cost as much as some channels

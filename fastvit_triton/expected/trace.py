@@ -13,6 +13,7 @@ import contextlib
 import functools
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,13 +27,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from ..engine.replay.recorder import ALLOCATE, READERS
+from ..engine.values import described, has_values, is_known, mark, positions, reserved, written_arguments
 from ..kernels import launch, linear_backward, settings, tile
 from ..kernels.op import REGISTERED
 from ..kernels.sizes import seen_pairs
 from . import launched
 from .events import FLASH, Count, Event, Piece
 from .inductor import counted
-from .values import described, has_values, is_known, mark, positions, reserved, written_arguments
 
 # CUDA kernels of a PyTorch operator, if not 1, by torch 2.13: flash_bwd_launch_template.h (Δ; dq, dk, dv; dq from fp32
 # sums), layer_norm_kernel.cu (dx; dγ and dβ, up to 65,536 rows), Convolution.cpp (bias and its gradient are apart)
@@ -40,7 +41,8 @@ LAUNCHES = {f"{name}_backward": 3 for name in FLASH} | {"native_layer_norm_backw
 
 # operators that copy their operands first, unless they are contiguous, by layer_norm_kernel.cu of torch 2.13
 CONTIGUOUS = ("native_layer_norm", "native_layer_norm_backward")
-IN_PLACE = ("addmm_", "baddbmm_")  # PyTorch's table of flops lacks them
+# operators that PyTorch's table of flops lacks → those that have as many
+SAME_FLOPS = {"addmm_": "addmm", "_addmm_activation": "addmm", "baddbmm_": "baddbmm"}
 
 _storages = itertools.count()
 
@@ -53,10 +55,13 @@ class Trace:
         events: operators and launches, in order.
         findings: host synchronisations (reading a value, or copying host values), and operators of ours whose results
             differ from those of their fake implementation.
+        peak: most bytes that what was allocated in the call took at once, in addition to weights and inputs; without
+            workspaces of libraries.
     """
 
     events: list[Event] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)
+    peak: int = 0
 
     @property
     def count(self) -> Count:
@@ -72,6 +77,7 @@ class _Tracer(TorchDispatchMode):
         self.trace = Trace()
         self.enters = enters
         self.op = ""
+        self.allocated = 0  # bytes
 
     def __torch_dispatch__(self, function: OpOverload, kinds: object, arguments: tuple = (), named: dict | None = None):
         named = named or {}
@@ -96,7 +102,7 @@ class _Tracer(TorchDispatchMode):
         if function.is_view or not _gives_tensors(function):
             return function(*arguments, **named)
         if name in ALLOCATE:
-            return mark(function(*arguments, **named), False, empty=True)
+            return self._allocate(mark(function(*arguments, **named), False, empty=True))
         values_known = is_known(function, name, tensors)
         call = (arguments, named)
         if not values_known:
@@ -114,6 +120,8 @@ class _Tracer(TorchDispatchMode):
             outputs = tree_map_only(Tensor, reserved, results)
         for t in _tensors(outputs):
             mark(t, values_known)
+            if t.untyped_storage()._cdata not in memory:
+                self._allocate(t)
         written = outputs[:2] if name in FLASH else outputs  # the others hold the state of random numbers
         if name in CONTIGUOUS:
             for t in tensors:
@@ -136,7 +144,7 @@ class _Tracer(TorchDispatchMode):
         expected = fake(*tree_map_only(Tensor, described, arguments))
         flops = OUR_FLOPS[name](*arguments) if name in OUR_FLOPS else 0
         if not self.enters:
-            outputs = tree_map_only(Tensor, reserved, expected)
+            outputs = tree_map_only(Tensor, lambda t: self._allocate(reserved(t)), expected)
             self._add(name, _tensors(arguments), _tensors(outputs), flops, ours=True)
             return outputs
         outer = self.op
@@ -192,6 +200,18 @@ class _Tracer(TorchDispatchMode):
         region = settings.region or 0
         self.trace.events.append(Event(name, self.op, ours, launches, reads, writes, flops, size, region))
 
+    def _allocate(self, t: Tensor) -> Tensor:
+        """Counts the memory of a new tensor until it is freed; returns the tensor."""
+        storage = t.untyped_storage()
+        if "freed" not in vars(storage):
+            vars(storage)["freed"] = weakref.finalize(storage, self._free, storage.nbytes())
+            self.allocated += storage.nbytes()
+            self.trace.peak = max(self.trace.peak, self.allocated)
+        return t
+
+    def _free(self, nbytes: int) -> None:
+        self.allocated -= nbytes
+
     def _piece(self, t: Tensor) -> Piece:
         facts = vars(t.untyped_storage())  # of the same Python object while the storage exists
         if "number" not in facts:
@@ -202,8 +222,7 @@ class _Tracer(TorchDispatchMode):
         if self.op in OUR_FLOPS:
             return 0  # counted for the whole operator
         packet = function.overloadpacket
-        if packet.__name__ in IN_PLACE:
-            packet = getattr(torch.ops.aten, packet.__name__.removesuffix("_"))
+        packet = getattr(torch.ops.aten, SAME_FLOPS.get(packet.__name__, packet.__name__))
         if packet in flop_registry:
             flops = flop_registry[packet](*arguments, **named, out_val=outputs)
         else:

@@ -1,6 +1,6 @@
 """What a call has a GPU do, from its trace: matrix products, attention and passes over memory, each with its sizes.
 
-A call is traced with few images; `Work` holds the parts that grow with their number, and those that do not, such as
+A call is traced with few images; `GpuWork` holds the parts that grow with their number, and those that do not, such as
 weights, so that `at_batch` gives the work for any number of images.
 """
 
@@ -12,14 +12,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..engine.values import reserved, without_weights
 from .cuda_operators import as_on_cuda
 from .events import Event, Piece
 from .inductor import Kernel, grouped, is_extern, kernels
 from .trace import tracing
-from .values import reserved, without_weights
 
 IMAGES = 2  # in a traced call; operators may treat one image differently
-PRODUCTS = {"addmm": 1, "addmm_": 1, "mm": 0, "bmm": 0, "baddbmm": 1}  # operator → index of its first matrix
+PRODUCTS = {
+    "addmm": 1,
+    "addmm_": 1,
+    "_addmm_activation": 1,
+    "mm": 0,
+    "bmm": 0,
+    "baddbmm": 1,
+}  # operator → index of its first matrix
 NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit_no_training")
 REDUCTIONS = ("_softmax", "sum", "mean", "amax", "max", "var_mean", "linalg_vector_norm", "_adaptive_avg_pool2d")
 COPIES = ("clone", "roll", "cat", "stack", "index", "index_select", "gather", "constant_pad_nd", "im2col", "copy_")
@@ -56,11 +63,13 @@ OURS = {  # kernel → kind
     "mlp._fwd_kernel": "fused product",
     "patch_embed._fwd_kernel": "fused product",
     "attention._fwd_kernel": "fused attention",
+    "attention._fwd_whole_kernel": "fused attention",
+    "attention._fwd_tma_kernel": "fused attention",
     "window._fwd_kernel": "fused attention",
 }
 
 
-class Work(NamedTuple):
+class GpuWork(NamedTuple):
     """A kernel's work.
 
     Attributes:
@@ -77,14 +86,14 @@ class Work(NamedTuple):
     size: tuple[float, float, int, int] = (0, 0, 0, 0)
     per_image: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
 
-    def at_batch(self, images: int) -> "Work":
+    def at_batch(self, images: int) -> "GpuWork":
         """The same kernel's work for this number of images."""
         nbytes, flops, count, rows = (step * (images - IMAGES) for step in self.per_image)
         size = (self.size[0] + count, self.size[1] + rows, *self.size[2:])
-        return Work(self.kind, self.nbytes + nbytes, self.flops + flops, size)
+        return GpuWork(self.kind, self.nbytes + nbytes, self.flops + flops, size)
 
 
-class Call(NamedTuple):
+class CallWork(NamedTuple):
     """The work of one call, as (kernel, number of times).
 
     Attributes:
@@ -93,25 +102,15 @@ class Call(NamedTuple):
         templates: ((product, kernel that follows it), kernels that mode max-autotune may run instead), number of times.
     """
 
-    eager: tuple[tuple[Work, int], ...]
-    compiled: tuple[tuple[Work, int], ...]
-    templates: tuple[tuple[tuple[tuple[Work, ...], tuple[Work, ...]], int], ...]
+    eager: tuple[tuple[GpuWork, int], ...]
+    compiled: tuple[tuple[GpuWork, int], ...]
+    templates: tuple[tuple[tuple[tuple[GpuWork, ...], tuple[GpuWork, ...]], int], ...]
 
 
 def work_of(
     model: nn.Module, shape: tuple[int, int, int], dtype: torch.dtype, autocast: torch.dtype | None = None
-) -> Call:
-    """The work of a model's inference on a CUDA device.
-
-    Args:
-        model: on any device; it is changed: its weights lose their values.
-        shape: [C, H, W] of an image.
-        dtype: of weights and images.
-        autocast: dtype of autocast, or None without it.
-
-    Raises:
-        RuntimeError: the model reads a value that depends on weights or images.
-    """
+) -> CallWork:
+    """The work of a model's inference on a CUDA device."""
     model = without_weights(model).eval().to(dtype)
     images = reserved(torch.empty(IMAGES, *shape, dtype=dtype, device="meta"))
     with torch.no_grad(), tracing() as trace, as_on_cuda(autocast):
@@ -119,16 +118,11 @@ def work_of(
     return work_of_events(trace.events, growing(trace.events, images))
 
 
-def work_of_events(events: list[Event], grows: Collection[int] = ()) -> Call:
-    """The work of the events of a call of PyTorch's operators.
-
-    Args:
-        events: of one call.
-        grows: storages whose size grows with the number of images; none for work of this number of images only.
-    """
+def work_of_events(events: list[Event], grows: Collection[int] = ()) -> CallWork:
+    """The work of the events of a call of PyTorch's operators."""
     eager = Counter(_operator(event, grows) for event in events)
-    compiled: Counter[Work] = Counter()
-    templates: Counter[tuple[tuple[Work, ...], tuple[Work, ...]]] = Counter()
+    compiled: Counter[GpuWork] = Counter()
+    templates: Counter[tuple[tuple[GpuWork, ...], tuple[GpuWork, ...]]] = Counter()
     compiled_kernels = grouped(events)
     writers = {piece.storage: kernel for kernel in compiled_kernels if _is_product(kernel) for piece in kernel.writes}
     for kernel in compiled_kernels:
@@ -137,12 +131,12 @@ def work_of_events(events: list[Event], grows: Collection[int] = ()) -> Call:
         sources = [writers[piece.storage] for piece in kernel.reads if piece.storage in writers]
         if len(sources) == 1 and not _is_extern(kernel) and (instead := _template(sources[0], kernel, grows)):
             templates[(_kernel(sources[0], grows), one), instead] += 1
-    return Call(tuple(eager.items()), tuple(compiled.items()), tuple(templates.items()))
+    return CallWork(tuple(eager.items()), tuple(compiled.items()), tuple(templates.items()))
 
 
-def ours(events: Iterable[Event]) -> tuple[tuple[Work, int], ...]:
+def ours(events: Iterable[Event]) -> tuple[tuple[GpuWork, int], ...]:
     """The work of the events of a converted model's call, of this number of images."""
-    counts: Counter[Work] = Counter()
+    counts: Counter[GpuWork] = Counter()
     for one in kernels(events):
         event = one.events[0] if isinstance(one, Kernel) else one
         if event.launches and event.ours:
@@ -161,13 +155,13 @@ def growing(events: Iterable[Event], *inputs: Tensor) -> set[int]:
     return storages
 
 
-def _launch(event: Event) -> Work:
+def _launch(event: Event) -> GpuWork:
     """The work of a launch of ours."""
     kind, (count, M, N, K) = OURS.get(event.name, "fused pass"), event.size
     if kind == "fused pass":
-        return Work(kind, float(event.nbytes))
+        return GpuWork(kind, float(event.nbytes))
     flops = count * M * N * K * (4.0 if kind == "fused attention" or event.name.startswith("mlp.") else 2.0)
-    return Work(kind, float(event.nbytes), flops, event.size)
+    return GpuWork(kind, float(event.nbytes), flops, event.size)
 
 
 def _is_product(kernel: Kernel) -> bool:
@@ -178,7 +172,7 @@ def _is_extern(kernel: Kernel) -> bool:
     return is_extern(kernel.events[0])
 
 
-def _kernel(kernel: Kernel, grows: Collection[int]) -> Work:
+def _kernel(kernel: Kernel, grows: Collection[int]) -> GpuWork:
     """The work of a kernel of torch.compile."""
     if _is_extern(kernel):
         return _operator(kernel.events[0], grows)
@@ -186,7 +180,7 @@ def _kernel(kernel: Kernel, grows: Collection[int]) -> Work:
     return _memory("compiled norm" if reduces else "compiled pass", (*kernel.reads, *kernel.writes), grows)
 
 
-def _template(product: Kernel, after: Kernel, grows: Collection[int]) -> tuple[Work, ...] | None:
+def _template(product: Kernel, after: Kernel, grows: Collection[int]) -> tuple[GpuWork, ...] | None:
     """The product with the pointwise operators that follow it, whose operand is then not stored, and the rest of them.
 
     The rest is a norm, which needs whole rows; None if nothing but a norm follows.
@@ -212,7 +206,7 @@ def _template(product: Kernel, after: Kernel, grows: Collection[int]) -> tuple[W
     return fused, _memory("compiled norm", pieces, grows)
 
 
-def _operator(event: Event, grows: Collection[int]) -> Work:
+def _operator(event: Event, grows: Collection[int]) -> GpuWork:
     """The work of one of PyTorch's operators."""
     pieces = (*event.reads, *event.writes)
     name = event.name
@@ -246,16 +240,16 @@ def _memory(
     flops: float = 0.0,
     size: tuple[float, float, int, int] = (0, 0, 0, 0),
     operand: Piece | None = None,
-) -> Work:
+) -> GpuWork:
     """The work of a kernel that reads and writes these; its sizes grow with the number of images if `operand` does."""
     pieces = list(pieces)
     nbytes = float(sum(piece.nbytes for piece in pieces))
     step = sum(piece.nbytes for piece in pieces if piece.storage in grows) / IMAGES
     if operand is None or operand.storage not in grows:
-        return Work(kind, nbytes, flops, size, (step, 0.0, 0.0, 0.0))
+        return GpuWork(kind, nbytes, flops, size, (step, 0.0, 0.0, 0.0))
     several = size[0] > 1 or kind.endswith("attention")
     rows = (size[0] / IMAGES, 0.0) if several else (0.0, size[1] / IMAGES)
-    return Work(kind, nbytes, flops, size, (step, flops / IMAGES, *rows))
+    return GpuWork(kind, nbytes, flops, size, (step, flops / IMAGES, *rows))
 
 
 def _itemsize(piece: Piece) -> int:

@@ -8,6 +8,11 @@ Math      S = scale · Q Kᵀ + bias              [Nq, Nk]                      
           A row whose keys are all masked gives O = 0 and no gradient, and L = −inf.
 Backward  equations (4) to (8) of `attention_backward`.
 Kernels   Scores and L are kept in base 2, as S·log₂e and L·log₂e, because exp2 is one instruction.
+          The forward pass has three forms. The loop: blocks of keys with a running maximum, for all calls. Whole
+          rows: the scores with up to 256 keys are held in registers, and all loads are in flight at once; without a
+          bias or mask, where a row "attention.fwd_whole" of tuned/ says so. With TMA = 1 in that row, on sm_90 and
+          for heads of 16, 32 or 64 channels in 16 bits: persistent programs, whose next tile is copied by
+          descriptors while this one is computed.
 Cost      forward 2·B·H·Nq·Nk·(D + Dv) flops; bytes = q + k + v + o + 4·B·H·Nq. Causal attention skips blocks of
           keys that no query of a tile sees, half of all if Nq = Nk, and masks only those on the diagonal.
 Saved     q, k, v, bias, o in storage dtype and L in fp32, with a bias as two numbers.
@@ -40,10 +45,14 @@ from .attention_backward import bwd_op
 from .attention_inner import (
     fwd_step,
     head_pointer,
+    load_box,
+    load_boxes,
+    load_pieces,
     load_tiles,
     program_position,
     seen_keys,
     store_tiles,
+    whole_rows,
     zero_tiles,
 )
 from .attention_launch import (
@@ -51,13 +60,19 @@ from .attention_launch import (
     arguments_of,
     bias_kind,
     blocks_of,
+    boxes_of,
+    loads_tail_early,
     prepare,
     prepared,
+    reads_boxes,
     sizes_of,
     start,
     tail_block,
+    units,
+    whole_blocks,
 )
 from .backend import kernels_available
+from .descriptor import aligned
 from .launch import cdiv
 from .op import Op, cast, expect, make_randn, once_differentiable, register
 from .tile import jit, tl
@@ -299,7 +314,7 @@ def _fwd_kernel(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_KV_LENS: tl.constexpr,
     HAS_CU_SEQLENS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, SAFE: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head. Loops over the keys that they see. Equations (1) to (3)."""
     offset = Nk - Nq if CAUSAL and not HAS_CU_SEQLENS else 0  # of the tensors, not of kv_lens
@@ -320,22 +335,27 @@ def _fwd_kernel(
     o0, o1 = zero_tiles(BLOCK_M, V0, V1)
     seen = seen_keys(tile * BLOCK_M, offset, Nk) if CAUSAL else Nk  # by all queries of the tile
     full = seen // BLOCK_N * BLOCK_N
+    tail = None
+    if EARLY:  # the tail's keys and values, together with the queries: after the loop nothing would hide the wait
+        k0, k1 = load_tiles(k_ptr, full + tl.arange(0, TAIL), k_stride, Nk, D, D0, D1, True)
+        v0, v1 = load_tiles(v_ptr, full + tl.arange(0, TAIL), v_stride, Nk, Dv, V0, V1, True)
+        tail = k0, k1, v0, v1
     for first in range(0, full, BLOCK_N):
         row_max, row_sum, o0, o1 = fwd_step(
-            q0, q1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides,
+            q0, q1, k_ptr, v_ptr, None, bias_ptr, k_stride, v_stride, bias_strides,
             m, first + tl.arange(0, BLOCK_N), first, offset, Nq, Nk, row_max, row_sum, o0, o1, scale,
             D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, SAFE, False, False,
         )  # fmt: skip
     if CAUSAL:
         for first in range(full, seen_keys(tile * BLOCK_M + BLOCK_M - 1, offset, Nk), BLOCK_N):  # on the diagonal
             row_max, row_sum, o0, o1 = fwd_step(
-                q0, q1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides,
+                q0, q1, k_ptr, v_ptr, None, bias_ptr, k_stride, v_stride, bias_strides,
                 m, first + tl.arange(0, BLOCK_N), first, offset, Nq, Nk, row_max, row_sum, o0, o1, scale,
                 D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, SAFE, True, True,
             )  # fmt: skip
     elif TAIL > 0:  # 197 = 3·64 + 5: only the last block of keys is masked
         row_max, row_sum, o0, o1 = fwd_step(
-            q0, q1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides,
+            q0, q1, k_ptr, v_ptr, tail, bias_ptr, k_stride, v_stride, bias_strides,
             m, full + tl.arange(0, TAIL), full, offset, Nq, Nk, row_max, row_sum, o0, o1, scale,
             D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, SAFE, True, False,
         )  # fmt: skip
@@ -355,6 +375,59 @@ def _fwd_kernel(
         tl.store(l_at, row_max * scale + tl.log2(nonzero_sum), mask=m < Nq)
 
 
+@jit(do_not_specialize=["tiles"])
+def _fwd_whole_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, l_ptr, q_strides, k_strides, v_strides, o_strides, l_strides, H, Nq, Nk, tiles, scale,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    PRECISION: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M queries of one head, all keys at once. Equations (1) to (3)."""
+    tile, b, h, start, Nq, Nk = program_position(tl.program_id(0), tiles, H, Nq, Nk, 0, None, None, False, False)
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    q_ptr, q_stride = head_pointer(q_ptr, q_strides, b, h, start, UNIT)
+    k_ptr, k_stride = head_pointer(k_ptr, k_strides, b, h, start, UNIT)
+    v_ptr, v_stride = head_pointer(v_ptr, v_strides, b, h, start, UNIT)
+    q0, q1 = load_tiles(q_ptr, m, q_stride, Nq, D, D0, D1, True)  # all loads come first and are in flight together
+    k0, k1, k2 = load_pieces(k_ptr, k_stride, Nk, D, D0, D1, N0, N1, N2, MASKED)
+    v0, v1, v2 = load_pieces(v_ptr, v_stride, Nk, Dv, V0, V1, N0, N1, N2, MASKED)
+    row_max, row_sum, o0, o1 = whole_rows(
+        q0, q1, k0, k1, k2, v0, v1, v2, Nk, scale, D1, V0, V1, N0, N1, N2, MASKED, PRECISION
+    )
+    o_ptr, o_stride = head_pointer(o_ptr, o_strides, b, h, start, UNIT)
+    inverse = 1.0 / row_sum[:, None]
+    store_tiles(o_ptr, o0 * inverse, o1 * inverse, m, o_stride, Nq, Dv, V0, V1)
+    l_at = l_ptr + b * l_strides[0] + h * l_strides[1] + m
+    tl.store(l_at, row_max * scale + tl.log2(row_sum), mask=m < Nq)
+
+
+@jit(do_not_specialize=["heads", "tiles"])
+def _fwd_tma_kernel(
+    q_desc, k0_desc, k1_desc, k2_desc, v0_desc, v1_desc, v2_desc, o_desc, l_ptr, l_strides,
+    H, Nq, Nk, heads, tiles, scale,
+    D: tl.constexpr, Q_FIRST: tl.constexpr, K_FIRST: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One program: tiles p, p + P, … of BLOCK_M queries of one head, all keys at once. Equations (1) to (3).
+
+    With three stages the loads of the next tile are in flight during this one; with two they start after it.
+    """
+    for i in tl.range(tl.program_id(0), heads * tiles, tl.num_programs(0)):
+        first = i % tiles * BLOCK_M
+        b, h = i // tiles // H, i // tiles % H
+        k0, k1, k2 = load_boxes(k0_desc, k1_desc, k2_desc, b, h, H, D, K_FIRST, N0, N1, N2)
+        v0, v1, v2 = load_boxes(v0_desc, v1_desc, v2_desc, b, h, H, D, V_FIRST, N0, N1, N2)
+        q = load_box(q_desc, b, h, H, first, BLOCK_M, D, Q_FIRST)
+        row_max, row_sum, o, _ = whole_rows(
+            q, q, k0, k1, k2, v0, v1, v2, Nk, scale, 0, D, 0, N0, N1, N2, MASKED, PRECISION
+        )
+        o = (o * (1.0 / row_sum)[:, None]).to(q.dtype)
+        o_desc.store([b, first, h * D], tl.reshape(o, [1, BLOCK_M, D]))
+        m = first + tl.arange(0, BLOCK_M)
+        l_at = l_ptr + tl.cast(b, tl.int64) * l_strides[0] + tl.cast(h, tl.int64) * l_strides[1] + m
+        tl.store(l_at, row_max * scale + tl.log2(row_sum), mask=m < Nq)
+
+
 def _fwd(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, columns=0, causal=False):
     """(o [B, H, Nq, Dv] stored as [B, Nq, H, Dv], L in base 2: see `natural`)."""
     o, lse = _fwd_fake(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale)
@@ -364,20 +437,34 @@ def _fwd(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, columns=0, causa
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     if o.numel():
         tensors = dict(q=q, k=k, v=v, bias=bias, kv_lens=kv_lens, cu_seqlens=cu_seqlens, o=o, l=lse)
-        for prepared_launch in prepared(_prepare, tensors, max_seqlen, scale, columns, causal):
-            start(prepared_launch, tensors)
+        (found,) = prepared(_prepare, tensors, max_seqlen, scale, columns, causal)
+        if found.kernel is _fwd_tma_kernel and not aligned(q, k, v):
+            (found,) = prepared(_prepare, tensors, max_seqlen, scale, columns, causal, False)
+        start(found, tensors)
     return o, lse
 
 
-def _prepare(tensors, max_seqlen, scale, columns, causal):
-    """The launch of the forward pass."""
+def _prepare(tensors, max_seqlen, scale, columns, causal, may_box=True):
+    """The launch of the forward pass; if it `may_box`, and a row says so, by descriptors."""
     q, k, v, bias, kv_lens, cu_seqlens, *_ = tensors.values()
     images, Nq, Nk, width = sizes_of(q, k, v, cu_seqlens, max_seqlen)
+    bare = bias is kv_lens is cu_seqlens is None and not causal and scale > 0
+    if bare and (blocks := whole_blocks(q, images, Nq, Nk, width)) is not None:
+        arguments = arguments_of(tensors, max_seqlen, scale)
+        if not blocks.pop("TMA", 0):
+            tiles = cdiv(Nq, blocks["BLOCK_M"])
+            return [prepare(_fwd_whole_kernel, tiles * images * q.shape[1], blocks, **arguments, tiles=tiles)]
+        if may_box and reads_boxes(tensors):
+            arguments |= boxes_of(tensors, blocks)
+            programs = min(units(q.device), arguments["heads"] * arguments["tiles"])
+            return [prepare(_fwd_tma_kernel, programs, blocks, **arguments)]
     blocks = blocks_of("fwd", q, bias_kind(bias, columns, causal), images, Nq, Nk, width)
     tiles = cdiv(Nq, blocks["BLOCK_M"])
     safe = bias is not None or kv_lens is not None or scale <= 0 or not Nk or (causal and Nq > Nk)
     tail = tail_block(Nk, blocks["BLOCK_N"], kv_lens is not None or cu_seqlens is not None)
-    arguments = arguments_of(tensors, max_seqlen, scale, columns, causal) | dict(tiles=tiles, SAFE=safe, TAIL=tail)
+    early = tail > 0 and bias is None and not causal and loads_tail_early(blocks, width * q.element_size())
+    arguments = arguments_of(tensors, max_seqlen, scale, columns, causal)
+    arguments |= dict(tiles=tiles, SAFE=safe, TAIL=tail, EARLY=early)
     return [prepare(_fwd_kernel, tiles * images * q.shape[1], blocks, **arguments)]
 
 

@@ -147,17 +147,23 @@ def load_log_sum(l_ptr, m, Nq, BIAS: tl.constexpr):
 
 @jit
 def fwd_step(
-    q0, q1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides, m, n, first, offset, Nq, Nk, row_max, row_sum,
-    o0, o1, scale,
+    q0, q1, k_ptr, v_ptr, loaded, bias_ptr, k_stride, v_stride, bias_strides, m, n, first, offset, Nq, Nk,
+    row_max, row_sum, o0, o1, scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, SAFE: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Forward step over one block of keys: equations (1) and (2) with a running row maximum and row sum."""
+    """Forward step over one block of keys: equations (1) and (2) with a running row maximum and row sum.
+
+    loaded: the two tiles of the keys and the two of the values, or None to load them.
+    """
     if BIAS > 0:  # before Q Kᵀ, whose layout Triton then takes for row_max: else it computes each exponential twice
         inside = (m < Nq)[:, None] & (n < Nk)[None, :] if MASKED else (m < Nq)[:, None]
         bias = _load_bias(bias_ptr, m[:, None], n[None, :], first, inside, Nq, bias_strides, BIAS, ROWS, COLUMNS)
-    k0, k1 = load_tiles(k_ptr, n, k_stride, Nk, D, D0, D1, MASKED)
+    if loaded is None:
+        k0, k1 = load_tiles(k_ptr, n, k_stride, Nk, D, D0, D1, MASKED)
+    else:
+        k0, k1, v0, v1 = loaded
     s = dot_transposed(q0, q1, k0, k1, D1, PRECISION)  # [BLOCK_M, BLOCK_N]
     if SAFE:  # scores are scaled first: a bias is added to them, or the scale may be negative
         s *= scale
@@ -174,9 +180,99 @@ def fwd_step(
         shift = tl.where(new_max == float("-inf"), 0.0, shift)  # no unmasked key yet
     p = tl.exp2(s * scale - shift[:, None])
     decay = tl.exp2(row_max * scale - shift)
-    v0, v1 = load_tiles(v_ptr, n, v_stride, Nk, Dv, V0, V1, MASKED)
+    if loaded is None:
+        v0, v1 = load_tiles(v_ptr, n, v_stride, Nk, Dv, V0, V1, MASKED)
     o0, o1 = add_product(p, v0, v1, o0 * decay[:, None], o1 * decay[:, None], V1, PRECISION)
     return new_max, row_sum * decay + tl.sum(p, 1), o0, o1
+
+
+@jit
+def load_pieces(
+    ptr, stride, N, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """All N rows of a head in pieces of N0, N1 and N2 rows, each as two tiles; the first piece again for one of 0."""
+    x0 = load_tiles(ptr, tl.arange(0, N0), stride, N, D, D0, D1, MASKED and N1 == 0)
+    x1 = x0
+    x2 = x0
+    if N1 > 0:
+        x1 = load_tiles(ptr, N0 + tl.arange(0, N1), stride, N, D, D0, D1, MASKED and N2 == 0)
+    if N2 > 0:
+        x2 = load_tiles(ptr, N0 + N1 + tl.arange(0, N2), stride, N, D, D0, D1, MASKED)
+    return x0, x1, x2
+
+
+@jit
+def _scores(q0, q1, k, first: tl.constexpr, Nk, D1: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr):
+    """Q Kᵀ of one piece of keys, -inf from key Nk on."""
+    s = dot_transposed(q0, q1, k[0], k[1], D1, PRECISION)
+    if MASKED:
+        s = tl.where((first + tl.arange(0, s.shape[1]) < Nk)[None, :], s, float("-inf"))
+    return s
+
+
+@jit
+def _add_piece(s, v, scale, shift, row_sum, o0, o1, V1: tl.constexpr, PRECISION: tl.constexpr):
+    """Adds the weights of one piece of keys to the row sum, and their products with its values to the output."""
+    p = tl.exp2(s * scale - shift[:, None])
+    row_sum += tl.sum(p, 1)  # before the product, so that the weights leave the registers: 34 less on sm_90
+    o0, o1 = add_product(p, v[0], v[1], o0, o1, V1, PRECISION)
+    return row_sum, o0, o1
+
+
+@jit
+def whole_rows(
+    q0, q1, k0, k1, k2, v0, v1, v2, Nk, scale,
+    D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(row maximum, row sum, two tiles of the output before division by that sum): (1) and (2), all keys at once.
+
+    The scores with all keys are held in registers, so there is one maximum and nothing is rescaled.
+    """
+    s0 = _scores(q0, q1, k0, 0, Nk, D1, PRECISION, MASKED and N1 == 0)
+    row_max = tl.max(s0, 1)
+    if N1 > 0:
+        s1 = _scores(q0, q1, k1, N0, Nk, D1, PRECISION, MASKED and N2 == 0)
+        row_max = tl.maximum(row_max, tl.max(s1, 1))
+    if N2 > 0:
+        s2 = _scores(q0, q1, k2, N0 + N1, Nk, D1, PRECISION, MASKED)
+        row_max = tl.maximum(row_max, tl.max(s2, 1))
+    shift = row_max * scale
+    o0, o1 = zero_tiles(q0.shape[0], V0, V1)
+    row_sum = tl.zeros([q0.shape[0]], tl.float32)
+    row_sum, o0, o1 = _add_piece(s0, v0, scale, shift, row_sum, o0, o1, V1, PRECISION)
+    if N1 > 0:
+        row_sum, o0, o1 = _add_piece(s1, v1, scale, shift, row_sum, o0, o1, V1, PRECISION)
+    if N2 > 0:
+        row_sum, o0, o1 = _add_piece(s2, v2, scale, shift, row_sum, o0, o1, V1, PRECISION)
+    return row_max, row_sum, o0, o1
+
+
+@jit
+def load_box(desc, b, h, H, first, LENGTH: tl.constexpr, D: tl.constexpr, FIRST: tl.constexpr):
+    """LENGTH rows of a head from `first` on, [LENGTH, D]; zeros past the last row.
+
+    desc: of [B·H, N, D] if the heads come FIRST, else of [B, N, H·D].
+    """
+    x = desc.load([b * H + h, first, 0]) if FIRST else desc.load([b, first, h * D])
+    return tl.reshape(x, [LENGTH, D])
+
+
+@jit
+def load_boxes(
+    desc0, desc1, desc2, b, h, H, D: tl.constexpr, FIRST: tl.constexpr,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
+):  # fmt: skip
+    """All rows of a head in pieces, as `load_pieces`, each by its descriptor."""
+    x0 = load_box(desc0, b, h, H, 0, N0, D, FIRST)
+    x1 = x0
+    x2 = x0
+    if N1 > 0:
+        x1 = load_box(desc1, b, h, H, N0, N1, D, FIRST)
+    if N2 > 0:
+        x2 = load_box(desc2, b, h, H, N0 + N1, N2, D, FIRST)
+    return (x0, x0), (x1, x1), (x2, x2)
 
 
 @jit

@@ -1,6 +1,7 @@
 """Launch parameters and arguments of the attention kernels, forward and backward."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,13 +11,16 @@ from torch import Tensor
 
 from . import launch as launcher
 from . import settings
-from .launch import config, hint, launch, power_of_2, precision, split_tiles
+from .descriptor import SUFFIX, boxes, heads_first
+from .launch import cdiv, config, hint, launch, power_of_2, precision, split_tiles
 from .tile import Kernel
 
 ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? kv_lens, Tensor? cu_seqlens, SymInt max_seqlen, float scale"
 )
 MAX_PREPARED = 4096  # cached launches, by layout of the tensors
+WHOLE = 256  # keys up to which a program can hold whole rows of scores
+SHARED = 226 * 1024  # bytes of a block on sm_90, less 1 KiB for barriers
 WIDTHS = (64, 128, 160, 192, 256, 320, 512, 1024)  # head widths in bytes in row names of tuned/
 
 Tensors = dict[str, Any]  # by name: a tensor, or None
@@ -63,6 +67,7 @@ SPACE = {
         (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
         (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
     ),
+    "fwd_whole": ((1024, dict(BLOCK_M=0, num_warps=4, num_stages=1)),),  # 0: the loop over blocks of keys, "fwd"
     "bwd_dq": (
         (128, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=3)),
         (192, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)),
@@ -182,6 +187,71 @@ def blocks_of(kernel: str, q: Tensor, kind: str, images: int, Nq: int, Nk: int, 
     return block
 
 
+def whole_blocks(q: Tensor, images: int, Nq: int, Nk: int, width: int) -> dict[str, int] | None:
+    """Launch parameters if a program holds whole rows of scores, with no bias or mask; None if it loops over keys.
+
+    That needs a row "attention.fwd_whole" whose BLOCK_M is not 0, and up to WHOLE keys, whose number must be known. In
+    a row with TMA = 1 programs are persistent and read by descriptors; see `reads_boxes`.
+    """
+    if not isinstance(Nk, int) or not 0 < Nk <= WHOLE:
+        return None
+    blocks = config(*tuned_row("fwd_whole", q, "", width), q.device, images * q.shape[1], Nq, Nk)
+    if not blocks["BLOCK_M"]:
+        return None
+    blocks["BLOCK_M"] = min(blocks["BLOCK_M"], power_of_2(max(hint(Nq), 16)))
+    N0, N1, N2 = pieces_of(Nk)
+    return blocks | dict(N0=N0, N1=N1, N2=N2, MASKED=N0 + N1 + N2 != Nk)
+
+
+def reads_boxes(tensors: Tensors) -> bool:
+    """True if the forward pass of these q, k and v can read and write by descriptors.
+
+    That needs sm_90, 16-bit heads of 16, 32 or 64 channels, and layouts that `heads_first` knows.
+    """
+    q, k, v = (tensors[name] for name in "qkv")
+    D = q.shape[3]
+    fits = q.element_size() == 2 and D in (16, 32, 64) and v.shape[3] == D and isinstance(q.shape[2], int)
+    return fits and launcher.architecture(q.device) == "sm_90" and None not in map(heads_first, (q, k, v))
+
+
+def boxes_of(tensors: Tensors, blocks: dict[str, int]) -> dict[str, Any]:
+    """Arguments by name of the kernel with descriptors that `arguments_of` has not.
+
+    Adapts the launch parameters: to few queries, and to the shared memory, which holds a tile's operands per stage.
+    """
+    (B, H, Nq, D), first = tensors["q"].shape, {name: bool(heads_first(tensors[name])) for name in "qkvo"}
+    tile = blocks["BLOCK_M"] = blocks["BLOCK_M"] if Nq > 64 else 64
+    blocks["num_warps"] = min(blocks["num_warps"], tile // 16)  # each takes at least 16 rows of a product
+    keys = sum(blocks[f"N{i}"] for i in range(3))
+    fitting = (SHARED // (2 * D) - tile) // (2 * keys + tile)  # beside the tile that is written
+    blocks["num_stages"] = min(blocks["num_stages"], fitting)
+    arguments: dict[str, Any] = dict(heads=B * H, tiles=cdiv(Nq, tile))
+    lengths = {"q": tile, "o": tile} | {f"{name}{i}": blocks[f"N{i}"] for name in "kv" for i in range(3)}
+    for name, rows in lengths.items():
+        t = name[0]
+        arguments[f"{name}_desc"] = (t, *boxes(tensors[t], first[t], rows)) if rows else None
+    return arguments | {f"{name.upper()}_FIRST": first[name] for name in "qkv"}
+
+
+@functools.cache
+def units(device: torch.device) -> int:
+    """Multiprocessors of a GPU; those of an H100 or H200 where the CPU stands for one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def whole(**blocks: int) -> dict[str, dict[str, int]]:
+    """Rows for `launch.overriding`, which make programs hold whole rows of scores wherever they can."""
+    return {f"attention.fwd_whole.{kind}{width}": blocks for kind in ("", "fp32.") for width in WIDTHS}
+
+
+@functools.cache
+def pieces_of(Nk: int) -> tuple[int, int, int]:
+    """Up to three powers of two, of which Nk ≤ WHOLE keys fill most: 197 → 128, 64, 16; 50 → 64, 0, 0."""
+    descending = itertools.combinations_with_replacement((128, 64, 32, 16, 0), 3)
+    enough = (pieces for pieces in descending if sum(pieces) >= Nk)
+    return min(enough, key=lambda pieces: (sum(pieces), 3 - pieces.count(0)))
+
+
 def whole_head_blocks(
     q: Tensor, bias: Tensor | None, ragged: bool, causal: bool, images: int, Nq: int, Nk: int, width: int
 ) -> dict[str, int] | None:
@@ -204,6 +274,15 @@ def tail_block(N: int, block: int, ragged: bool) -> int:
         return block
     tail = N % block
     return power_of_2(max(tail, 16)) if tail else 0
+
+
+def loads_tail_early(blocks: dict[str, int], size: int) -> bool:
+    """True if the masked block of keys, which follows the loop, is loaded before it; for heads of `size` bytes.
+
+    Its tiles take registers during the loop. Where that costs a resident block or spills by the compile report, it is
+    loaded after the loop: for wide heads, few queries, and one stage, in which each block of keys waits anyway.
+    """
+    return size <= 160 and blocks["BLOCK_M"] >= 64 and blocks["num_stages"] > 1
 
 
 def arguments_of(
@@ -241,26 +320,36 @@ def arguments_of(
     )  # fmt: skip
 
 
-class Prepared(NamedTuple):
-    """A launch without its tensors: kernel, grid, names of its tensors, its numbers, compile-time arguments."""
+class PreparedLaunch(NamedTuple):
+    """A launch without its tensors: kernel, grid, names of its tensors, its numbers, compile-time arguments.
+
+    For a descriptor there is (name, shape, strides, box), or None, in place of the name.
+    """
 
     kernel: Kernel
     grid: tuple[int]
-    tensors: list[str]
+    tensors: list[Any]
     numbers: list[object]
     fixed: dict[str, object]
 
 
-def prepare(kernel: Kernel, programs: int, blocks: dict[str, int], **arguments: object) -> Prepared:
-    """Prepares a launch of a kernel; uses only the named arguments that it takes. Its pointers come first."""
+def prepare(kernel: Kernel, programs: int, blocks: dict[str, int], **arguments: object) -> PreparedLaunch:
+    """Prepares a launch of a kernel; uses only the named arguments that it takes. Tensors come first.
+
+    For a pointer its tensor is named, for a descriptor the argument is as in `PreparedLaunch`.
+    """
     at_run_time, constant = _names(kernel.fn)
-    tensors = [name.removesuffix("_ptr") for name in at_run_time if name.endswith("_ptr")]
+    tensors = [
+        arguments[name] if name.endswith(SUFFIX) else name.removesuffix("_ptr")
+        for name in at_run_time
+        if name.endswith(("_ptr", SUFFIX))
+    ]
     numbers = [arguments[name] for name in at_run_time[len(tensors) :]]
     fixed = {name: arguments[name] for name in constant if name in arguments}
-    return Prepared(kernel, (programs,), tensors, numbers, fixed | blocks)
+    return PreparedLaunch(kernel, (programs,), tensors, numbers, fixed | blocks)
 
 
-def prepared(make: Callable[..., list[Prepared]], tensors: Tensors, *arguments: object) -> list[Prepared]:
+def prepared(make: Callable[..., list[PreparedLaunch]], tensors: Tensors, *arguments: object) -> list[PreparedLaunch]:
     """Launches from make(tensors, *arguments), cached by the layout of the tensors; the first one is not None."""
     q = next(iter(tensors.values()))
     layouts = [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors.values()]
@@ -275,10 +364,14 @@ def prepared(make: Callable[..., list[Prepared]], tensors: Tensors, *arguments: 
     return launches
 
 
-def start(prepared_launch: Prepared, tensors: Tensors) -> None:
+def start(prepared_launch: PreparedLaunch, tensors: Tensors) -> None:
     """Launches a prepared kernel on these tensors."""
     kernel, grid, names, numbers, fixed = prepared_launch
-    launch(kernel, grid, *[tensors[name] for name in names], *numbers, **fixed)
+    launch(kernel, grid, *[tensors[n] if type(n) is str else _box(tensors, n) for n in names], *numbers, **fixed)
+
+
+def _box(tensors: Tensors, place: tuple[str, tuple, tuple, tuple] | None) -> tuple | None:
+    return None if place is None else (tensors[place[0]], *place[1:])
 
 
 def run(kernel: Kernel, programs: int, blocks: dict[str, int], **arguments: object) -> None:

@@ -35,14 +35,15 @@ from .sizes import Branch, kind_of_block
 TRACED = (256, 197)  # (images, tokens) assumed while tracing
 MAX_CHOICES = 4096  # cached choices
 NORMS = ("layer_norm", "add_layer_norm")  # ops
-# ops whose operands autocast does not cast
+# ops without a matmul, whose operands autocast does not cast
 KEEP_DTYPE = ("layer_norm", "add_layer_norm", "depthwise", "deformable_attention", "batch_norm_act")
-# op → what each of its sizes is: "rows" are multiplied, "" does not count, others are part of the row's name
+# op → what each of its sizes is: "rows" are multiplied, "other side" of the weight is compared with the width, "" does
+# not count, others are part of the row's name
 OPS = {
-    "linear": ("rows", "width", "", "norm", "", "pass", "residual", "layer scale", "sample scale"),
+    "linear": ("rows", "width", "other side", "norm", "", "pass", "residual", "layer scale", "sample scale"),
     "mlp": ("rows", "width", "", "", "norm", "", "pass", "residual", "layer scale", "sample scale"),
     "attention": ("rows", "rows", "rows", "width", "channels", "packed", ""),
-    "patch_embed": ("rows", "", "width", "pass", "pass"),
+    "patch_embed": ("rows", "other side", "width", "pass", "pass"),
     "layer_norm": ("rows", "width"),
     "add_layer_norm": ("rows", "width", "scale", "scale"),
     "depthwise": ("rows", "width", "", "stride", "bias", "activation", "residual", "copied weight"),
@@ -214,14 +215,19 @@ def op_row(op: str, dtype: torch.dtype, training: bool, sizes: tuple[int, ...]) 
             rows *= size
         else:
             of[name] += size
-    width = of.pop("width")
+    width, other = of.pop("width"), of.pop("other side", 0)
     of.pop("", None)
+    if op == "linear":
+        of["narrowing"] = other < width
+    if op == "patch_embed":
+        of["large patches"] = other > 4 * width
     if op == "attention":  # our backward pass is one kernel for these
         of["one tile"] = of.pop("channels") in (16, 32, 64)
     of["stride"] = of["stride"] > 1
     facts = [name if size == 1 else f"{name} × {int(size)}" for name, size in of.items() if size]
     phase = "training" if training else "inference"
-    return f"{', '.join([op, *facts])}; {phase}; {_named(dtype)}", width, rows
+    of_dtype = "float32" if op in KEEP_DTYPE and dtype == torch.float32 else _named(dtype)  # they have no matmul
+    return f"{', '.join([op, *facts])}; {phase}; {of_dtype}", width, rows
 
 
 def _named(dtype: torch.dtype) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import launch
+from . import descriptor, launch
 from .op import REGISTERED
 from .tile import Kernel
 
@@ -32,7 +32,7 @@ class Pointer:
         return self._range
 
 
-class Launch(NamedTuple):
+class CompiledLaunch(NamedTuple):
     """A launch to compile: the arguments of `launch.launch`, with `Pointer` for tensors, and its device."""
 
     kernel: Kernel
@@ -47,7 +47,7 @@ class Launch(NamedTuple):
         return self.kernel, self.device, *map(_kind, self.arguments), *self.fixed.items()
 
 
-class Collector(launch.Recorder):
+class Collector(launch.LaunchRecorder):
     """A dispatch mode in which kernels are not launched.
 
     Their outputs are not written, so results are undefined.
@@ -58,15 +58,15 @@ class Collector(launch.Recorder):
 
     def __init__(self) -> None:
         super().__init__()
-        self._found: dict[tuple, Launch] = {}
+        self._found: dict[tuple, CompiledLaunch] = {}
 
     @property
-    def launches(self) -> list[Launch]:
+    def launches(self) -> list[CompiledLaunch]:
         return list(self._found.values())
 
     def launched(self, kernel: Callable, grid: tuple[int, ...], arguments: tuple, fixed: dict[str, object]) -> bool:
         first = arguments[0][0] if type(arguments[0]) is tuple else arguments[0]
-        new = Launch(kernel, grid, tuple(map(_pointers, arguments)), fixed, first.get_device())
+        new = CompiledLaunch(kernel, grid, tuple(map(_pointers, arguments)), fixed, first.get_device())
         self._found.setdefault(new.key, new)
         return True
 
@@ -79,7 +79,7 @@ class Collector(launch.Recorder):
 
 
 @contextlib.contextmanager
-def compiling(launches: Sequence[Launch], threads: int = THREADS) -> Iterator[list[Future]]:
+def compiling(launches: Sequence[CompiledLaunch], threads: int = THREADS) -> Iterator[list[Future]]:
     """Compiles in the background; yields, for each launch, a future of Triton's compiled kernel.
 
     At exit, compilations that have not started are cancelled, and running ones are awaited. In the interpreter nothing
@@ -92,12 +92,12 @@ def compiling(launches: Sequence[Launch], threads: int = THREADS) -> Iterator[li
         pool.shutdown(cancel_futures=True)
 
 
-def _compile(pending: Launch) -> object:
+def _compile(pending: CompiledLaunch) -> object:
     kernel, grid, arguments, fixed, device = pending
     if launch.run is not launch._run or not hasattr(kernel, "device_caches"):  # the interpreter
         return None
     with torch.cuda.device(device) if device >= 0 else contextlib.nullcontext():
-        return kernel.run(*arguments, grid=grid, warmup=True, **fixed)
+        return kernel.run(*descriptor.described(kernel, arguments), grid=grid, warmup=True, **fixed)
 
 
 def _pointers(value: object) -> object:

@@ -35,7 +35,7 @@ def takes(x: Tensor, weight: Tensor | Pair | Folded) -> bool:
 
 def linear(
     x: Tensor,
-    weight: Tensor | Pair | Folded | onednn.Packed,
+    weight: Tensor | Pair | Folded | onednn.PackedWeight,
     bias: Tensor | Pair | None = None,
     norm: NormLike | None = None,
     activation: str | None = None,
@@ -59,7 +59,7 @@ def linear(
     (operand,) = cast(x)
     with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else contextlib.nullcontext():
         y = _linear(operand, weight, bias, activation, layer_scale, sample_scale, residual)
-    return y.to(x.dtype) if isinstance(weight, onednn.Packed) and residual is None and not reduced else y
+    return y.to(x.dtype) if isinstance(weight, onednn.PackedWeight) and residual is None and not reduced else y
 
 
 def _linear(
@@ -72,9 +72,9 @@ def _linear(
     residual: Tensor | None,
 ) -> Tensor:
     """`linear` after the norm, with x in the dtype of the product."""
-    if isinstance(weight, onednn.Packed):
+    if isinstance(weight, onednn.PackedWeight):
         layer_scale = None if weight.scaled else layer_scale
-    if activation in GATED and not isinstance(weight, onednn.Packed):
+    if activation in GATED and not isinstance(weight, onednn.PackedWeight):
         (gate, up), (gate_bias, up_bias) = _halves(weight, bias)
         h = onednn.product(x, *_in_dtype(x, gate, gate_bias), GATED[activation])
         y = onednn.product(x, *_in_dtype(x, up, up_bias), gate=h)
@@ -90,9 +90,9 @@ def _linear(
     return y if residual is None else y + residual
 
 
-def _in_dtype(x: Tensor, weight: Any, bias: Any) -> tuple[Tensor | onednn.Packed, Tensor | None]:
+def _in_dtype(x: Tensor, weight: Any, bias: Any) -> tuple[Tensor | onednn.PackedWeight, Tensor | None]:
     """Weight and bias in x's dtype, as autocast casts them."""
-    if isinstance(weight, onednn.Packed) or weight.dtype == x.dtype:
+    if isinstance(weight, onednn.PackedWeight) or weight.dtype == x.dtype:
         return weight, bias
     return weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
 
@@ -106,8 +106,8 @@ def _halves(weight: Any, bias: Any) -> tuple[Any, Any]:
 
 def mlp(
     x: Tensor,
-    fc1: tuple[Tensor | Pair | Folded | onednn.Packed, Any],
-    fc2: tuple[Tensor | onednn.Packed, Any],
+    fc1: tuple[Tensor | Pair | Folded | onednn.PackedWeight, Any],
+    fc2: tuple[Tensor | onednn.PackedWeight, Any],
     norm: NormLike | None = None,
     activation: str = "gelu",
     layer_scale: Tensor | None = None,
@@ -120,6 +120,6 @@ def mlp(
     def hidden_to_out(x: Tensor) -> Tensor:
         h = linear(x, *fc1, norm, activation, reduced=True)
         y = linear(h, *fc2, None, None, layer_scale, sample_scale, residual, reduced=True)
-        return y.to(x.dtype) if isinstance(fc2[0], onednn.Packed) and residual is None else y
+        return y.to(x.dtype) if isinstance(fc2[0], onednn.PackedWeight) and residual is None else y
 
     return checkpoint(hidden_to_out, x, use_reentrant=False) if recompute else hidden_to_out(x)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from . import measured
+from . import descriptor, measured
 from .tile import TRITON, Kernel
 
 TUNED = Path(__file__).parent / "tuned"
@@ -30,8 +30,8 @@ def launch(kernel: Kernel, grid: tuple[int, ...], *arguments: Any, **fixed: obje
     Args:
         kernel: a function decorated by `jit`.
         grid: one to three numbers of programs.
-        arguments: run-time arguments in order: tensors, numbers, None and tuples of these, including strides; the first
-            is a tensor or a tuple of tensors.
+        arguments: run-time arguments in order: tensors, numbers, None and tuples of these, including strides and
+            descriptors (see `descriptor`); the first is a tensor or a tuple that starts with one.
         fixed: compile-time arguments and launch options, by name.
     """
     if torch._C._len_torch_dispatch_stack() and (recorder := _current_recorder()) is not None:
@@ -57,13 +57,16 @@ def launch(kernel: Kernel, grid: tuple[int, ...], *arguments: Any, **fixed: obje
         compiled = _run(kernel, grid, arguments, fixed)
         if _is_repeatable(kernel, compiled, len(arguments), fixed):
             constants = tuple(fixed[p.name] for p in kernel.params[len(arguments) :])
-            _direct.found[key] = Binary(compiled.run, compiled.function, compiled.packed_metadata, constants, compiled)
+            run_of = descriptor.launcher(kernel, compiled) if descriptor.takes_descriptors(kernel) else compiled.run
+            _direct.found[key] = Binary(run_of, compiled.function, compiled.packed_metadata, constants, compiled)
         return
     x, y, z = (*grid, 1, 1)[:3]
     compiled_run(x, y, z, _direct.stream(device), function, metadata, None, None, None, *arguments, *constants)
 
 
 def _key(kernel: Kernel, device: int, arguments: tuple, fixed: dict[str, object]) -> tuple:
+    if descriptor.takes_descriptors(kernel):
+        arguments = descriptor.bases(kernel, arguments)
     specialization = TRITON.specialize(_direct.backend, arguments, False, True, True)
     return kernel.fn, device, kernel.debug, *binaries(), specialization, *fixed, *fixed.values()
 
@@ -76,7 +79,7 @@ def binaries() -> tuple:
     return TRITON.knobs.runtime.debug, mode, casts
 
 
-class Recorder(TorchDispatchMode):
+class LaunchRecorder(TorchDispatchMode):
     """A dispatch mode that is also notified of each kernel launch, including those in autograd's threads."""
 
     def launched(
@@ -86,16 +89,16 @@ class Recorder(TorchDispatchMode):
         raise NotImplementedError
 
 
-def _current_recorder() -> Recorder | None:
+def _current_recorder() -> LaunchRecorder | None:
     stack = range(torch._C._len_torch_dispatch_stack())
-    return next((m for m in map(torch._C._get_dispatch_stack_at, stack) if isinstance(m, Recorder)), None)
+    return next((m for m in map(torch._C._get_dispatch_stack_at, stack) if isinstance(m, LaunchRecorder)), None)
 
 
 class Binary(NamedTuple):
     """A compiled kernel, with what a direct launch needs besides grid, stream and run-time arguments.
 
     Attributes:
-        run: Triton's launcher.
+        run: Triton's launcher, or for a kernel with descriptors that of `descriptor.launcher`.
         function: handle of the compiled kernel.
         metadata: launch metadata.
         constants: compile-time arguments, which follow the others.
@@ -141,7 +144,7 @@ def _run(kernel: Kernel, grid: tuple[int, ...], arguments: tuple, fixed: dict[st
     """Launches by JITFunction.run, or the interpreter's; returns the compiled kernel."""
     device = (arguments[0][0] if type(arguments[0]) is tuple else arguments[0]).get_device()
     with torch.cuda.device(device) if device >= 0 else contextlib.nullcontext():
-        return kernel.run(*arguments, grid=grid, warmup=False, **fixed)
+        return kernel.run(*descriptor.described(kernel, arguments), grid=grid, warmup=False, **fixed)
 
 
 run = _run  # looked up at each launch, as the interpreter and the tests' recorder replace it

@@ -126,7 +126,7 @@ def linear(
 
 def run(
     x: Tensor,
-    weight: Tensor | Pair | Folded | onednn.Packed,
+    weight: Tensor | Pair | Folded | onednn.PackedWeight,
     bias: Tensor | Pair | None = None,
     norm: NormLike | None = None,
     stats: Any = None,
@@ -136,6 +136,7 @@ def run(
     residual: Tensor | None = None,
     *,
     return_stats: bool | NextNorm = False,
+    passes_input: bool = False,
     way: str = "fused",
 ) -> Tensor | Any:
     """`linear` in a given way, without argument checks or plan; the kernels must be available.
@@ -144,15 +145,17 @@ def run(
         x, weight, bias, norm, activation, layer_scale, sample_scale, residual: as in `linear`.
         stats: row statistics of x for "fused", or LN(x) for "mixed", from the call that produced x.
         return_stats: also return the next call's `stats`; for "mixed", the `NextNorm` to apply, or False.
+        passes_input: return (y, x), with x for its other readers: the backward pass of a norm adds their gradient,
+            where autograd would add it in another pass. Without `return_stats`, not for "onednn".
         way: "fused", "mixed" or "onednn", see `choose`; for "onednn" the weight may be packed, and there are no stats.
     """
     if way == "onednn":
         y = cpu.linear(x, weight, bias, norm, activation, layer_scale, sample_scale, residual)
         return (y, None) if return_stats else y
-    assert not isinstance(weight, onednn.Packed)
+    assert not isinstance(weight, onednn.PackedWeight)
     grad = torch.is_grad_enabled()
     if way == "mixed":
-        call = mixed.Call(stats, return_stats if isinstance(return_stats, NextNorm) else None, product_dtype(x))
+        call = mixed.MixedCall(stats, return_stats if isinstance(return_stats, NextNorm) else None, product_dtype(x))
         operand = x
         stats = None
         eps = 0.0 if norm is None else norm[2]
@@ -161,7 +164,8 @@ def run(
         eps, stats = (0.0, None) if norm is None else (norm[2], stats)
     is_input = residual is operand
     kind = None if norm is None else kind_of(norm)
-    settings = Settings(activation, kind, eps, is_input, grad, bool(return_stats), call=call)
+    passes = passes_input and grad and operand is x
+    settings = Settings(activation, kind, eps, is_input, grad, bool(return_stats), call=call, passes_input=passes)
     y, *next_stats = _Fn.apply(
         operand,
         *operands(weight, bias, norm),
@@ -171,10 +175,12 @@ def run(
         None if is_input else residual,
         settings,
     )
+    if passes_input:
+        return y, next_stats[-1] if passes else x
     return (y, handed_on(next_stats, call)) if return_stats else y
 
 
-def handed_on(next_stats: list[Any], call: mixed.Call | None) -> Tensor | Normalized | None:
+def handed_on(next_stats: list[Any], call: mixed.MixedCall | None) -> Tensor | Normalized | None:
     """`stats` for the next call from a Function's outputs: row statistics, or `Normalized` from `mixed`."""
     return next_stats[0] if call is None or next_stats[0] is None else Normalized(*next_stats)
 
@@ -266,6 +272,7 @@ class Settings(NamedTuple):
         return_stats: also return the row statistics of the output.
         recompute: save only x; recompute the hidden layer of `mlp` in the backward pass.
         call: further arguments of a mixed call; None for a fused one.
+        passes_input: the last output is x; the gradient of x includes that of this output.
     """
 
     activation: str | None
@@ -275,7 +282,8 @@ class Settings(NamedTuple):
     grad_enabled: bool
     return_stats: bool
     recompute: bool = False
-    call: mixed.Call | None = None
+    call: mixed.MixedCall | None = None
+    passes_input: bool = False
 
     def without_normed(self) -> "Settings":
         """A copy without LN(x), which is recomputed in the backward pass instead of saved."""
@@ -306,6 +314,18 @@ class Operands(NamedTuple):
     folded_weight: Tensor | None
     colsum: Tensor | None
     folded_bias: Tensor | None
+
+    def cast(self, x: Tensor, settings: Settings) -> tuple["Operands", Tensor | None]:
+        """(the operands with the weight in the dtype of the matmul, which both passes use; this weight if it was cast).
+
+        A weight that is folded stays as it is.
+        """
+        folds = settings.call is None and (settings.norm is not None or self.folded_weight is not None)
+        dtype = settings.dtype(x)
+        if folds or self.weight.dtype == dtype:
+            return self, None
+        weight = self.weight.to(dtype)
+        return self._replace(weight=weight), weight
 
 
 def apply_or_keep_norm(
@@ -614,6 +634,7 @@ class _Fn(torch.autograd.Function):
         stats, layer_scale, sample_scale, residual, settings,
     ):  # fmt: skip
         layer = Operands(weight, bias, norm_weight, norm_bias, folded_weight, colsum, folded_bias)
+        layer, cast = layer.cast(x, settings)
         save = settings.grad_enabled and any(ctx.needs_input_grad)
         ends = layer_scale, sample_scale, x if settings.residual_is_input else residual
         if settings.call is None:
@@ -624,23 +645,25 @@ class _Fn(torch.autograd.Function):
         else:
             norm = settings.norm and Norm(norm_weight, norm_bias, settings.eps, settings.norm)
             y, pre, mean, rstd, *next_stats = mixed.forward(
-                x, weight, bias, norm, settings.activation, *ends, settings.call, save
+                x, layer.weight, bias, norm, settings.activation, *ends, settings.call, save
             )
-        ctx.save_for_backward(x, weight, bias, pre, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias)
+        cast = cast if layer_scale is None or settings.activation is not None else None  # else the weight is scaled
+        ctx.save_for_backward(x, weight, cast, bias, pre, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias)
         ctx.settings = settings.without_normed()
         ctx.residual_dtype = None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t in next_stats if t is not None))
-        return y, *next_stats
+        return y, *next_stats, *([x] if settings.passes_input else [])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy, *_):
+    def backward(ctx, dy, *others):
+        dsum = others[-1] if ctx.settings.passes_input else dy if ctx.settings.residual_is_input else None
         if dy is None:
-            return (None,) * 13
+            return dsum, *[None] * 12
         need_x, need_weight, need_bias, need_norm_weight, need_norm_bias, *_ = ctx.needs_input_grad
         *_, need_layer_scale, _, _, _ = ctx.needs_input_grad
-        x, weight, bias, *saved, norm_weight, norm_bias = ctx.saved_tensors
+        x, weight, cast, bias, *saved, norm_weight, norm_bias = ctx.saved_tensors
         layer_scale = saved[1]
         settings = ctx.settings
         needs = [need_x, need_weight or need_norm_weight or need_norm_bias or need_layer_scale, need_bias]
@@ -648,8 +671,8 @@ class _Fn(torch.autograd.Function):
         if not any(needs):  # only the residual gets a gradient
             return *[None] * 11, dresidual, None
         dx, dw, db, dlayer_scale, dnorm = bwd_op(
-            dy, x, weight, bias, *saved, norm_weight, norm_bias,
-            settings.activation, settings.norm, settings.residual_is_input, settings.dtype(x), needs,
+            dy, x, weight, cast, bias, *saved, norm_weight, norm_bias, dsum,
+            settings.activation, settings.norm, settings.dtype(x), needs,
         )  # fmt: skip
         return (
             dx if need_x else None,

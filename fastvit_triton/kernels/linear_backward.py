@@ -123,6 +123,7 @@ def product_grad(
     sample_scale: Tensor | None,
     activation: str | None,
     hidden: bool = False,
+    has_bias: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Equation (7): the gradient of a matmul's output.
 
@@ -135,6 +136,7 @@ def product_grad(
         sample_scale: [B], or None.
         activation: name, or None.
         hidden: recompute h = act(pre).
+        has_bias: sum over rows where dy is only cast, too.
 
     Returns:
         (dpre [M, F or 2F]; h [M, F] or None; its sums over rows and, with an activation, those of dlayer_scale,
@@ -144,7 +146,7 @@ def product_grad(
     dy = dy.contiguous()
     M = dy.numel() // F
     width = F if activation is None or pre is None else pre.shape[-1]
-    if activation is None and sample_scale is None:
+    if activation is None and sample_scale is None and not (has_bias and dy.dtype != dtype):
         return dy.view(M, F).to(dtype), None, None
     dpre = dy.new_empty(M, width, dtype=dtype)
     h = dy.new_empty(M, F, dtype=dtype) if hidden else None
@@ -234,6 +236,7 @@ def all_grads(
     dpre: Tensor,
     x: Tensor,
     weight: Tensor,
+    cast: Tensor | None,
     bias: Tensor | None,
     layer_scale: Tensor | None,
     sums: Tensor | None,
@@ -247,6 +250,7 @@ def all_grads(
         dpre: [M, outputs].
         x: [..., K].
         weight: [outputs, K].
+        cast: the weight in dpre's dtype if it was cast before and there is no layer_scale, else None.
         bias: [outputs], or None.
         layer_scale: [outputs] if dpre does not include it, else None.
         sums: from `product_grad`, or None.
@@ -259,18 +263,19 @@ def all_grads(
     """
     need_x, need_w, need_b = needs
     inputs = x.reshape(-1, x.shape[-1])
+    operand = weight if cast is None else cast
     dx = None
     dnorm = None
     dsum = None if dsum is None else dsum.reshape(inputs.shape)
     rows: Any = inputs
     if norm is not None and (need_x or need_w):
         dx, rows, dnorm = layer_norm_backward.input_grads(
-            input_grad(dpre, weight, layer_scale), inputs, norm, dsum, need_x, dpre.dtype if need_w else None
+            input_grad(dpre, operand, layer_scale), inputs, norm, dsum, need_x, dpre.dtype if need_w else None
         )
     elif norm is None:
         rows = inputs.to(dpre.dtype)
         if need_x:
-            dx = input_grad(dpre, weight, layer_scale)
+            dx = input_grad(dpre, operand, layer_scale)
             dx = dx.to(x.dtype) if dsum is None else (dx + dsum).to(x.dtype)
     dx = None if dx is None else dx.view(x.shape)
     grads = parameter_grads(dpre, rows, weight, bias, layer_scale, sums, (need_w, need_b))
@@ -278,24 +283,22 @@ def all_grads(
 
 
 def _bwd(
-    dy, x, weight, bias, pre, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias, activation, norm,
-    residual_is_input, dtype, needs,
+    dy, x, weight, cast, bias, pre, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias, dsum, activation,
+    norm, dtype, needs,
 ):  # fmt: skip
-    """(dx, dweight, dbias, dlayer_scale, dnorm [2, K]); `needs`: of x, of any parameter but bias, of bias."""
-    dpre, _, sums = product_grad(dy, dtype, x.shape[0], pre, layer_scale, sample_scale, activation)
+    """(dx + dsum, dweight, dbias, dlayer_scale, dnorm [2, K]); `needs`: of x, of any parameter but bias, of bias."""
+    dpre, _, sums = product_grad(dy, dtype, x.shape[0], pre, layer_scale, sample_scale, activation, False, needs[2])
     late = layer_scale if activation is None else None
     statistics = (mean, rstd, norm_weight, norm_bias, norm) if norm else None
-    grads = list(
-        all_grads(dpre, x, weight, bias, late, sums, statistics, dy if residual_is_input else None, tuple(needs))
-    )
+    grads = list(all_grads(dpre, x, weight, cast, bias, late, sums, statistics, dsum, tuple(needs)))
     if layer_scale is not None and activation is not None and needs[1]:
         grads[3] = sums[1, : len(layer_scale)]
     return tuple(x.new_empty(0) if t is None else t.contiguous() for t in grads)
 
 
 def _bwd_fake(
-    dy, x, weight, bias, pre, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias, activation, norm,
-    residual_is_input, dtype, needs,
+    dy, x, weight, cast, bias, pre, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias, dsum, activation,
+    norm, dtype, needs,
 ):  # fmt: skip
     need_x, need_w, need_b = needs
     grads = (
@@ -307,7 +310,7 @@ def _bwd_fake(
             layer_scale,
             (norm_weight, norm_bias) if norm else None,
             (need_w, need_b),
-            activation is not None or sample_scale is not None,
+            activation is not None or sample_scale is not None or dy.dtype != dtype,
             dtype,
         ),
     )
@@ -349,9 +352,9 @@ def weight_grad_like(
 
 bwd_op = register(
     "linear_bwd",
-    "(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor pre, Tensor? layer_scale, Tensor? sample_scale, "
-    "Tensor mean, Tensor rstd, Tensor? norm_weight, Tensor? norm_bias, str? activation, str? norm, "
-    "bool residual_is_input, ScalarType dtype, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor dy, Tensor x, Tensor weight, Tensor? cast, Tensor? bias, Tensor pre, Tensor? layer_scale, "
+    "Tensor? sample_scale, Tensor mean, Tensor rstd, Tensor? norm_weight, Tensor? norm_bias, Tensor? dsum, "
+    "str? activation, str? norm, ScalarType dtype, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _bwd,
     _bwd_fake,
 )

@@ -150,7 +150,7 @@ def run(
         y = cpu.mlp(x, fc1, fc2, norm, activation, layer_scale, sample_scale, residual, recompute)
         return (y, None) if return_stats else y
     if way == "mixed":
-        call = mixed.Call(stats, return_stats if isinstance(return_stats, NextNorm) else None, product_dtype(x))
+        call = mixed.MixedCall(stats, return_stats if isinstance(return_stats, NextNorm) else None, product_dtype(x))
         operand = x
         stats = None
         eps = 0.0 if norm is None else norm[2]
@@ -344,22 +344,25 @@ class _Fn(torch.autograd.Function):
         save = learns and not settings.recompute
         ends = layer_scale, sample_scale, x if settings.residual_is_input else residual
         layer = linear.Operands(w1, b1, norm_weight, norm_bias, folded_weight, colsum, folded_bias)
+        (layer, cast1), dtype = layer.cast(x, settings), settings.dtype(x)
+        product2 = w2.to(dtype)
         pre = mean = rstd = None
         if settings.call is not None:
             h, pre, mean, rstd = _hidden(x, layer, stats, settings, save)
             second = settings.call  # its norm is that of fc1, its late bias that of fc2
-            y, _, _, _, *next_stats = mixed.forward(h, w2, b2, None, None, *ends, second, learns)
+            y, _, _, _, *next_stats = mixed.forward(h, product2, b2, None, None, *ends, second, learns)
         elif not save and runs_in_one_launch(x, w2, settings.activation):
             ends += settings.norm, settings.eps, settings.activation, settings.return_stats
             folded = linear.fold_operands(x, layer, settings.norm is not None)
-            y, *next_stats = _fwd_op(x, *folded, w2.to(x.dtype), b2, *ends)
+            y, *next_stats = _fwd_op(x, *folded, product2, b2, *ends)
         else:
             h, pre, mean, rstd = _hidden(x, layer, stats, settings, save)
             ends += False, settings.return_stats
-            y, _, _, _, *next_stats = linear.fwd_op(h, w2.to(x.dtype), b2, None, None, None, 0.0, None, *ends)
+            y, _, _, _, *next_stats = linear.fwd_op(h, product2, b2, None, None, None, 0.0, None, *ends)
         colsum = colsum if folded_weight is None else None  # with a source, `recompute` folds again
+        cast2 = None if product2 is w2 or layer_scale is not None else product2  # with layer_scale the weight is scaled
         ctx.save_for_backward(
-            x, w2, b2, w1, b1, norm_weight, norm_bias, colsum, layer_scale, sample_scale, pre, mean, rstd
+            x, w2, b2, w1, b1, norm_weight, norm_bias, colsum, layer_scale, sample_scale, pre, mean, rstd, cast1, cast2
         )
         ctx.settings = settings.without_normed()
         ctx.residual_dtype = None if residual is None else residual.dtype
@@ -373,7 +376,7 @@ class _Fn(torch.autograd.Function):
         if dy is None:
             return (None,) * 15
         x, w2, b2, w1, b1, norm_weight, norm_bias, colsum, layer_scale, sample_scale, *saved = ctx.saved_tensors
-        (pre, mean, rstd), settings, h = saved, ctx.settings, None
+        (pre, mean, rstd, cast1, cast2), settings, h = saved, ctx.settings, None
         need_x, need_w2, need_b2, *need_1, _, _, _, _, need_layer_scale, _, _, _ = need = ctx.needs_input_grad
         needs = [need_x, any(need_1), need_w2 or need_b2 or need_layer_scale]
         dresidual = None if ctx.residual_dtype is None else dy.to(ctx.residual_dtype)
@@ -383,7 +386,7 @@ class _Fn(torch.autograd.Function):
             layer = linear.Operands(w1, b1, norm_weight, norm_bias, None, colsum, None)
             h, pre, mean, rstd = _hidden(x, layer, None, settings, True)
         dx, dw1, db1, dnorm, dw2, db2, dlayer_scale = bwd_op(
-            dy, x, w1, b1, w2, b2, pre, h, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias,
+            dy, x, w1, cast1, b1, w2, cast2, b2, pre, h, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias,
             settings.activation, settings.norm, settings.residual_is_input, settings.dtype(x), needs,
         )  # fmt: skip
         none = [None] * 4  # W', colsum and bias of a fold, and stats

@@ -53,7 +53,7 @@ PRECISIONS = ("float32", "bf16", "int8")  # of the products of frozen models
 REMEDY = "run `fastvit-triton tune`, or set FASTVIT_TRITON_BACKEND=onednn"  # without a row
 
 
-class Packed(NamedTuple):
+class PackedWeight(NamedTuple):
     """Weight and bias of a product in oneDNN's layout, kept by `engine.freeze`; inference only.
 
     Attributes:
@@ -70,7 +70,7 @@ class Packed(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class OneDnnRow:
     """The fewest multiplications for which oneDNN is faster, by dtype and phase; a key of caches, by identity."""
 
     fewest: dict[str, dict[str, float]]
@@ -96,7 +96,7 @@ def _row_of(cpu: str) -> dict[str, dict[str, float]]:
 def using_row(fewest: dict[str, dict[str, float]] | None) -> Iterator[None]:
     """Context in which `row` returns this, such as {"float32": {"inference": 0}}; {} is that of an unknown CPU."""
     before = settings.cpu_row
-    settings.cpu_row = None if fewest is None else Row(fewest)
+    settings.cpu_row = None if fewest is None else OneDnnRow(fewest)
     try:
         yield
     finally:
@@ -164,7 +164,7 @@ def is_observed() -> bool:
     modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
     return bool(
         torch.compiler.is_compiling()
-        or not all(isinstance(mode, launch.Recorder) for mode in modes)
+        or not all(isinstance(mode, launch.LaunchRecorder) for mode in modes)
         or torch._C._get_tracing_state() is not None
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
@@ -188,7 +188,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 def product(
     x: Tensor,
-    weight: Tensor | Packed,
+    weight: Tensor | PackedWeight,
     bias: Tensor | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
@@ -204,7 +204,7 @@ def product(
         residual: [..., F], added last.
         gate: [..., F], multiplied last.
     """
-    if isinstance(weight, Packed):
+    if isinstance(weight, PackedWeight):
         if weight.scales is not None:
             return _finished(_int8_product(x, weight), activation, residual, gate)
         weight, bias = weight[:2]
@@ -235,7 +235,7 @@ def _finished(y: Tensor, activation: str | None, residual: Tensor | None, gate: 
     return y if residual is None else y + residual
 
 
-def _int8_product(x: Tensor, packed: Packed) -> Tensor:
+def _int8_product(x: Tensor, packed: PackedWeight) -> Tensor:
     """Equations (3) and (4) in float32; x is shifted by 128, as oneDNN multiplies unsigned by signed bytes."""
     assert packed.scales is not None
     largest = x.abs().amax(-1, keepdim=True).clamp_(min=LEAST)
@@ -401,7 +401,7 @@ def _pack(weight: Tensor, rows: int) -> Tensor:
 
 def pack(
     weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, rows: int, precision: str = "float32"
-) -> Packed:
+) -> PackedWeight:
     """A product's weight and bias in oneDNN's layout, for about this many rows of x.
 
     Args:
@@ -419,7 +419,7 @@ def pack(
         scales = weight.abs().amax(1).clamp(min=LEAST) / 127
         rounded = (weight / scales[:, None]).round().to(torch.int8)
         packed = torch.ops.onednn.qlinear_prepack(rounded, [rows, weight.shape[1]])
-        return Packed(packed, bias, layer_scale is not None, scales)
+        return PackedWeight(packed, bias, layer_scale is not None, scales)
     if precision == "bf16":
         weight, bias = weight.bfloat16(), None if bias is None else bias.bfloat16()
-    return Packed(_pack(weight.contiguous(), rows), bias, layer_scale is not None)
+    return PackedWeight(_pack(weight.contiguous(), rows), bias, layer_scale is not None)

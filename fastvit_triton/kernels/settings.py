@@ -23,6 +23,7 @@ forced: str | None = None  # way of every branch, see `forcing`
 assumed: str | None = None  # name of the GPU used instead of the device's, see `assuming`
 observer: Callable | None = None  # called with each choice, see `observing`
 direct: bool = os.environ.get("FASTVIT_TRITON_DIRECT", "0") not in ("", "0")  # Inductor launches, see `convert.direct`
+exact: bool = os.environ.get("FASTVIT_TRITON_EXACT", "0") not in ("", "0")  # no tanh for erf's GELU, see `mixed`
 cpu_row: Any = None  # an `onednn.Row` used instead of that of this CPU, see `onednn.using_row`
 reduced: bool = False  # True while a model is frozen with a reduced precision, see `engine.freeze`
 locator: Callable | None = None  # tells where an observed choice is made, see `locating`

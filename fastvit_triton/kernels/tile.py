@@ -50,6 +50,13 @@ def _runtime() -> SimpleNamespace | None:
 TRITON: Any = _runtime()
 
 
+def tensor_descriptor(base: Any, shape: tuple, strides: tuple, box: tuple) -> Any:
+    """Triton's descriptor of a tensor, or of what stands in for one, by boxes of that shape."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(base, list(shape), list(strides), list(box))
+
+
 def repair_interpreter() -> None:
     """Patches triton 3.6's interpreter for NumPy 2.4, which no longer accepts its one-element arrays as an index."""
     from triton.runtime import interpreter

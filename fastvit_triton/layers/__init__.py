@@ -1,4 +1,10 @@
-"""Layers: modules that call the kernels; parameters have timm's names."""
+"""Layers that several families of models share: plain modules whose forwards are the equations of their papers.
+
+Parameters have timm's names. The forwards call the kernels' public functions; `convert` attaches fused forwards to
+blocks. A layer of one family stands with its model, in `models`.
+
+Begin with `block`, `attention` and `mlp`.
+"""
 
 from ..kernels.argument import Window
 from .attention import Attention, AttentionPool, RelativePosition

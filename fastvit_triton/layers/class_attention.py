@@ -12,13 +12,6 @@ class ClassAttention(Fusable):
     """Attention of the first token to all.
 
     Sources: CaiT, arXiv:2103.17239, section 3.2, equations 7 to 10; CrossViT, arXiv:2103.14899, equations 3 and 4.
-
-    Args:
-        dim: D, channels per token.
-        num_heads: H.
-        qkv_bias: biases on the projections of queries, keys and values.
-        attn_drop: dropout on the attention probabilities.
-        proj_drop: dropout after the output projection.
     """
 
     names: ClassVar = ("q", "k", "v")  # of the projections

@@ -203,7 +203,8 @@ def resize_pos_embed(
     Returns:
         [1, T + h'·w', D].
     """
-    if old == new:
+    # a symbolic size, of torch.export, is resampled also where it equals the table's, which changes nothing
+    if (mode == "dinov2" or all(isinstance(side, int) for side in new)) and old == new:
         return pos
     prefix = pos[:, :prefix_tokens]
     grid = pos[:, prefix_tokens:]

@@ -11,11 +11,7 @@ from .fusable import Fusable
 
 
 class FrozenBatchNorm2d(Fusable):
-    """BatchNorm by stored statistics and affine parameters, all of them buffers, also in training.
-
-    Args:
-        channels: C.
-    """
+    """BatchNorm by stored statistics and affine parameters, all of them buffers, also in training."""
 
     eps = 1e-5
 
@@ -59,13 +55,7 @@ class _Block(Fusable):
 
 
 class FrozenBasicBlock(_Block):
-    """Two 3 x 3 convolutions.
-
-    Args:
-        inputs, outputs: channels.
-        stride: 2 halves the map.
-        dilation: steps between the elements of the window of the first convolution; has to be 1.
-    """
+    """Two 3 x 3 convolutions, which are not dilated: `dilation` has to be 1."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1, dilation: int = 1) -> None:
         super().__init__(inputs, outputs, stride)
@@ -79,13 +69,7 @@ class FrozenBasicBlock(_Block):
 
 
 class FrozenBottleneck(_Block):
-    """1 x 1, 3 x 3 and 1 x 1 convolutions, the middle one with a quarter of the channels.
-
-    Args:
-        inputs, outputs: channels.
-        stride: 2 halves the map.
-        dilation: steps between the elements of the 3 x 3 window.
-    """
+    """1 x 1, 3 x 3 and 1 x 1 convolutions, the middle one with a quarter of the channels."""
 
     expansion = 4
 

@@ -26,12 +26,7 @@ class LinearNorm(nn.Module):
 
 
 class ConvNorm(Fusable):
-    """A convolution without bias, and a BatchNorm.
-
-    Args:
-        inputs, outputs: channels.
-        kernel, stride, padding: of the convolution.
-    """
+    """A convolution without bias, and a BatchNorm."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int = 1, stride: int = 1, padding: int = 0) -> None:
         super().__init__()
@@ -44,12 +39,7 @@ class ConvNorm(Fusable):
 
 
 class NormLinear(nn.Module):
-    """A BatchNorm, dropout and a linear layer: the head of LeViT.
-
-    Args:
-        inputs, outputs: features.
-        drop: dropout.
-    """
+    """A BatchNorm, dropout and a linear layer: the head of LeViT."""
 
     def __init__(self, inputs: int, outputs: int, drop: float = 0.0) -> None:
         super().__init__()

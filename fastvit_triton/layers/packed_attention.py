@@ -1,4 +1,4 @@
-"""Attention whose projections of queries, keys and values are one weight, with the names of nn.MultiheadAttention."""
+"""Attention whose projections of queries, keys and values are one weight, and layers of it; names are torch.nn's."""
 
 import torch
 import torch.nn.functional as F
@@ -9,14 +9,7 @@ from .fusable import Fusable
 
 
 class PackedAttention(Fusable):
-    """softmax(q kᵀ / √d) v of H heads, where q, k and v are projections of three inputs.
-
-    Args:
-        dim: D, channels.
-        num_heads: H.
-        drop: dropout on the probabilities.
-        bias: whether the projections have biases.
-    """
+    """softmax(q kᵀ / √d) v of H heads, where q, k and v are projections of three inputs."""
 
     def __init__(self, dim: int, num_heads: int, drop: float = 0.0, bias: bool = True) -> None:
         super().__init__()
@@ -52,3 +45,47 @@ class PackedAttention(Fusable):
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, drop={self.drop}"
+
+
+class PackedLayer(Fusable):
+    """Parts of a layer, with the names of nn.TransformerEncoderLayer or, with `cross`, nn.TransformerDecoderLayer.
+
+    Args:
+        dim: D, channels.
+        num_heads: H.
+        hidden: channels within the MLP, whose activation is ReLU.
+        drop: dropout.
+        attn_drop: dropout on the probabilities of attention.
+        bias: whether the projections of attention have biases.
+        cross: add attention to other tokens, with a norm and a dropout.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        hidden: int,
+        drop: float,
+        attn_drop: float = 0.0,
+        bias: bool = True,
+        cross: bool = False,
+    ) -> None:
+        super().__init__()
+        self.self_attn = PackedAttention(dim, num_heads, attn_drop, bias)
+        if cross:
+            self.multihead_attn = PackedAttention(dim, num_heads, attn_drop, bias)
+        self.linear1 = nn.Linear(dim, hidden)
+        self.dropout = nn.Dropout(drop)
+        self.linear2 = nn.Linear(hidden, dim)
+        self.norm1 = nn.LayerNorm(dim)
+        self.norm2 = nn.LayerNorm(dim)
+        if cross:
+            self.norm3 = nn.LayerNorm(dim)
+        self.dropout1 = nn.Dropout(drop)
+        self.dropout2 = nn.Dropout(drop)
+        if cross:
+            self.dropout3 = nn.Dropout(drop)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """[B, N, D] → [B, N, D]."""
+        return self.linear2(self.dropout(F.relu(self.linear1(x))))

@@ -1,8 +1,9 @@
-"""ResNet's stem and blocks. Parameter names are timm's.
+"""ResNet's stem and blocks, and a ResNet of them as the backbone of detectors. Parameter names are timm's.
 
 Source: He et al., arXiv:1512.03385; names of `timm.models.byobnet`.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -11,14 +12,7 @@ from .fusable import Fusable
 
 
 class ConvNormAct(Fusable):
-    """A convolution without bias that keeps the size, or divides it by the stride; a BatchNorm; by default ReLU.
-
-    Args:
-        inputs, outputs: channels.
-        kernel: side of its window, an odd number.
-        stride: rows and columns that a window moves.
-        relu: apply ReLU.
-    """
+    """A convolution without bias that keeps the size, or divides it by the stride; a BatchNorm; by default ReLU."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int = 1, stride: int = 1, relu: bool = True) -> None:
         super().__init__()
@@ -46,13 +40,7 @@ class ResidualStem(nn.Module):
 
 
 class Residual(nn.Module):
-    """ReLU(shortcut(x) + body(x)), where the shortcut is x or, for another size, a 1 x 1 convolution.
-
-    Args:
-        inputs, outputs: channels.
-        stride: 2 halves the map.
-        drop_path: probability of skipping the body.
-    """
+    """ReLU(shortcut(x) + body(x)), where the shortcut is x or, for another size, a 1 x 1 convolution."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1, drop_path: float = 0.0) -> None:
         super().__init__()
@@ -74,7 +62,7 @@ class Residual(nn.Module):
 
 
 class BasicBlock(Residual):
-    """Two 3 x 3 convolutions; the arguments are those of `Residual`."""
+    """Two 3 x 3 convolutions."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1, drop_path: float = 0.0) -> None:
         super().__init__(inputs, outputs, stride, drop_path)
@@ -89,7 +77,7 @@ class BasicBlock(Residual):
 
 
 class Bottleneck(Residual):
-    """1 x 1, 3 x 3 and 1 x 1 convolutions, the middle one with a quarter of the channels; see `Residual`."""
+    """1 x 1, 3 x 3 and 1 x 1 convolutions, the middle one with a quarter of the channels."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1, drop_path: float = 0.0) -> None:
         super().__init__(inputs, outputs, stride, drop_path)
@@ -117,3 +105,29 @@ def init_residual(model: nn.Module) -> None:
     for block in model.modules():
         if isinstance(block, Residual):
             nn.init.zeros_(block.last().weight)
+
+
+class ResidualBody(nn.Module):
+    """Stem and four stages with trained BatchNorms, for random weights; else as `frozen_resnet.FrozenResNet`."""
+
+    def __init__(self, in_chans: int, depths: tuple[int, ...], dim: int = 64, bottleneck: bool = True) -> None:
+        super().__init__()
+        block, expansion = (Bottleneck, 4) if bottleneck else (BasicBlock, 1)
+        self.channels = tuple(dim * expansion * 2**i for i in range(len(depths)))
+        self.reductions = tuple(4 << i for i in range(len(depths)))
+        self.stem = ResidualStem(in_chans, dim)
+        inputs = dim
+        for i, (depth, outputs) in enumerate(zip(depths, self.channels, strict=True)):
+            blocks = [block(outputs if j else inputs, outputs, 2 if i and not j else 1) for j in range(depth)]
+            self.add_module(f"layer{i + 1}", nn.Sequential(*blocks))
+            inputs = outputs
+        init_residual(self)
+
+    def forward(self, image: Tensor) -> list[Tensor]:
+        """[B, C, H, W] → the map [B, D, h, w] of each stage."""
+        x = self.stem(image.contiguous(memory_format=torch.channels_last))  # in which oneDNN is a third faster
+        maps = []
+        for i in range(len(self.channels)):
+            x = self.get_submodule(f"layer{i + 1}")(x)
+            maps.append(x)
+        return maps

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .recorder import Place, Recorder, Refusal, place_of, storage_of, tensors_in
+from .recorder import CallRecorder, Place, ReplayRefusal, place_of, storage_of, tensors_in
 
 ALIGNMENT = 256  # bytes, of tensors in a buffer
 
@@ -63,7 +63,7 @@ class Plan:
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: CallRecorder,
         named_tensors: Sequence[tuple[str, Tensor]],
         result: object,
         marks: tuple[int, int] | None = None,
@@ -130,10 +130,10 @@ class Plan:
         """Raises Refusal if what is returned shares memory."""
         for t, ref in zip(self.outputs, map(self.ref, self.outputs), strict=True):
             if ref.shape is not None and (ref.nbytes or not t.is_contiguous()):
-                raise Refusal("an output is a view of another tensor")  # in-place writes to it would differ
+                raise ReplayRefusal("an output is a view of another tensor")  # in-place writes to it would differ
         refs = [self.ref(t) for t in self.gradients or () if t is not None]
         if len({(ref.slot, ref.nbytes) for ref in refs}) < len(refs):
-            raise Refusal("two gradients share memory")  # each parameter would own the same .grad
+            raise ReplayRefusal("two gradients share memory")  # each parameter would own the same .grad
 
     def ref(self, t: Tensor) -> Ref:
         """The `Ref` of a recorded tensor in a replay."""
@@ -143,7 +143,7 @@ class Plan:
             nbytes = offset + (place.address - start if t.numel() else 0)  # empty tensors have no address
             return Ref(buffer, nbytes, place.shape, place.stride, place.dtype)
         if place.storage not in self._known:
-            raise Refusal("a tensor is neither an input nor created by the call")
+            raise ReplayRefusal("a tensor is neither an input nor created by the call")
         candidates = self._known[place.storage]
         exact = next((slot for slot in candidates if self.places[slot] == place), None)
         if exact is not None:
@@ -151,7 +151,7 @@ class Plan:
         slot, *others = candidates
         base = self.places[slot]
         if others or base.dtype != place.dtype:
-            raise Refusal("a tensor is a view of several inputs, or of one with another dtype")
+            raise ReplayRefusal("a tensor is a view of several inputs, or of one with another dtype")
         nbytes = place.address - base.address if t.numel() else 0
         return Ref(slot, nbytes, place.shape, place.stride, place.dtype)
 

@@ -15,9 +15,9 @@ from .. import packing, ways
 from ..freeze import PROGRAMS, SIZES
 from ..hooks import has_hooks, is_repeatable
 from ..ways import Sizes
-from .emit import Names, wrapped
+from .emit import TensorNames, wrapped
 from .guard import Uncompared
-from .record import Record, record
+from .record import CallRecord, record
 
 MAX_PROGRAMS = 32  # per module: one for each combination of input layouts and settings
 MAX_ATTEMPTS = 4  # calls that ran without a recording, after which none is tried
@@ -81,14 +81,14 @@ class Recorded:
             None if the module that it takes, its tensors, or settings have changed.
     """
 
-    def __init__(self, recording: Record, device: torch.device) -> None:
+    def __init__(self, recording: CallRecord, device: torch.device) -> None:
         self.run, self.guard, self.folds = recording.replay.run, recording.guard, recording.folds
         self.held = [t for _, t in recording.held]
         self.addresses = self._compiled(recording, -1 if device.index is None else device.index)
 
-    def _compiled(self, recording: Record, index: int) -> Callable[[nn.Module], list[int] | None]:
+    def _compiled(self, recording: CallRecord, index: int) -> Callable[[nn.Module], list[int] | None]:
         """Compiles `addresses(module)`."""
-        names = Names("addresses", "module")
+        names = TensorNames("addresses", "module")
         checks = [names.call(self.guard.holds, "module")]
         if kernels := recording.replay.kernels:
             direct = names.call(launch.direct_state, str(index), names.bind("kernels", kernels))
@@ -119,7 +119,7 @@ class Recorded:
         return names.compiled(ADDRESSES.format("\n        and ".join(checks), end), "addresses")
 
 
-def _kind(names: Names, name: str, t: Tensor) -> str:
+def _kind(names: TensorNames, name: str, t: Tensor) -> str:
     """Expression that compares dtype and device."""
     return f"{name}.dtype is {names.value(t.dtype)} and {name}.device == {names.value(t.device)}"
 

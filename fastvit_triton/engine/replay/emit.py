@@ -27,14 +27,14 @@ from torch._C import _functorch as functorch
 from ...kernels.launch import Binary, binary_of, current_stream, launch
 from ...kernels.op import once_differentiable
 from .build import Plan, Ref
-from .recorder import Place, Refusal, Step, tensors_in
+from .recorder import Place, RecordedStep, ReplayRefusal, tensors_in
 
 BATCHED = "replayed blocks take one gradient at a time; FASTVIT_TRITON_REPLAY=0 allows batched ones"
 WIDTH = 116  # of lines, without the indentation of a function
 _numbers = itertools.count(1)
 
 
-class Names:
+class TensorNames:
     """Names in generated functions: local variables, and global variables of objects.
 
     Args:
@@ -84,7 +84,7 @@ class Names:
         if isinstance(value, (float, torch.dtype, torch.device, torch.layout, torch.memory_format)):
             return self.bind(str(value).removeprefix("torch."), value, (kind, str(value)))
         if next(tensors_in(value), None) is not None:
-            raise Refusal("a tensor is in an argument that is not a tuple or list")
+            raise ReplayRefusal("a tensor is in an argument that is not a tuple or list")
         return self.bind(kind.__name__.lower(), value)
 
     def compiled(self, text: str, name: str) -> Callable:
@@ -123,7 +123,7 @@ def emit(plan: Plan) -> Emitted:
     return Emitted(run, tuple(source.kernels), operators=False in launched, launches=True in launched)
 
 
-class _Source(Names):
+class _Source(TensorNames):
     """The names in a replay's functions.
 
     Attributes:
@@ -174,7 +174,7 @@ class _Source(Names):
         if isinstance(result, Tensor):
             return next(name for name, t in zip(outputs, self.plan.outputs, strict=True) if t is result)
         if not isinstance(result, tuple):
-            raise Refusal(f"the call returns {type(result).__name__}")
+            raise ReplayRefusal(f"the call returns {type(result).__name__}")
         parts, kind = [self.result(part, outputs) for part in result], type(result)
         return f"{self.bind(kind.__name__, kind)}({', '.join(parts)})" if hasattr(result, "_make") else _tuple(parts)
 
@@ -188,26 +188,19 @@ class _Function:
         addresses: variables of the addresses that the function is given.
 
     Attributes:
-        groups: lines of the allocations, of each step, and of what the function returns.
+        groups: lines of each step, with the allocations that it is the first to use, and of what the function returns.
         made: variables of the tensors that it allocates or computes.
     """
 
     def __init__(self, source: _Source, phase: int, addresses: Iterable[str] = ()) -> None:
         self.source, self.plan = source, source.plan
-        self.groups: list[list[str]] = [[]]
+        self.groups: list[list[str]] = []
         self.made = [source.names[slot] for slot in self.plan.allocations[phase]]
-        self._results: list[int] = []  # slots of operators' results, which are deleted after their last use
+        self._unallocated = {*self.plan.allocations[phase]}  # slots
+        self._results: list[int] = [*self.plan.allocations[phase]]  # slots of what is deleted after its last use
         self._known = {*addresses}  # variables of addresses that are set
         self._views: dict[tuple[str, str], str] = {}  # buffer and dtype → its variable
         self._switches = False  # whether autocast must be off, as casts were recorded
-        for slot in self.plan.allocations[phase]:
-            new = self.plan.places[slot]
-            options = f"dtype={source.value(new.dtype)}, device={source.value(self.plan.device)}"
-            if new.stride == (1,):
-                allocation = source.call(torch.empty, str(*new.shape), options)
-            else:
-                allocation = source.call(torch.empty_strided, str(new.shape), str(new.stride), options)
-            self.write(f"{source.names[slot]} = {allocation}")
         for step in self.plan.steps[phase]:
             self.groups.append([])
             binary = None if step.grid is None else binary_of(step.function, step.arguments, step.named)
@@ -238,15 +231,29 @@ class _Function:
                 lines += listed("", targets, f" = {argument}")
         for slot in self._results:
             both = {self.source.names[slot], self.source.at[slot]}
-            last = max(i for i, names in enumerate(names_by_group) if names & both)
+            last = max((i for i, names in enumerate(names_by_group) if names & both), default=len(names_by_group))
             if last < len(names_by_group) - 1:
                 self.groups[last].append(f"del {self.source.names[slot]}")
         lines += itertools.chain(*self.groups)
         return [f"def {name}({parameters}):", *[f"    {line}" for line in lines]]
 
+    def _allocate(self, slot: int) -> None:
+        """Allocates a tensor of this function before its first use."""
+        if slot not in self._unallocated:
+            return
+        self._unallocated.discard(slot)
+        source, new = self.source, self.plan.places[slot]
+        options = f"dtype={source.value(new.dtype)}, device={source.value(self.plan.device)}"
+        if new.stride == (1,):
+            allocation = source.call(torch.empty, str(*new.shape), options)
+        else:
+            allocation = source.call(torch.empty_strided, str(new.shape), str(new.stride), options)
+        self.write(f"{source.names[slot]} = {allocation}")
+
     def tensor(self, t: Tensor) -> str:
         """Expression of a recorded tensor."""
         ref = self.plan.ref(t)
+        self._allocate(ref.slot)
         name, base = self.source.names[ref.slot], self.plan.places[ref.slot]
         if ref.shape is None:
             return name
@@ -264,6 +271,7 @@ class _Function:
     def output(self, t: Tensor) -> str:
         """Variable of a tensor to return; not a view for autograd if it covers its storage, so it may be written to."""
         ref = self.plan.ref(t)
+        self._allocate(ref.slot)
         if ref.shape is None:
             return self.source.names[ref.slot]
         value = self.tensor(t)
@@ -285,13 +293,14 @@ class _Function:
     def _address(self, t: Tensor) -> str:
         """Expression of a tensor's address."""
         ref = self.plan.ref(t)
+        self._allocate(ref.slot)
         at = self.source.at[ref.slot]
         if at not in self._known:
             self._known.add(at)
             self.write(f"{at} = {self.source.names[ref.slot]}.data_ptr()")
         return f"{at} + {ref.nbytes}" if ref.nbytes else at
 
-    def _launch(self, step: Step, binary: Binary) -> None:
+    def _launch(self, step: RecordedStep, binary: Binary) -> None:
         """Launches a binary."""
         source = self.source
         source.kernels[step.function] = None
@@ -307,7 +316,7 @@ class _Function:
         first = [str(x), str(y), str(z), "stream", function, metadata, "None", "None", "None"]
         self.write(*wrapped(f"{run}(", [*first, *parts], ")"))
 
-    def _call(self, step: Step) -> None:
+    def _call(self, step: RecordedStep) -> None:
         """Calls an operator, or launches a kernel for which Triton selects the binary."""
         source = self.source
         parts = [source.value(value, self.tensor) for value in step.arguments]
@@ -334,7 +343,7 @@ def _names_in(lines: list[str]) -> set[str]:
     return {node.id for node in ast.walk(ast.parse("\n".join(lines))) if isinstance(node, ast.Name)}
 
 
-def _targets(step: Step, results: dict[int, str]) -> str:
+def _targets(step: RecordedStep, results: dict[int, str]) -> str:
     """Assignment to the variables of an operator's new tensors, by position."""
     returns = step.function._schema.returns
     if not results or (len(returns) == 1 and str(returns[0].type) == "Tensor"):

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..source import facts_of
-from .emit import Names
+from .emit import TensorNames
 
 _FUNCTIONS = FunctionType, MethodType, BuiltinFunctionType, partial  # a partial's call reads no attribute of it
 _UNREAD = {  # attributes of a module or a configuration that a call without hooks does not read
@@ -75,7 +75,7 @@ class Guard:
 
     def _compiled(self, root: nn.Module, facts: list[tuple[type, dict]], objects: list[object]) -> Callable:
         """Compiles `holds(module)`."""
-        names = Names("holds", "module")
+        names = TensorNames("holds", "module")
         titles = {id(module): title for title, module in root.named_modules()}
         conditions = []
         for i, (module, (cls, before)) in enumerate(zip((root, *self.inside), facts, strict=True)):

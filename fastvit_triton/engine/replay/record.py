@@ -12,10 +12,10 @@ from ..hooks import runs_known_code
 from .build import Plan
 from .emit import Emitted, emit
 from .guard import Guard
-from .recorder import Recorder, Refusal, storage_of, tensors_in
+from .recorder import CallRecorder, ReplayRefusal, storage_of, tensors_in
 
 
-class Record(NamedTuple):
+class CallRecord(NamedTuple):
     """A replay and what it depends on.
 
     Attributes:
@@ -37,7 +37,7 @@ class Record(NamedTuple):
 
 def record(
     forward: Callable, module: nn.Module, inputs: tuple, named: dict[str, object], tensors: list[Tensor]
-) -> Record | None:
+) -> CallRecord | None:
     """Records forward(module, *inputs, **named) by running it; None if it cannot be replayed.
 
     If its result is not returned, the state of the random number generators is restored.
@@ -68,7 +68,7 @@ def record(
         return None
     inputs, named = tree_map_only(Tensor, lambda t: leaves[id(t)], (inputs, named))
     states = _random_states(device)
-    recorder = Recorder(device)
+    recorder = CallRecorder(device)
     try:
         guard = Guard(module, inside[1:])
         _refuse_tensors(guard, tensors)
@@ -89,13 +89,13 @@ def _refuse_tensors(guard: Guard, inputs: list[Tensor]) -> None:
     module_tensors = guard.tensors
     single = {id(t) for *_, t in guard.single}
     if _share_memory([*inputs, *module_tensors]):
-        raise Refusal("two tensors share memory")  # they would have one slot, also after they are separated
+        raise ReplayRefusal("two tensors share memory")  # they would have one slot, also after they are separated
     if any(t.device != inputs[0].device or t._backward_hooks for t in (*inputs, *module_tensors)):
-        raise Refusal("a tensor has hooks or is on another device")
+        raise ReplayRefusal("a tensor has hooks or is on another device")
     if any(t.grad_fn is not None for t in module_tensors):
-        raise Refusal("a weight is computed")  # from other tensors, to which gradients would flow
+        raise ReplayRefusal("a weight is computed")  # from other tensors, to which gradients would flow
     if any(t.numel() < 2 and id(t) not in single for t in module_tensors):
-        raise Refusal("an attribute is a tensor of one element")  # the guard's == would compare its value
+        raise ReplayRefusal("an attribute is a tensor of one element")  # the guard's == would compare its value
 
 
 def _share_memory(tensors: list[Tensor]) -> bool:
@@ -124,13 +124,13 @@ def _restore(states: list[Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
-def _record_backward(recorder: Recorder, tensors: list[Tensor], result: object) -> tuple:
+def _record_backward(recorder: CallRecorder, tensors: list[Tensor], result: object) -> tuple:
     """((steps, allocations) of the forward pass, incoming gradient, gradients by id); (None, None, {}) for none."""
     ends = list({id(t): t for t in tensors_in(result) if t.requires_grad}.values())
     if not ends:
         return None, None, {}
     if len(ends) > 1 or not ends[0].is_contiguous() or storage_of(ends[0]) in map(storage_of, tensors):
-        raise Refusal("the outputs with gradients are not a single contiguous tensor")
+        raise ReplayRefusal("the outputs with gradients are not a single contiguous tensor")
     marks = (len(recorder.steps), len(recorder.reserved))
     incoming = torch.zeros_like(ends[0].detach())
     sources = [t for t in tensors if t.requires_grad]
@@ -140,7 +140,7 @@ def _record_backward(recorder: Recorder, tensors: list[Tensor], result: object) 
 
 
 def _made(
-    recorder: Recorder,
+    recorder: CallRecorder,
     guard: Guard,
     modules: list[nn.Module],
     tensors: list[Tensor],
@@ -149,10 +149,10 @@ def _made(
     marks: tuple[int, int] | None,
     incoming: Tensor | None,
     gradients: dict[int, Tensor | None],
-) -> Record:
+) -> CallRecord:
     """The record, reduced to the tensors that a replay depends on; raises Refusal."""
     if not guard.holds(guard.root()):
-        raise Refusal("the call changed its own inputs or settings")
+        raise ReplayRefusal("the call changed its own inputs or settings")
     read_storages = {storage_of(t) for step in recorder.steps for t in tensors_in((step.arguments, step.named))}
     packed = {id(t) for step in recorder.steps for t in step.arguments if isinstance(t, Tensor) and t.is_mkldnn}
     folds = [
@@ -161,7 +161,7 @@ def _made(
         if packed & {*map(id, parts)} or read_storages & {*map(storage_of, tensors_in(parts))}
     ]
     if packed.difference(id(t) for fold in folds for t in _parts(fold)):
-        raise Refusal("a packed weight was not cached")
+        raise ReplayRefusal("a packed weight was not cached")
     state = [t for t in tensors[inputs:] if torch.is_grad_enabled() or storage_of(t) in read_storages]
     state += [t for t in kept_indices() if storage_of(t) in read_storages]
     state += [t for fold in folds for t in tensors_in(_parts(fold))]
@@ -171,7 +171,7 @@ def _made(
     grads = [gradients.get(id(t)) for t in tensors]
     plan = Plan(recorder, [*(("x", t) for t in tensors[:inputs]), *named], result, marks, incoming, grads)
     sources = _sources(folds, modules)
-    return Record(emit(plan), guard, named, folds, sources, result if marks is None else None)
+    return CallRecord(emit(plan), guard, named, folds, sources, result if marks is None else None)
 
 
 def _sources(folds: list[CachedFold], modules: list[nn.Module]) -> list[Tensor]:
@@ -181,7 +181,7 @@ def _sources(folds: list[CachedFold], modules: list[nn.Module]) -> list[Tensor]:
     dense = (t for t in held if isinstance(t, Tensor) and t.layout is torch.strided)
     found = {id(t): t for t in dense if storage_of(t) in wanted} if wanted else {}
     if wanted.difference(map(storage_of, found.values())):
-        raise Refusal("a fold is computed from a tensor that no module has")
+        raise ReplayRefusal("a fold is computed from a tensor that no module has")
     return list(found.values())
 
 

@@ -15,7 +15,7 @@ ALLOCATE = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty
 READERS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero")  # the host waits for values
 
 
-class Refusal(RuntimeError):
+class ReplayRefusal(RuntimeError):
     """Raised if a call cannot be replayed."""
 
 
@@ -38,7 +38,7 @@ class Place:
     dtype: torch.dtype
 
 
-class Step(NamedTuple):
+class RecordedStep(NamedTuple):
     """A launch, or a call of an operator.
 
     Attributes:
@@ -56,7 +56,7 @@ class Step(NamedTuple):
     results: tuple[tuple[Tensor, int], ...]
 
 
-class Recorder(launch.Recorder):
+class CallRecorder(launch.LaunchRecorder):
     """Context in which launches and operators run and are recorded.
 
     Attributes:
@@ -70,7 +70,7 @@ class Recorder(launch.Recorder):
         super().__init__()
         self.device = device
         self.draws = False
-        self.steps: list[Step] = []
+        self.steps: list[RecordedStep] = []
         self.reserved: dict[int, tuple[Tensor, int]] = {}
         self._made: set[int] = set()  # storages allocated by this call
         self._alive: list[object] = []  # so that the allocator does not reuse an address
@@ -81,20 +81,20 @@ class Recorder(launch.Recorder):
         name = function.name().split("::")[1].split(".")[0]
         if function.namespace == "fastvit_triton":
             if named:
-                raise Refusal(f"{name} is called with keyword arguments")
+                raise ReplayRefusal(f"{name} is called with keyword arguments")
             with self:
                 return REGISTERED[name][0](*arguments)
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-            raise Refusal("the call checkpoints or offloads activations")
+            raise ReplayRefusal("the call checkpoints or offloads activations")
         if _reads_values(function, name, arguments):
-            raise Refusal(f"{name} reads values")
+            raise ReplayRefusal(f"{name} reads values")
         if function._schema.is_mutable and not self._writes_own(function, arguments, named):
-            raise Refusal(f"{name} writes to an existing tensor")
+            raise ReplayRefusal(f"{name} writes to an existing tensor")
         self.draws |= torch.Tag.nondeterministic_seeded in function.tags
         results = function(*arguments, **named)
         self._alive.append(results)
         if any(t.device != self.device for t in tensors_in(results)):
-            raise Refusal(f"{name} copies to another device")
+            raise ReplayRefusal(f"{name} copies to another device")
         several = results if isinstance(results, (tuple, list)) else (results,)
         argument_storages = {storage_of(t) for t in tensors_in((arguments, named))}
         allocated = [
@@ -106,12 +106,12 @@ class Recorder(launch.Recorder):
         if name in ALLOCATE:
             self.reserved |= {storage_of(t): (t, len(self.steps)) for t, _ in new}
         elif new or function._schema.is_mutable:  # the rest are views
-            self.steps.append(Step(function, None, arguments, named, new))
+            self.steps.append(RecordedStep(function, None, arguments, named, new))
         return results
 
     def launched(self, kernel: Callable, grid: tuple[int, ...], arguments: tuple, fixed: dict) -> None:
         """Records a launch, before it runs."""
-        self.steps.append(Step(kernel, grid, arguments, fixed, ()))
+        self.steps.append(RecordedStep(kernel, grid, arguments, fixed, ()))
 
     def _writes_own(self, function: OpOverload, arguments: tuple, named: dict) -> bool:
         """True if the operator writes only to memory that this call allocated."""

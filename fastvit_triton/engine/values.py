@@ -4,29 +4,17 @@ Integers given on the CPU, constants (`zeros`, `arange`, `tensor`), and what is 
 masks, grids and positions. Weights, images and all that depends on them are uninitialised.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 CONSTANTS = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")  # read shapes only
 OVERWRITES = ("fill_", "zero_", "copy_")
-WEIGHTS = (torch.empty, torch.rand, torch.randn, torch.normal)
 
 
 def mark(t: Tensor, known: bool, empty: bool = False) -> Tensor:
-    """Records whether the memory of a tensor holds its values; returns the tensor.
-
-    Args:
-        t: the tensor.
-        known: False if the values are not known.
-        empty: nothing was written yet, and it is read only after all of it is; so the first known value makes it known.
-    """
+    """Records whether the memory of a tensor holds its values; returns the tensor."""
     vars(t.untyped_storage()).update(values=known, empty=empty)  # of the same Python object while the storage exists
     return t
 
@@ -83,26 +71,6 @@ def positions(indices: list[Tensor | None]) -> list[Tensor | None]:
     for index in indices:
         integers += index.nonzero().unbind(1) if index is not None and index.dtype == torch.bool else (index,)
     return integers
-
-
-class _Weightless(TorchFunctionMode):
-    """Gives new weights the meta device."""
-
-    def __torch_function__(self, function: Any, types: object, arguments: tuple = (), named: dict | None = None) -> Any:
-        named = named or {}
-        if function in WEIGHTS and named.get("device") is None:
-            named = named | {"device": "meta"}
-        return function(*arguments, **named)
-
-
-@contextmanager
-def weightless() -> Iterator[None]:
-    """Context in which modules are built without memory for their weights; integer buffers and constants have values.
-
-    Unlike under `torch.device("meta")`, constructors may read constants, as in `torch.linspace(0, 1, n).tolist()`.
-    """
-    with _Weightless():
-        yield
 
 
 def without_weights(model: nn.Module) -> nn.Module:
