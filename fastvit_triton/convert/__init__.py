@@ -1,4 +1,11 @@
-"""Support for third-party models: fused forwards for their modules, and a torch.compile backend for their graphs."""
+"""Other people's models: `optimize` and `revert` in place, and a backend for torch.compile.
+
+A model goes in; its modules get fused forwards, and a `Report` says what each became or why not. Modules of known types
+have readers in `readers`, registered by `forwards`; blocks that no reader knows are captured from an example
+(`capture`, `captured`) and rewritten by the patterns of `graph`, as the backend's graphs are.
+
+Begin with `modules`, where a conversion starts; then `forwards` and `readers`, or `backend` and `graph`.
+"""
 
 import importlib
 from importlib.metadata import entry_points

@@ -110,11 +110,6 @@ def rewrite(graph: fx.GraphModule, anywhere: bool = False, layers: bool = False)
     """Rewrites a captured graph and its checkpointed subgraphs in place, where kernels or oneDNN's products can run.
 
     Copies are rewritten first, so if this raises an error, all graphs are unchanged.
-
-    Args:
-        graph: as captured by Dynamo.
-        anywhere: True to rewrite for any device and dtype, as the kernels' public functions choose in each call.
-        layers: True to replace also linear layers that nothing is fused with, for a graph that is not compiled.
     """
     summary, rewritten = _plan(graph, anywhere, layers)
     for part, new in rewritten:

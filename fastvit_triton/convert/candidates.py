@@ -20,13 +20,6 @@ def candidates(
 
     Each is of a class that is not PyTorch's, holds an `nn.MultiheadAttention` or two linear layers, and a class whose
     name is that of a norm, an attention or an MLP. A list of branches or experts, smaller than blocks, is no stack.
-
-    Args:
-        model: the model.
-        converted: paths of modules with a fused forward, which are passed over with all that they hold.
-        called: paths of modules of unknown types, which the fused forward of a module around them calls.
-        within: False to count only layers outside of modules with a fused forward.
-        inside: path of a module that is passed over itself; None for the model.
     """
 
     def is_free(path: str) -> bool:

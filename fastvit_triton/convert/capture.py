@@ -43,13 +43,12 @@ from ..engine.hooks import PACKAGE, is_our_forward
 from ..engine.source import facts_of, hold
 from ..kernels import settings
 from ..kernels.backend import kernels_available
-from . import untraced
+from . import host_values
 from .backend import copied, path_of, rewrite
-from .candidates import has_no_products
 from .flop_shares import ATTENTION_FLOPS, enclosing
 from .graph.nodes import kind, read, same, up, value
 from .graph.regions import Memory, memory, written
-from .graph.weights import Split, split
+from .graph.weights import WeightSplit, split
 from .region import Region, region
 from .reporting import Row
 from .third_party import is_rate
@@ -72,11 +71,12 @@ IGNORED = re.compile(r"\['__import_einops|\.backends\.cuda\.sdp_kernel\b")  # pl
 ABSENT = "NOT_PRESENT_IN_GENERIC_DICT"  # Dynamo's guard that an instance does not have an attribute
 # what Dynamo reads once, and does not guard: names in code, and facts of tensors
 UNGUARDED = {"__dict__", "environ", "getenv", "vars"}
+DATA_DEPENDENT = "data-dependent"  # in Dynamo's errors where code depends on a number that it read from a tensor
 FACTS = {"_backward_hooks", "_base", "_grad_fn", "_version", "grad_fn", "is_leaf", "output_nr", "retains_grad"}
 PACKAGES = ("torch", "timm", "transformers", "torchvision", PACKAGE)  # whose code may read these
 
 
-class Refusal(RuntimeError):
+class CaptureRefusal(RuntimeError):
     """Raised if a call cannot be captured; the message completes "it cannot be captured: "."""
 
 
@@ -115,6 +115,7 @@ class Capture:
         key: of the module that was captured, to find it for modules alike.
         mode: of the call.
         repeatable: True if its operators may be recorded and repeated: its graph writes no tensor in place.
+        reads: True if its forward reads values on the host, see `host_values`.
         calls: of the graph to the kernels' public functions, by name.
         left: what the patterns look for and did not fuse, with the reasons.
         launches: of the graph before and after it was rewritten.
@@ -129,20 +130,31 @@ class Capture:
         # no class has gained an attribute, which might hide an inherited one
         self._facts = facts_of(classes) + [(len, names, len(names)) for names in namespaces]
         self._guards = entry.guard_manager
-        places = [*dict.fromkeys(running.places), *(f"L['module'].get_submodule({p!r})" for p in running.untraced)]
-        forwards = "".join(f"{place}.__dict__.get('forward'), " for place in places)
+        forwards = "".join(f"{place}.__dict__.get('forward'), " for place in dict.fromkeys(running.places))
         self._forwards = eval(f"lambda L: ({forwards})", {})
         self._call = FunctionType(entry.code, call.__globals__, call.__name__)
         self.compiles = running.compiles
         self.key, self.mode = key
-        self.repeatable, self.calls, self.left, self.launches, self.replaced, self.region = found
+        self.repeatable, self.reads, self.calls, self.left, self.launches, self.replaced, self.region = found
 
     def fits(self, module: nn.Module, args: tuple, named: dict[str, Any]) -> bool:
         """True if all of Dynamo's guards hold for a call, and the classes run the code that they ran."""
         call = dict(module=module, args=args, named=named)
         if not (hold(self._facts) and self._guards.check(call)):
             return False
-        return all(forward is None or is_our_forward(forward) for forward in self._forwards(call))
+        if not all(forward is None or is_our_forward(forward) for forward in self._forwards(call)):
+            return False
+        return not self.reads or self._reads_the_same(call)
+
+    def _reads_the_same(self, call: dict[str, Any]) -> bool:
+        running.comparing = True
+        try:
+            self._call(**call)
+        except _Stop:
+            pass
+        finally:
+            running.comparing = False
+        return running.same
 
     def __call__(self, module: nn.Module, /, *args: Any, **named: Any) -> Any:
         """The outputs of a call that it fits. If the module is frozen, what is computed from weights alone is kept."""
@@ -157,8 +169,6 @@ class Capture:
         running.module, running.in_region = module, in_region
         try:
             return self._call(module, args, named)
-        except untraced.Changed:
-            return type(module).forward(module, *args, **named)
         finally:
             running.module, running.in_region = before
 
@@ -167,6 +177,7 @@ class _Found(NamedTuple):
     """What a graph is; see `Capture`."""
 
     repeatable: bool
+    reads: bool
     calls: Counter[str]
     left: tuple[Row, ...]
     launches: Launches
@@ -180,23 +191,23 @@ class _Running(threading.local):
     Attributes:
         module: whose capture runs.
         in_region: whether the region of its capture runs.
+        comparing: whether it only compares the values that it reads.
+        same: whether these were the same.
         compiles: whether Inductor compiles the graph that is captured.
         counts_only: whether that is left out.
         found: what the graph that is compiled now is, or why it is refused; None before.
         training: whether the module that is captured is in training mode.
         rates: whether it then has attributes that are rates.
         device: type of that of the call that is captured.
-        untraced: paths of the submodules that are called as they are.
         places: Python texts of the modules in which Dynamo looked for a forward of the instance.
     """
 
     def __init__(self) -> None:
         self.module: nn.Module | None = None
-        self.in_region = self.compiles = self.counts_only = False
-        self.found: _Found | Refusal | None = None
+        self.in_region = self.comparing = self.same = self.compiles = self.counts_only = False
+        self.found: _Found | CaptureRefusal | None = None
         self.training = self.rates = False
         self.device = "cpu"
-        self.untraced: list[str] = []
         self.places: list[str] = []
 
 
@@ -224,15 +235,14 @@ def capture(
     running.compiles, running.counts_only = compiles, counts_only
     try:
         return _capture(module, args, named, key, [])
-    except Refusal as refusal:
-        paths = untraced.paths_in(module, refusal.__cause__, has_no_products)
-        if not (paths and untraced.are_known(module, paths, args, named)):
+    except CaptureRefusal as refusal:
+        if DATA_DEPENDENT not in str(refusal.__cause__) or not (numbers := host_values.recorded(module, args, named)):
             raise
-    return _capture(module, args, named, key, paths)
+    return _capture(module, args, named, key, numbers)
 
 
-def _capture(module: nn.Module, args: tuple, named: dict[str, Any], key: tuple, paths: list[str]) -> Capture:
-    """`capture`, which does not trace the submodules at these paths."""
+def _capture(module: nn.Module, args: tuple, named: dict[str, Any], key: tuple, numbers: list[Any]) -> Capture:
+    """`capture`, with the numbers that the forward reads, if it reads any."""
     # a function of its own, as Dynamo keeps compiled code by code object, and names of modules in its globals
     call = FunctionType(_call.__code__.replace(), {"__builtins__": __builtins__}, "call")
     leaves: dict[int, Tensor] = {}  # without history; what was one tensor remains one
@@ -243,11 +253,11 @@ def _capture(module: nn.Module, args: tuple, named: dict[str, Any], key: tuple, 
     inputs = tree_map_only(Tensor, leaf, (args, named))
     failure: Exception | None = None
     running.found, running.training, running.places = None, module.training, []
-    running.untraced, running.device = paths, key[1][1]
+    running.device = key[1][1]
     running.rates = module.training and any(is_rate(*fact) for m in module.modules() for fact in vars(m).items())
     for ones in (True, False):
         try:
-            with _settings(ones), untraced.opaque(module, paths, lambda: running.module):
+            with _settings(ones), host_values.constant(numbers):
                 options: dict[str, Any] = dict(guard_filter_fn=_are_kept)
                 torch.compile(call, backend=_compiled, fullgraph=True, dynamic=True, options=options)(module, *inputs)
         except _Stop:
@@ -257,8 +267,8 @@ def _capture(module: nn.Module, args: tuple, named: dict[str, Any], key: tuple, 
     found, running.found = running.found, None
     if found is None:
         why = "Dynamo is disabled" if failure is None else f"{type(failure).__name__}: {_first_line(failure)}"
-        raise Refusal(why) from failure
-    if isinstance(found, Refusal):
+        raise CaptureRefusal(why) from failure
+    if isinstance(found, CaptureRefusal):
         raise found
     return Capture(module, call, found, key)
 
@@ -270,41 +280,41 @@ def _call(module, args, named):
 def _are_kept(guards: Sequence[Any]) -> list[bool]:
     """Tells Dynamo which guards to keep: not those on forwards of instances, as ours are none; `Capture` compares them.
 
-    Nor those on what is replaced while a call is captured, and on einops, whose table of types grows with each new one.
+    Nor those on what `_settings` replaces, and on einops, whose table of types grows with each new one.
     """
     ours = [guard.guard_type == ABSENT and guard.orig_guard.create_fn.keywords["attr"] == "forward" for guard in guards]
     names = [guard.orig_guard.name for guard in guards]
     running.places = [name for name, is_ours in zip(names, ours, strict=True) if is_ours]
-    untraced_places = ["".join(f"._modules[{part!r}]" for part in path.split(".")) for path in running.untraced]
-
-    def is_kept(name: str) -> bool:
-        replaced = "forward" in name and any(place in name for place in untraced_places)
-        return not (replaced or IGNORED.search(name))
-
-    return [not is_ours and is_kept(name) for name, is_ours in zip(names, ours, strict=True)]
+    return [not (is_ours or IGNORED.search(name)) for name, is_ours in zip(names, ours, strict=True)]
 
 
 def _compiled(graph: fx.GraphModule, inputs: list, options: object = None) -> Callable:
     """Dynamo's backend: a function that raises `_Stop` in its first call, and then runs the rewritten graph."""
     run: Callable | None = None
+    holds: Callable[..., bool] | None = None
     apart = Region()
     try:
-        running.found, run = _rewritten(graph, inputs)
+        running.found, run, holds = _rewritten(graph, inputs)
         apart = running.found.region
-    except Refusal as refusal:
+    except CaptureRefusal as refusal:
         running.found = refusal
     except RestartAnalysis:  # Dynamo traces again
         raise
     # Any error of the rewriting: the module runs as it is written, and the report has the error.
     except Exception as error:
         log.debug("the rewriting failed", exc_info=True)
-        running.found = Refusal(f"its rewriting failed with {error!r}")
+        running.found = CaptureRefusal(f"its rewriting failed with {error!r}")
     first = [True]
 
     def call(*inputs: Any) -> Any:
         if first:
             first.clear()
             raise _Stop
+        if running.comparing:
+            running.same = holds is None or holds(*inputs)
+            raise _Stop
+        if holds is not None and settings.region is not None:
+            holds(*inputs)  # it is counted
         if running.in_region:
             function = apart.counted if apart.call is None or settings.is_observed() else apart.call
             assert function is not None  # as `captured.run` asked for it
@@ -331,7 +341,7 @@ def _settings(ones: bool) -> Iterator[None]:
 
     def guarded(variable: TensorVariable, tx: Any, name: str) -> Any:
         if name in FACTS and not _is_known(tx.f_code):
-            raise Refusal(f"its code reads {name} of a tensor, which is not known to stay as it is")
+            raise CaptureRefusal(f"its code reads {name} of a tensor, which is not known to stay as it is")
         return read_fact(variable, tx, name)
 
     read_fact = TensorVariable.var_getattr
@@ -363,8 +373,11 @@ def _first_line(error: Exception) -> str:
     return lines[0] if lines else ""
 
 
-def _rewritten(graph: fx.GraphModule, examples: list) -> tuple[_Found, Callable]:
-    """What Dynamo's graph is, and what runs it rewritten; called within Dynamo's compilation."""
+def _rewritten(graph: fx.GraphModule, examples: list) -> tuple[_Found, Callable, Callable[..., bool] | None]:
+    """What Dynamo's graph is, what runs it rewritten, and what compares the values that it reads.
+
+    Called within Dynamo's compilation.
+    """
     _check_code()
     _check_effects(graph)
     numbers = _pass_rates(graph.graph)
@@ -372,7 +385,11 @@ def _rewritten(graph: fx.GraphModule, examples: list) -> tuple[_Found, Callable]
     held = memory([node.meta.get("example_value") for node in inputs])
     writes = {node: where for node in graph.graph.nodes if (where := _written(node, held))}
     if any(kind(node) != "batch_norm" and where & held for node, where in writes.items()):
-        raise Refusal("it writes to an argument or a weight")  # which may share memory with another
+        raise CaptureRefusal("it writes to an argument or a weight")  # which may share memory with another
+    try:
+        holds = host_values.comparison(graph, [*writes.values()])
+    except ValueError as error:
+        raise CaptureRefusal(str(error)) from error
     before = _launching(graph.graph)
     work = {node.name: _flops(node) for node in before}
     as_captured = copied(graph.graph)
@@ -381,7 +398,7 @@ def _rewritten(graph: fx.GraphModule, examples: list) -> tuple[_Found, Callable]
     functions = [node.target for node in graph.graph.nodes if callable(node.target)]
     calls = Counter(f.__name__ for f in functions if (getattr(f, "__module__", None) or "").startswith(OURS))
     if not calls and not (running.compiles and len(before) >= MIN_LAUNCHES):
-        raise Refusal("it has nothing to fuse")
+        raise CaptureRefusal("it has nothing to fuse")
     original, products = Counter[str](), Counter[str]()
     for node in before:
         original[path_of(node)] += 1
@@ -392,16 +409,14 @@ def _rewritten(graph: fx.GraphModule, examples: list) -> tuple[_Found, Callable]
         writes or numbers or running.training or any(map(_changes_modes, graph.graph.nodes)) or _casts(graph.graph)
     ):
         parts = split(copied(graph.graph), {node.name for node in inputs if _source(node).startswith("L['module']")})
-    if running.untraced:
-        apart = Region(why=f"{', '.join(running.untraced)} cannot be traced and is called as it is")
-    elif numbers:
+    if numbers:
         apart = Region(why="its rates are numbers, which Inductor makes constants")
     elif writes and graph.graph.find_nodes(op="call_method", target="unfold"):
         apart = Region(why="PyTorch's compiler loses what is written through windows of unfold")
     else:
         apart = region(graph, as_captured, examples, running.compiles and not running.counts_only)
         if not calls and running.compiles and apart.why is not None:
-            raise Refusal(apart.why)
+            raise CaptureRefusal(apart.why)
         apart = apart._replace(settings=settings.compiled(running.device))
     if not calls:
         graph.graph = copied(graph.graph)  # Dynamo reads the facts of its own
@@ -411,8 +426,8 @@ def _rewritten(graph: fx.GraphModule, examples: list) -> tuple[_Found, Callable]
     if WRAP is None and running.rates:
         unfused += (Row("", "rate", why=RATES),)
     replaced = sum(n for name, n in work.items() if name not in left) / max(sum(work.values()), 1)
-    repeatable = not (writes or running.untraced)
-    return _Found(repeatable, calls, unfused, launches, replaced, apart), _runner(graph, numbers, parts)
+    found = _Found(not writes, holds is not None, calls, unfused, launches, replaced, apart)
+    return found, _runner(graph, numbers, parts), holds
 
 
 def _launching(graph: fx.Graph) -> list[fx.Node]:
@@ -475,7 +490,7 @@ def _pass_rates(graph: fx.Graph) -> list[int]:
         for reader in list(node.users) if argument is not None and argument.pass_arg_as_tensor else ():
             number = reader.meta.get("example_value")
             if not isinstance(number, torch.SymFloat):
-                raise Refusal("it reads a probability of dropping as a tensor")
+                raise CaptureRefusal("it reads a probability of dropping as a tensor")
             node.meta["example_value"] = number
             reader.replace_all_uses_with(node)
             graph.erase_node(reader)
@@ -488,7 +503,7 @@ def _check_code() -> None:
     for code in torch._guards.TracingContext.get().traced_code:
         names = UNGUARDED.intersection(code.co_names)
         if names and not _is_known(code):
-            raise Refusal(f"its code reads {', '.join(sorted(names))}, which is not known to stay as it is")
+            raise CaptureRefusal(f"its code reads {', '.join(sorted(names))}, which is not known to stay as it is")
 
 
 def _is_known(code: CodeType) -> bool:
@@ -499,15 +514,15 @@ def _check_effects(graph: fx.GraphModule) -> None:
     """Refuses a call that changes anything but tensors, or whose graph has operators that do not run by themselves."""
     effects = InstructionTranslator.current_tx().output.side_effects
     if os.environ in effects:
-        raise Refusal("its code reads os.environ, which is not known to stay as it is")
+        raise CaptureRefusal("its code reads os.environ, which is not known to stay as it is")
     for variable in effects.id_to_variable.values():
         existing = isinstance(variable.mutation_type, (AttributeMutationExisting, ValueMutationExisting))
         if existing and effects.is_modified(variable) and not _keeps(effects, variable):
-            raise Refusal("its forward changes an attribute or a global")
+            raise CaptureRefusal("its forward changes an attribute or a global")
     if effects.tensor_hooks:
-        raise Refusal("its forward registers hooks of tensors")
+        raise CaptureRefusal("its forward registers hooks of tensors")
     if any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in graph.graph.nodes):
-        raise Refusal("it calls a higher-order operator, such as checkpointing")
+        raise CaptureRefusal("it calls a higher-order operator, such as checkpointing")
 
 
 def _written(node: fx.Node, held: Memory) -> Memory:
@@ -554,14 +569,8 @@ def _source(node: fx.Node) -> str:
 _numbers = itertools.count()  # of split graphs
 
 
-def _runner(graph: fx.GraphModule, numbers: list[int], parts: Split | None) -> Callable:
-    """The function that runs a graph for a list of inputs.
-
-    Args:
-        graph: the whole graph.
-        numbers: places of inputs that are given as tensors and read as numbers.
-        parts: the graph in two parts, for frozen modules; None if none is to be kept.
-    """
+def _runner(graph: fx.GraphModule, numbers: list[int], parts: WeightSplit | None) -> Callable:
+    """The function that runs a graph for a list of inputs."""
     body = _callable(graph, graph.graph)
 
     def run(*inputs: Any) -> Any:

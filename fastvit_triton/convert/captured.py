@@ -60,7 +60,7 @@ _asked: "weakref.WeakKeyDictionary[nn.Module, bool | None]" = weakref.WeakKeyDic
 _lock = threading.RLock()
 
 
-class State(threading.local):
+class CaptureState(threading.local):
     """Thread-local state.
 
     Attributes:
@@ -74,7 +74,7 @@ class State(threading.local):
         self.seconds: list[float] = []
 
 
-state = State()
+state = CaptureState()
 
 
 @transparent
@@ -167,7 +167,7 @@ def _fitting(captures: Captures, module: nn.Module, args: tuple, named: dict[str
     if not _is_traced() or captures.refused or any(map(has_hooks, module.modules())):
         return None
     alike = _alike(module, captures.mode)
-    return alike[0] if len(alike) == 1 else None
+    return alike[0] if len(alike) == 1 and not alike[0].reads else None
 
 
 def _without_modes() -> contextlib.AbstractContextManager:
@@ -261,6 +261,13 @@ def captures_of(module: nn.Module) -> "list[Capture]":
     return own or _alike(module)
 
 
+def replaced_parts(model: nn.Module) -> dict[str, float]:
+    """Path of each block that was captured → the part of its FLOPs that its graph gives to the kernels."""
+    bound = {path: module for path, module in model.named_modules() if is_bound(module)}
+    parts = {path: [one.replaced for one in captures_of(module)] for path, module in bound.items()}
+    return {path: max(found) for path, found in parts.items() if found}
+
+
 def why_none(module: nn.Module) -> str:
     """Why a module that was asked for captures has none."""
     by_mode = _captures.get(module)
@@ -274,7 +281,7 @@ def _capture(module: nn.Module, captures: Captures, args: tuple, named: dict[str
     if captures.refused or len(captures.found) >= MAX_CAPTURES:
         return
     try:
-        from .capture import Refusal, capture  # here, as it imports Dynamo, also private parts of it
+        from .capture import CaptureRefusal, capture  # here, as it imports Dynamo, also private parts of it
     except ImportError as error:
         captures.why = f"torch {torch.__version__} does not have what captures use: {error}"
         captures.refused = True
@@ -299,7 +306,7 @@ def _capture(module: nn.Module, captures: Captures, args: tuple, named: dict[str
             key = _key(module)
             compiles = captures.on_gpu if key[1] is None else key[1]
             made = capture(module, args, named, (key, captures.mode), compiles, state.counts_only)
-        except Refusal as refusal:
+        except CaptureRefusal as refusal:
             captures.why, captures.refused = str(refusal), True
         else:
             if made.region.call is not None:

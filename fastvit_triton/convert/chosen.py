@@ -48,12 +48,7 @@ def _running() -> str | None:
 
 
 def with_ways(report: Report, choices: Iterable[Choice]) -> Report:
-    """The report with the way and its reason in each row of a converted module, and with a row for each of ours.
-
-    Args:
-        report: of a model that exists.
-        choices: of one call of the model or of a copy in `located`.
-    """
+    """The report with the way and its reason in each row of a converted module, and with a row for each of ours."""
     model = None if report.subject is None else report.subject.model
     if model is None:
         raise ValueError("report is of a graph, or of a model that was deleted; give the report of a model that exists")
@@ -65,7 +60,7 @@ def with_ways(report: Report, choices: Iterable[Choice]) -> Report:
     for row in _with_ours(report.rows, by_path, model):
         row_choices = by_path.get(first[id(model.get_submodule(row.path))], [])
         rows[row.path] = row if row.became is None else _chosen(row, row_choices, rows.get(row.within or row.path))
-    return replace(report, rows=tuple(rows.values()), device=None, products=None)
+    return replace(report, rows=tuple(rows.values()), device=None, on_cpu=None)
 
 
 def _chosen(row: Row, choices: list[Choice], around: Row | None) -> Row:

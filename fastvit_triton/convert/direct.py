@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..kernels import launch, settings
+from ..kernels.descriptor import takes_descriptors
 from ..kernels.op import LIBRARY, REGISTERED
 from ..kernels.tile import TRITON, Kernel, jit, tl
 
@@ -127,7 +128,7 @@ def _replace(node: fx.Node, traced: fx.Graph, given: list[fx.Node]) -> None:
     graph.erase_node(node)
 
 
-class _Recorder(launch.Recorder):
+class _Recorder(launch.LaunchRecorder):
     """Records the operators and launches of an op's function in the graph that `make_fx` is making, without writes."""
 
     def __init__(self) -> None:
@@ -182,6 +183,8 @@ class _Recorder(launch.Recorder):
         track_tensor(whole, proxy, constant=None, tracer=_tracer())
 
     def launched(self, kernel: Kernel, grid: tuple[int, ...], arguments: tuple, fixed: dict[str, object]) -> bool:
+        if takes_descriptors(kernel):
+            raise Opaque(f"{_name(kernel)} takes descriptors")
         flat = _Flat(kernel, self)
         call = ", ".join([*map(flat.spelled, arguments, kernel.params), *flat.constants(fixed)])
         made = _kernel(kernel, f"{kernel.__name__}({call})", tuple(flat.values), *flat.options(fixed))

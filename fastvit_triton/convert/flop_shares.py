@@ -1,9 +1,9 @@
 """Shares of a model's work by module: of its FLOPs if the form of its input is known, otherwise of its weights.
 
-FLOPs are those that PyTorch's `FlopCounterMode` counts in one call of a copy of the model on fake tensors, which have
-shapes and no values: nothing is computed, and neither the model, its hooks nor any random number generator is used. A
-second call, of the converted code, counts those that the kernels replace: of the operators in their references. Weights
-are those of linear and convolution layers.
+FLOPs are those of one call of a copy of the model, by PyTorch's formulas. Floating-point tensors have shapes and no
+values, so almost nothing is computed; integers have values, as positions and masks decide shapes. Neither the model,
+its hooks nor any random number generator is used. The FLOPs that the kernels replace are those of operators in their
+references. Weights are those of linear and convolution layers.
 """
 
 import contextlib
@@ -13,20 +13,21 @@ import sys
 import warnings
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .. import kernels
-from ..engine.hooks import has_global_hooks
+from ..engine.hooks import has_global_hooks, is_our_forward
+from ..engine.replay.recorder import ALLOCATE, READERS
+from ..engine.values import described, has_values, is_known, mark, positions, reserved, written_arguments
 from ..kernels.backend import using_backend
 from .example import arguments, same_random_states
 
@@ -38,6 +39,8 @@ WRAPPERS = ("torch.nn.parallel", "torch.distributed")  # their calls communicate
 KERNELS = str(Path(kernels.__file__).parent)
 
 log = logging.getLogger(__name__)
+
+Parts = Callable[[nn.Module], Mapping[str, float]]
 
 
 class Shares(NamedTuple):
@@ -65,28 +68,23 @@ class Shares(NamedTuple):
         return (self.replaced or {}).get(path, 0) / self.total if self.total else 0.0
 
 
-class Subject:
+class CountedModel:
     """A converted model, as far as its report needs it: a weak reference, the form of its input, and its weights.
 
-    It copies no weights and does not keep the model. Copies and pickles of it hold only the numbers of weights.
+    It keeps neither the model nor floating-point values. Copies and pickles of it hold only the numbers of weights.
     """
 
-    def __init__(self, model: nn.Module, example: Any = None) -> None:
-        """Counts the weights of linear and convolution layers.
-
-        Args:
-            model: any model.
-            example: an input, as for `optimize`: a tensor, a tuple of positional or a dictionary of keyword arguments;
-                None if the model states its input size. Only shapes, dtypes and devices of its tensors are kept.
-        """
+    def __init__(self, model: nn.Module, example: Any = None, parts: Parts = lambda model: {}) -> None:
+        """Counts the weights of linear and convolution layers; for `parts` see `flops`."""
         self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
-        self._example = tree_map_only(Tensor, _described, example)
+        self._example = tree_map_only(Tensor, lambda t: _described(t) if t.is_floating_point() else _fake(t), example)
+        self._parts = parts
         self._weights = weights(model)
         self._shares: Shares | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the reference to the model."""
-        return vars(self) | {"_model": None}
+        return vars(self) | {"_model": None, "_parts": None}
 
     @property
     def model(self) -> nn.Module | None:
@@ -103,7 +101,7 @@ class Subject:
         if self._shares is None:
             model = self.model
             example = self.example()
-            counted = None if model is None or example is None else flops(model, example)
+            counted = None if model is None or example is None else flops(model, example, self._parts)
             self._shares = counted or self._weights
         return self._shares
 
@@ -124,121 +122,118 @@ def weights(model: nn.Module) -> Shares:
     return Shares("weights", amounts, amounts.get("", 0))
 
 
-def flops(model: nn.Module, example: Any) -> Shares | None:
-    """Shares of the FLOPs of one inference call, as PyTorch's own code runs it; None if they cannot be counted.
+def flops(model: nn.Module, example: Any, parts: Parts = lambda model: {}) -> Shares | None:
+    """Shares of the FLOPs of one inference call; None if they cannot be counted.
 
-    Args:
-        model: it is not called, only its copy, without hooks and with fake tensors on the CPU.
-        example: its input, of which only shapes, dtypes and integers outside of tensors are used.
+    `parts` gives, by path, the part of a captured block's FLOPs that its graph gives to the kernels.
     """
     if has_global_hooks() or any(_communicates(type(module)) for module in model.modules()):
         return None
-    from torch.utils.flop_counter import FlopCounterMode  # here, as it takes a quarter of a second
-
-    counter = FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS)
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
-        if not _ran(model, example, counter):
-            return None
-    root = type(model).__name__
-    counts = {name: sum(of.values()) for name, of in counter.get_flop_counts().items()}
-    amounts = {n.removeprefix(root).removeprefix("."): c for n, c in counts.items() if f"{n}.".startswith(f"{root}.")}
-    for path, module in reversed(list(model.named_modules())):  # those that are not called, such as lists
-        inside = sum(amounts.get(f"{path}.{name}", 0) for name, _ in module.named_children())
-        if inside and path not in amounts:
-            amounts[path] = inside
-    total = counter.get_total_flops()
-    return Shares("FLOPs", amounts, total, _replaced(model, example, amounts)) if total else None
+    whole, converted = _Counter(), _Counter()
+    if not _ran(model, example, whole, "torch", _as_written) or not whole.amounts:
+        return None
+    replaced = None
+    if _ran(model, example, converted, "torch"):
+        left = converted.amounts - converted.replaced
+        for path, part in parts(model).items():
+            more = round((1 - part) * whole.amounts[path]) - left[path]
+            for place in enclosing(path):
+                left[place] += more
+        replaced = {path: max(amount - left[path], 0) for path, amount in whole.amounts.items()}
+    return Shares("FLOPs", whole.amounts, whole.amounts[""], replaced)
 
 
-def _replaced(model: nn.Module, example: Any, amounts: Mapping[str, int]) -> Mapping[str, int] | None:
-    """The amounts without what the converted model leaves to other operators; None if it cannot be called."""
+def _as_written(model: nn.Module) -> None:
+    """Removes the fused forwards, so that all modules are called and counted."""
+    for module in model.modules():
+        if is_our_forward(module.__dict__.get("forward")):
+            del module.__dict__["forward"]
+
+
+def runs_on_shapes(model: nn.Module, example: Any, prepare: Callable[[nn.Module], object] = id) -> bool:
+    """True if a copy of the model, prepared and in inference, could be called on shapes alone."""
+    return _ran(model, example, _Counter(), "auto", prepare)
+
+
+def _ran(
+    model: nn.Module, example: Any, counter: "_Counter", backend: str, prepare: Callable[[nn.Module], object] = id
+) -> bool:
+    """True if a copy of the model could be called with tensors of the example's form."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it is one operator for an encoder layer
-    left = _Left()
     try:
-        with torch.no_grad():
-            if not _ran(model, example, left):
-                return None
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-    for path, part in _captured_parts(model).items():
-        more = round((1 - part) * amounts.get(path, 0)) - left.amounts[path]
-        for place in enclosing(path):
-            left.amounts[place] += more
-    return {path: max(amount - left.amounts[path], 0) for path, amount in amounts.items()}
-
-
-def _ran(model: nn.Module, example: Any, mode: Any) -> bool:
-    """True if a copy of the model could be called with tensors of the example's form in this mode."""
-    try:
-        with _isolated():
-            twin = _twin(model)
+        with _isolated(), using_backend(backend), torch.no_grad():
+            prepare(twin := _twin(model))
             args, named = tree_map_only(Tensor, _fake, arguments(example))
-            if isinstance(mode, _Left):
-                mode.paths = {module: path for path, module in reversed(list(twin.named_modules()))}
-            with mode:
+            counter.paths = {module: path for path, module in reversed(list(twin.named_modules()))}
+            with counter:
                 twin(*args, **named)
     # Any error: the code is the user's, and a report must print. The cause is logged.
     except Exception as error:
         log.debug("the FLOPs of %s cannot be counted: %r", type(model).__name__, error)
         return False
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
     return True
 
 
-def _captured_parts(model: nn.Module) -> dict[str, float]:
-    """Path of each block that was captured → the part of its FLOPs that its graph gives to the kernels."""
-    from . import captured  # here, as it imports this file
-
-    bound = {path: module for path, module in model.named_modules() if captured.is_bound(module)}
-    parts = {path: [one.replaced for one in captured.captures_of(module)] for path, module in bound.items()}
-    return {path: max(found) for path, found in parts.items() if found}
-
-
-class _Left(TorchDispatchMode):
-    """Runs a model on shapes alone; counts FLOPs of operators that no reference of a kernel calls, by module."""
+class _Counter(TorchDispatchMode):
+    """Runs a model on shapes alone; counts FLOPs by module, of all operators and of those in references of kernels."""
 
     def __init__(self) -> None:
         super().__init__()
         self.amounts: Counter[str] = Counter()
+        self.replaced: Counter[str] = Counter()
         self.paths: dict[nn.Module, str] = {}
 
     def __torch_dispatch__(self, function: Any, kinds: object, arguments: tuple = (), named: dict | None = None) -> Any:
-        from torch.utils.flop_counter import flop_registry
+        from torch.utils.flop_counter import flop_registry  # here, as it takes a quarter of a second
 
         named = named or {}
+        name = function.name().split("::")[1].split(".")[0]
         tensors = [t for t in tree_leaves((arguments, named)) if isinstance(t, Tensor)]
-        if function.is_view or not any(t.is_floating_point() for t in tensors):
+        masks = [t for t in tensors if name == "index" and t.dtype == torch.bool]
+        if not all(map(has_values, tensors if name in READERS else masks)):
+            raise RuntimeError(f"{name} reads a value that depends on weights or images")
+        if masks:
+            arguments = (arguments[0], positions(arguments[1]))
+        if function.is_view:
             return function(*arguments, **named)
-        on_meta = tree_map_only(Tensor, _described, (arguments, named))
+        if name in ALLOCATE or is_known(function, name, tensors):
+            known = name not in ALLOCATE
+            return tree_map_only(Tensor, lambda t: mark(t, known, not known), function(*arguments, **named))
+        named = named | {key: torch.device("meta") for key in ("device",) if named.get(key) is not None}
+        on_meta = tree_map_only(Tensor, described, (arguments, named))
         results = function(*on_meta[0], **on_meta[1])
-        count = (flop_registry | ATTENTION_FLOPS).get(function.overloadpacket)
-        if count is not None and (path := self._place()) is not None:
+        if (count := (flop_registry | ATTENTION_FLOPS).get(function.overloadpacket)) is not None:
+            path, in_kernel = self._place()
             flops = count(*on_meta[0], **on_meta[1], out_val=results)
             for place in enclosing(path):
                 self.amounts[place] += flops
+                self.replaced[place] += flops * in_kernel
         if function._schema.is_mutable:
-            return named["out"] if "out" in named else arguments[0]
-        return tree_map_only(Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype), results)
+            return written_arguments(function, arguments, named, results)
+        return tree_map_only(Tensor, reserved, results)
 
-    def _place(self) -> str | None:
-        """Path of the innermost module that calls; None if a reference of a kernel is called on the way."""
+    def _place(self) -> tuple[str, bool]:
+        """Path of the innermost module that calls, and whether a reference of a kernel is called on the way."""
         frame: FrameType | None = sys._getframe(2)
+        in_kernel = False
         while frame is not None:
-            if frame.f_code.co_filename.startswith(KERNELS):
-                return None
+            in_kernel |= frame.f_code.co_filename.startswith(KERNELS)
             module = frame.f_locals.get("self")
             if isinstance(module, nn.Module) and module in self.paths:
-                return self.paths[module]
+                return self.paths[module], in_kernel
             frame = frame.f_back
-        return ""
+        return "", in_kernel
 
 
 def stated_input(model: nn.Module) -> tuple | dict[str, Any] | None:
     """One image of the size that the model states, on the meta device; None if it states none.
 
     Read from `config.img_size` (ours), `config.image_size` (transformers), `pretrained_cfg["input_size"]` or
-    `default_cfg` (timm; `patch_embed`, if there is one, has the size and channels that the model was built for), or
-    `image_size` (torchvision).
+    `default_cfg` (timm; its first convolution and `patch_embed`, if there are any, have the channels and the size that
+    the model was built for), or `image_size` (torchvision).
     """
     config: Any = getattr(model, "config", None)
     first = next((p for p in model.parameters() if p.is_floating_point()), None)
@@ -256,9 +251,10 @@ def stated_input(model: nn.Module) -> tuple | dict[str, Any] | None:
         name = "pixel_values"
     elif isinstance(timms, Mapping) and timms.get("input_size"):
         channels, *sides = timms["input_size"]
-        embed = getattr(model, "patch_embed", None)
-        channels = getattr(getattr(embed, "proj", None), "in_channels", channels)
-        sides = getattr(embed, "img_size", None) or sides
+        path = timms.get("first_conv") or "patch_embed.proj"  # of the layer that takes the image
+        weight = dict(model.named_parameters()).get(f"{path}.weight")
+        channels = channels if weight is None or weight.dim() != 4 else weight.shape[1]
+        sides = getattr(getattr(model, "patch_embed", None), "img_size", None) or sides
     sides = (sides, sides) if isinstance(sides, int) else sides
     if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         return None
@@ -295,14 +291,13 @@ def _communicates(cls: type) -> bool:
 
 @contextlib.contextmanager
 def _isolated() -> Iterator[None]:
-    """Context in which nothing is compiled, no kernel of ours is selected, and no warning is shown; see `example`."""
+    """Context in which nothing is compiled or random, and no warning is shown; see `example`."""
     compiles = "torch._dynamo" in sys.modules
     stance = torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
     with (
         warnings.catch_warnings(),
         same_random_states(),
         torch.inference_mode(False),
-        using_backend("torch"),
         stance,
     ):
         warnings.simplefilter("ignore")
@@ -314,17 +309,20 @@ def _twin(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for module in model.modules():
         facts = vars(module)
-        tensors = *facts["_parameters"].values(), *facts["_buffers"].values(), *facts.values()
-        memo |= {id(t): _fake(t) for t in tensors if isinstance(t, Tensor) and id(t) not in memo}
+        tensors = (t for t in tree_leaves(facts) if isinstance(t, Tensor))
+        memo |= {id(t): _fake(t) for t in tensors if id(t) not in memo}
         memo |= {id(facts[name]): OrderedDict() for name in HOOKS}
     return copy.deepcopy(model, memo).eval()
 
 
 def _fake(t: Tensor) -> Tensor:
-    """A new tensor on the CPU of the same form; parameters need gradients, so that nn.MultiheadAttention runs its code.
+    """A new tensor on the CPU of the same form, of integers with the same values, or 0 if they are not known.
 
-    It would otherwise call an operator for the whole layer, whose FLOPs are not counted.
+    Parameters need gradients, so that nn.MultiheadAttention runs its code. It would otherwise call an operator for the
+    whole layer, whose FLOPs are not counted.
     """
+    if not t.is_floating_point() and t.layout is torch.strided and not t.is_nested:
+        return torch.zeros(t.shape, dtype=t.dtype) if t.is_meta else t.detach().to("cpu", copy=True)
     new = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
     return nn.Parameter(new, new.is_floating_point()) if isinstance(t, nn.Parameter) else new
 

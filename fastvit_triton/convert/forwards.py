@@ -45,7 +45,7 @@ class Forward(NamedTuple):
         call: returns the keyword arguments that every call of the module has, as known from its attributes.
         folds: returns pairs of a norm and the body or layer after it, into which it is folded where possible.
         by_name: True if it depends on the names of types, so that copies of the class need names of their own here.
-        attention: True for a self-attention whose heads `explain` can show.
+        by_call: True if only the arguments of a call, such as the size of a map, tell the parts.
     """
 
     run: Callable
@@ -57,7 +57,7 @@ class Forward(NamedTuple):
     call: Callable[[Any], dict[str, object]] | None = None
     folds: Folds | None = None
     by_name: bool = False
-    attention: bool = False
+    by_call: bool = False
 
     def lacks(self, module: nn.Module) -> str | None:
         """Message that names a required attribute this instance lacks; None if it has all."""
@@ -193,10 +193,6 @@ def fused_forward(
 
     The module's own forward runs instead if `is_fusable` is false for the first input, if there is a reason against it,
     or if the fused forward returns NotImplemented.
-
-    Args:
-        products: False if it has no linear layer, so that oneDNN runs nothing of it.
-        checked: False if the fused forward checks its input and for a reason by itself, or must run in any case.
     """
 
     def decorate(forward: Callable) -> Callable:
@@ -340,12 +336,12 @@ def fused_body(
     call: Callable[[Any], dict[str, object]] | None = None,
     after: tuple | None = None,
     by_name: bool = False,
-    attention: bool = False,
+    by_call: bool = False,
 ) -> Callable[[R], R]:
     """Decorator: registers a reader of these types, see `Forward` and `FusedBody`."""
 
     def decorate(read: R) -> R:
-        forward = Forward(FusedBody(read, after), needs, takes, read, call=call, by_name=by_name, attention=attention)
+        forward = Forward(FusedBody(read, after), needs, takes, read, call=call, by_name=by_name, by_call=by_call)
         register(names, forward)
         return read
 

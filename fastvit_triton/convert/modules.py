@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,17 +18,19 @@ from ..engine.freeze import freeze as freeze_weights
 from ..engine.freeze import is_frozen, unfreeze
 from ..engine.hooks import PACKAGE, are_plain_tensors, has_hooks, has_type, is_our_forward, type_name
 from ..engine.leaves import CONVOLUTIONS, LINEARS, VOLUME_CONVOLUTIONS, is_readable, norm_of
-from ..engine.mlp import MlpBody
+from ..engine.mlp import MlpBody, set_exact_gelu
 from ..engine.source import code_of
 from ..engine.ways import SIZES
-from ..kernels import onednn
+from ..kernels import onednn, settings
 from ..kernels.backend import backend, why_not
+from ..kernels.mixed import takes_tanh_for_erf
 from . import (
     candidates,
     captured,
+    on_cpu,
     readers,  # noqa: F401  (registers the fused forwards)
 )
-from .flop_shares import Subject, enclosing
+from .flop_shares import CountedModel, enclosing
 from .forwards import FORWARDS, INNER, METHODS, Forward, Parts, bind, forward_for, known_type
 from .readers.torch import STEMS, stems_of
 from .readers.transformers import attention_interface
@@ -55,6 +58,7 @@ def optimize(
     freeze: bool = False,
     tune: Any = None,
     verify: Any = None,
+    exact_gelu: bool = False,
 ) -> Report:
     """Replaces, in place, the forward of every module of a known type by one that can run fused.
 
@@ -98,22 +102,25 @@ def optimize(
         verify: an example input (a tensor, or a tuple or dictionary of arguments): also run each converted module and
             its original in float64 with PyTorch, on two copies of the model, and undo the conversions whose outputs
             differ; the report gives the difference.
+        exact_gelu: GELU is that of erf everywhere. Otherwise bfloat16 inference may compute its tanh form, where that
+            saves a launch; it differs by a tenth or less of the rounding to bfloat16.
 
     Returns:
         Report: for each candidate, what it became or why it was not converted; prints as a table with its share of the
             model's FLOPs if `verify` or `tune` is given or the model states its input size, otherwise of its weights.
 
     Raises:
-        TypeError: model is not an nn.Module, filter_fn cannot be called, freeze is not a bool, or verify or example is
-            a bool or a path, or compile is neither a bool nor None.
+        TypeError: model is not an nn.Module, filter_fn cannot be called, freeze or exact_gelu is not a bool, or verify
+            or example is a bool or a path, or compile is neither a bool nor None.
         ValueError: the model does not run on the input to verify.
         Exception: whatever the model raises on the example.
     """
     _check(model)
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(f"filter_fn is {filter_fn!r}; give a function of a module and its path, or None")
-    if not isinstance(freeze, bool):
-        raise TypeError(f"freeze is {freeze!r}; give True or False")
+    for name, flag in (("freeze", freeze), ("exact_gelu", exact_gelu)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} is {flag!r}; give True or False")
     if not (compile is None or isinstance(compile, bool)):
         raise TypeError(f"compile is {compile!r}; give True or False, or None to compile captured blocks on a GPU")
     for name, value in (("verify", verify), ("example", example)):
@@ -124,27 +131,40 @@ def optimize(
     seconds: list[float] = []
     captured.state.seconds = seconds
     with _all_or_nothing(model):
+        set_exact_gelu(model, exact_gelu)
         if freeze:  # first, as only frozen BatchNorms are folded
             freeze_weights(model)
         with as_gathered(model):
             rows = _rows(model, filter_fn)
         rows = _with_others(model, _with_captured(model, rows, filter_fn, example, compile))
+        verified = None
         if verify is not None:
-            rows = _verified(model, rows, verify)
+            rows, verified = _verified(model, rows, verify)
     parameter = next(model.parameters(), None)
     if tune is not None and (parameter is None or _can_be_tuned(parameter)):
         from .. import tune as measure  # by its public name: `measure` imports this package
 
         measure(model, tune, model.training)
         captured.forget(model)  # what was compiled has the choices from before
-    device, products = (None, None) if parameter is None else _on_device(model, parameter, freeze)
     return Report(
         rows,
-        device,
-        products,
+        *((None, None) if parameter is None else _on_device(parameter)),
         compiled=(len(seconds), sum(seconds)) if seconds else None,
-        subject=Subject(model, next((e for e in (example, verify, tune) if e is not None), None)),
+        verified=verified,
+        tanh_gelu=parameter is not None and not exact_gelu and _takes_tanh_for_erf(model, parameter),
+        subject=CountedModel(
+            model, next((e for e in (example, verify, tune) if e is not None), None), captured.replaced_parts
+        ),
     )
+
+
+def _takes_tanh_for_erf(model: nn.Module, parameter: nn.Parameter) -> bool:
+    """True if an MLP of a converted model may compute the tanh form of GELU in inference."""
+    forwards = ((forward_for(m), m) for m in model.modules() if is_our_forward(m.__dict__.get("forward")))
+    parts = (_parts(forward, module) for forward, module in forwards if isinstance(forward, Forward))
+    has_gelu = any(isinstance(part, MlpBody) and part.act == "gelu" for part in parts)
+    with torch.no_grad():
+        return has_gelu and not settings.exact and takes_tanh_for_erf(parameter)
 
 
 def _can_be_tuned(parameter: nn.Parameter) -> bool:
@@ -153,30 +173,32 @@ def _can_be_tuned(parameter: nn.Parameter) -> bool:
     return backend() != "torch" and (why_not(*place) is None or onednn.why_not(*place) is None)
 
 
-def _on_device(model: nn.Module, parameter: nn.Parameter, frozen: bool) -> tuple[str | None, str | None]:
-    """`Report.device` and `Report.products`, with the memory of packed weights of a frozen model on a CPU."""
+def _on_device(parameter: nn.Parameter) -> tuple[str | None, Callable[[CountedModel], str] | None]:
+    """`Report.device` and `Report.on_cpu`."""
     cpu = parameter.device.type == "cpu"
     why_no_kernel = why_not(parameter.device, parameter.dtype) if cpu or backend() != "torch" else None
-    if why_no_kernel is None or not cpu or backend() == "torch":
-        return why_no_kernel, None
-    runs, why = onednn.rule(parameter.device, parameter.dtype)
-    if not runs:
-        return why_no_kernel, f"the original code runs, because {why}"
-    copies = f"; frozen, at most one more copy of {_linear_bytes(model) / 1e6:.1f} MB of weights" if frozen else ""
-    return why_no_kernel, f"linear layers run by oneDNN {why}{copies}"
+    is_choosing = why_no_kernel is not None and cpu and backend() != "torch"
+    return why_no_kernel, partial(on_cpu.sentences, dtype=parameter.dtype) if is_choosing else None
 
 
-def _linear_bytes(model: nn.Module) -> int:
-    """Bytes of the linear layers of modules that call the engine, which `freeze` may pack for oneDNN."""
-    weights: dict[int, nn.Parameter] = {}
+def engine_layers(model: nn.Module) -> list[Any]:
+    """The linear layers of modules that call the engine, which `freeze` may pack for oneDNN on a CPU."""
+    layers: dict[int, Any] = {}
     for module in model.modules():
         forward = forward_for(module) if is_our_forward(module.__dict__.get("forward")) else None
         parts = _parts(forward, module) if isinstance(forward, Forward) else None
-        layers = () if parts is None or isinstance(parts, str) else parts.layers()
-        for layer in layers:
-            if isinstance(layer, nn.Module) and is_readable(layer):
-                weights |= {id(parameter): parameter for parameter in layer.parameters()}
-    return sum(weight.numel() * weight.element_size() for weight in weights.values())
+        found = () if parts is None or isinstance(parts, str) else parts.layers()
+        layers |= {id(layer): layer for layer in found if isinstance(layer, nn.Module) and is_readable(layer)}
+    return list(layers.values())
+
+
+def folded_norms(model: nn.Module) -> list[nn.Module]:
+    """The norms that fused forwards of a model fold into the linear layers after them."""
+    bound = [m for m in model.modules() if is_our_forward(m.__dict__.get("forward"))]
+    fused = [module for module in bound if isinstance(forward_for(module), Forward)]
+    paths = {id(module) for module in fused}
+    norms = (norm for module in fused for norm in _folded(module, paths) if norm is not None)
+    return list({id(norm): norm for norm in norms}.values())
 
 
 def attach(model: nn.Module) -> None:
@@ -379,8 +401,8 @@ def _with_others(model: nn.Module, rows: tuple[Row, ...]) -> tuple[Row, ...]:
     return _merged(model, rows, others)
 
 
-def _verified(model: nn.Module, rows: tuple[Row, ...], inputs: Any) -> tuple[Row, ...]:
-    """The rows after undoing the conversions whose outputs differ from the originals'."""
+def _verified(model: nn.Module, rows: tuple[Row, ...], inputs: Any) -> tuple[tuple[Row, ...], tuple[int, float] | None]:
+    """The rows after undoing the conversions whose outputs differ from the originals', and `Report.verified`."""
     original = as_double(model)
     revert(original)
     converted = as_double(model)
@@ -395,12 +417,14 @@ def _verified(model: nn.Module, rows: tuple[Row, ...], inputs: Any) -> tuple[Row
     wrong = {path: by for path, by in errors.items() if not by <= TOLERANCE}
     for path in wrong:
         del model.get_submodule(path).__dict__["forward"]
-    return tuple(
+    right = [by for path, by in errors.items() if path not in wrong]
+    kept = tuple(
         Row(row.path, row.type, why=f"its outputs differ from the original's by {wrong[row.path]:.1e}")
         if row.path in wrong
         else replace(row, within=None if row.within in wrong else row.within)
         for row in rows
     )
+    return kept, (len(right), max(right)) if right else None
 
 
 def _named(row: Row, module: nn.Module, folded: set[int]) -> Row:
@@ -476,11 +500,14 @@ def _became(forward: Forward, parts: Parts | None) -> str:
 
 
 def _parts(forward: Forward, module: nn.Module) -> Parts | str | None:
-    """The parts of a body, a reason (str) to run the module's own forward, or None."""
+    """The parts of a body, a reason (str) to run the module's own forward, or None, also if only a call tells them."""
     with torch.no_grad():
-        if forward.read is not None:
-            return forward.read(module, **({} if forward.call is None else forward.call(module)))
-        return None if forward.reason is None else forward.reason(module)
+        if forward.read is None:
+            return None if forward.reason is None else forward.reason(module)
+        if forward.by_call:
+            return None
+        given = {} if forward.call is None else forward.call(module)
+        return forward.read(module, **given)
 
 
 def _notes(forward: Forward, module: nn.Module, parts: Parts | None) -> Iterator[str]:
@@ -538,6 +565,7 @@ def revert(model: nn.Module) -> None:
     """
     _check(model)
     unfreeze(model)
+    set_exact_gelu(model, False)
     with _all_or_nothing(model):
         for module in model.modules():
             ours = known_type(module).startswith(f"{PACKAGE}.")

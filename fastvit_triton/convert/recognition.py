@@ -68,11 +68,7 @@ def _caller(cls: type[nn.Module]) -> str:
 
 
 def fingerprint(cls: type[nn.Module]) -> str:
-    """Sixteen hexadecimal digits for all code that the forward of a class executes.
-
-    Raises:
-        Unreadable: its source is not available, or it uses variables of an enclosing function.
-    """
+    """Sixteen hexadecimal digits for all code that the forward of a class executes."""
     text = _Reader(cls).method("forward")
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -90,11 +86,7 @@ def _names() -> dict[str, str]:
 
 
 class _Reader:
-    """Writes the methods of a class and the functions they call as text.
-
-    Args:
-        cls: the class, which determines what the attributes of its first argument are.
-    """
+    """Writes the methods of a class and the functions they call as text."""
 
     def __init__(self, cls: type) -> None:
         self.cls = cls
@@ -141,13 +133,7 @@ class _Reader:
 
 
 class _Writer:
-    """Writes one function as text.
-
-    Args:
-        reader: describes methods and global names.
-        function: not wrapped.
-        bound: True if the first argument is the module.
-    """
+    """Writes one function as text."""
 
     def __init__(self, reader: _Reader, function: FunctionType, bound: bool) -> None:
         self.reader = reader

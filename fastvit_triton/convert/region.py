@@ -41,14 +41,7 @@ class Region(NamedTuple):
 
 
 def region(owner: fx.GraphModule, graph: fx.Graph, examples: list, compiles: bool) -> Region:
-    """The region of a graph as it was captured; called within Dynamo's compilation.
-
-    Args:
-        owner: holds what the graph reads besides its inputs.
-        graph: it is rewritten in place.
-        examples: its inputs, fake tensors.
-        compiles: True to compile it.
-    """
+    """The region of a graph as it was captured; called within Dynamo's compilation."""
     part = fx.GraphModule(owner, graph)
     rewrite(part, anywhere=True)
     operators = fx.GraphModule(owner, copied(part.graph))

@@ -2,10 +2,11 @@
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from .flop_shares import Shares, Subject, enclosing
+from .flop_shares import CountedModel, Shares, enclosing
 
 OURS = "it calls the kernels itself"  # why a module of ours is not converted
 UNKNOWN = "unknown type"
@@ -43,21 +44,28 @@ class Row:
 class Report:
     """All candidates in the order of `model.named_modules()`, or of their calls; prints as a headline and a table.
 
+    `text(verbose=True)` also lists norms that are converted without a share of the work.
+
     Attributes:
         rows: one for each candidate.
         device: why the kernels do not run on the parameters' device; None if they do.
-        products: on a CPU, how linear layers run there instead, in a clause; None elsewhere.
+        on_cpu: says how a model on a CPU, where oneDNN may run its products, runs now and frozen; None elsewhere.
         unfused: the way of unchanged candidates.
         compiled: the number of graphs of captured blocks that Inductor compiled, and the seconds that it took; or None.
         subject: the model, from which the shares are counted; None for a graph, whose table has no shares.
+        tanh_gelu: True if inference may compute the tanh form of GELU, see `optimize`.
+        verified: the number of converted modules whose outputs were compared with the originals' and kept, and their
+            largest relative difference in float64; None if none were.
     """
 
     rows: tuple[Row, ...] = ()
     device: str | None = None
-    products: str | None = None
+    on_cpu: Callable[[CountedModel], str] | None = field(default=None, compare=False, repr=False)
     unfused: str = "original"
     compiled: tuple[int, float] | None = None
-    subject: Subject | None = field(default=None, compare=False, repr=False)
+    subject: CountedModel | None = field(default=None, compare=False, repr=False)
+    tanh_gelu: bool = False
+    verified: tuple[int, float] | None = None
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
         """Raises TypeError: `optimize` works in place, and what it returns is no model."""
@@ -97,16 +105,12 @@ class Report:
             return f"The model {NOTHING}." if self.subject else "The graph has no call that the kernels replace."
         if all(row.why == OURS for row in self.rows):
             return "The model calls the kernels itself; nothing needs to be converted."
-        blocks = [row for row in self.rows if _is_block(row) and row.why != OURS]
-        outer = [row for row in self.rows if not (row.within is not None or "Norm" in row.type or row.other)]
-        outer = [row for row in outer if row.why != OURS]
         ours = sum(row.why == OURS for row in self.rows)
         fuse = f"fuse{'s' * (ours == 1)}"
         more = f" {_several(ours, 'module')} of this package {fuse} without conversion." if ours else ""
-        if ours and not outer:
+        noun, counted = self.counted()
+        if ours and not counted:
             return more.strip()
-        counted = blocks if any(row.became for row in blocks) else outer
-        noun = "call" if self.subject is None else "block" if counted is blocks else "module"
         numbers = Counter(_way(row) for row in counted if row.became is not None)
         if not numbers:
             return f"0 of {_several(len(counted), noun)} are converted.{more}"
@@ -117,19 +121,34 @@ class Report:
             parts.append(f"{numbers[way]}{of} {verb}{self._share(way, counted)}")
         return f"{'; '.join(parts)}.{more}"
 
+    def counted(self) -> tuple[str, list[Row]]:
+        """("block", "module" or "call", those that the headline counts): blocks, or outer modules if none converts."""
+        blocks = [row for row in self.rows if _is_block(row) and row.why != OURS]
+        if any(row.became for row in blocks):
+            return "call" if self.subject is None else "block", blocks
+        outer = [row for row in self.rows if not (row.within is not None or "Norm" in row.type or row.other)]
+        return "call" if self.subject is None else "module", [row for row in outer if row.why != OURS]
+
     def __str__(self) -> str:
+        """`text()`."""
+        return self.text()
+
+    def text(self, verbose: bool = False) -> str:
         """The headline and the table; modules whose paths differ only in numbers share a line, with a count.
 
         Lines of modules inside a converted one are indented; their shares are parts of its share.
         """
         if self.is_empty or all(row.why == OURS for row in self.rows):
-            return self.headline()
+            return "\n".join(filter(None, (self.headline(), self._here())))
         shares = self.shares()
+        norms = [] if verbose or shares is None else [row for row in self.rows if self._is_silent_norm(row)]
         lines = dict[tuple[str, ...], list[Row]]()
         depths: dict[str, int] = {}
         for row in self.rows:
             depths[row.path] = 0 if row.within is None else depths.get(row.within, 0) + 1
             path = "  " * depths[row.path] + (_numbered(row.path) or "(model)")
+            if row in norms:
+                continue
             reason = " · ".join(t for t in (_kind(row), row.why) if t)
             lines.setdefault((path, row.type, self._shown(row), reason), []).append(row)
         table = [("module", "way", *([f"share of {shares.of}"] if shares else []), "reason")]
@@ -137,10 +156,22 @@ class Report:
             number = f" ×{len(rows)}" if len(rows) > 1 else ""
             share = [_percent(sum(self._part(row) for row in rows))] if shares else []
             table.append((f"{path}{number} ({name})", way, *share, reason))
+        if norms:
+            ways = ", ".join(dict.fromkeys(map(self._shown, norms)))
+            bare = sum(row.bare for row in norms)
+            alone = f"{bare} in {'a launch of its own' if bare == 1 else 'launches of their own'} · " if bare else ""
+            table.append((_several(len(norms), "norm"), ways, "", f"{alone}report.text(verbose=True) lists them"))
         wide = [max(len(line[i]) for line in table) for i in range(len(table[0]) - 1)]
         aligned = [[*map(str.ljust, line[:2], wide), *map(str.rjust, line[2:-1], wide[2:]), line[-1]] for line in table]
-        head = " ".join(t for t in (self.headline(), self._compiling(), self._here()) if t)
-        return "\n".join([head, "", *("  ".join(line).rstrip() for line in aligned)])
+        head = " ".join(t for t in (self.headline(), self._verifying(), self._compiling()) if t)
+        return "\n".join([*filter(None, (head, self._here())), "", *("  ".join(line).rstrip() for line in aligned)])
+
+    def _verifying(self) -> str:
+        if self.verified is None:
+            return ""
+        number, error = self.verified
+        difference = f"within {error:.0e} of" if error else "equal to"
+        return f"Verified in float64: the outputs of {_several(number, 'module')} are {difference} the original's."
 
     def _compiling(self) -> str:
         """How long Inductor compiled captured blocks, which is said as it makes the first call slow."""
@@ -152,11 +183,15 @@ class Report:
 
     def _here(self) -> str:
         """What the headline's "converted" means for the calls to come."""
-        if self.subject is None or not any(row.became is not None and row.way is None for row in self.rows):
+        later = (row for row in self.rows if (row.became is not None or row.why == OURS) and row.way is None)
+        if self.subject is None or not any(later):
             return ""
+        if self.on_cpu is not None:
+            return self.on_cpu(self.subject)
         if self.device is not None:
-            return f"{self.device}; {self.products}." if self.products else f"{self.device}, so the original code runs."
-        return "Each call chooses how they run: fused, mixed or plain; `fastvit-triton doctor` predicts which."
+            return f"{self.device}, so the original code runs."
+        gelu = "; GELU may be its tanh form, ten times or more below bfloat16's rounding" if self.tanh_gelu else ""
+        return f"Each call chooses how they run: fused, mixed or plain; `fastvit-triton doctor` predicts which{gelu}."
 
     def _shown(self, row: Row) -> str:
         """The way of a row in the table."""
@@ -166,6 +201,10 @@ class Report:
         if shares is not None and row.way is None and self._part(row) < shares.share(row.path) * (1 - 1e-9):
             return "in part"
         return "own kernel" if row.bare and row.way == "fused" else _way(row)
+
+    def _is_silent_norm(self, row: Row) -> bool:
+        """True for a converted norm that does no matrix product, and of which there is nothing to say."""
+        return "Norm" in row.type and row.became is not None and row.why is None and not self._part(row)
 
     def _part(self, row: Row) -> float:
         """The share of a row: of what the kernels can replace in a converted module, else of the whole module."""
@@ -201,9 +240,9 @@ class Report:
 
 
 def _shares_text(way: str, unit: str, counted: float, every: float) -> str:
-    """The share of some modules, and of all with this way if it differs."""
-    text, same = f", {_rounded(counted)} of the {unit}", _rounded(every) == _rounded(counted)
-    return text if same else f"{text} ({_rounded(every)} with the other modules that {VERBS[way]})"
+    """The share of some modules, and of all with this way if it is larger by one percent or more."""
+    text = f", {_rounded(counted)} of the {unit}"
+    return text if every - counted < 0.01 else f"{text} ({_rounded(every)} with the other modules that {VERBS[way]})"
 
 
 def _way(row: Row) -> str:

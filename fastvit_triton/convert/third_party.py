@@ -143,13 +143,16 @@ def head_norms(q_norm: nn.Module, k_norm: nn.Module) -> tuple[nn.Module, nn.Modu
     return None if parts.is_identity(q_norm) and parts.is_identity(k_norm) else (q_norm, k_norm)
 
 
+def dropout_reason(drop: Any, replaced: str = "attention dropout was replaced") -> str | None:
+    """Why an attention with this dropout on its weights must run its own forward now, or None."""
+    if parts.is_inactive(drop):
+        return None
+    return f"attention dropout {drop.p}" if type_name(drop) in parts.DROPOUTS else replaced
+
+
 def is_rate(name: str, value: Any) -> bool:
     """True for a probability of dropping, such as that of stochastic depth: an input of the graph, not a constant.
 
     Blocks of a class differ in it. Of those that it is 0 for, nothing is dropped.
-
-    Args:
-        name: of the attribute, or an expression that ends with it.
-        value: its value.
     """
     return type(value) is float and 0 < value < 1 and "drop" in name.rpartition(".")[2]

@@ -16,17 +16,7 @@ TOLERANCE = 1e-6  # ‖ours − original‖ / ‖original‖; models round some 
 
 
 def differences(original: nn.Module, converted: nn.Module, paths: Iterable[str], inputs: Any) -> dict[str, float]:
-    """Relative difference of the outputs of each converted module, for the inputs that it has in the original model.
-
-    Args:
-        original: the model before its conversion, from `as_double`; inputs are converted likewise.
-        converted: the model after it, from `as_double`.
-        paths: of the converted modules.
-        inputs: of the model: a tensor, a tuple of positional or a dictionary of keyword arguments.
-
-    Returns:
-        ‖ours − original‖ / ‖original‖ by path, inf for outputs of another form; modules that did not run are missing.
-    """
+    """Relative difference of the outputs of each converted module, for the inputs that it has in the original model."""
     errors: dict[str, float] = {}
     with torch.no_grad(), using_backend("torch"):
         handles = [

@@ -26,12 +26,7 @@ FORMULAS: tuple[tuple[str, str, Polynomial, Polynomial], ...] = (
 
 
 def activated(node: Argument, inner: list[fx.Node]) -> tuple[str | None, Argument, bool]:
-    """(activation, its input, True if that has the gate second); without an activation (None, node, False).
-
-    Args:
-        node: the result.
-        inner: the nodes between it and the input are appended to it.
-    """
+    """(activation, its input, True if that has the gate second); without an activation (None, node, False)."""
     node = up(node, inner)
     name, x = _alone(node, inner)
     if name is not None:

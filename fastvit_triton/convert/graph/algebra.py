@@ -23,17 +23,7 @@ class Unlike(Exception):
 
 
 def polynomial(node: Argument, factor: Factor, inner: list[fx.Node], exponent: float = 1) -> Polynomial:
-    """A power of a node, or of a number, as a polynomial.
-
-    Args:
-        node: the node.
-        factor: (node, exponent) → its power, for nodes that a pattern knows; None for those to be expanded.
-        inner: the nodes that are expanded are appended to it.
-        exponent: of the power.
-
-    Raises:
-        Unlike: it is none, or a power that is not natural of anything else than known nodes and positive numbers.
-    """
+    """A power of a node, or of a number, as a polynomial."""
     natural = exponent in (1, 2, 3)
     if isinstance(node, (int, float)) and (natural or node > 0):
         return {(): float(node) ** exponent}

@@ -39,7 +39,7 @@ from .axes import (
     regrouped,
 )
 from .nodes import Argument, equal, kind, known, read, shape, value
-from .patterns import Call, Match, Reason
+from .patterns import Match, PatternCall, Reason
 from .rotary_patterns import attention_of_packed
 
 LOWEST = -1e3  # scores below it have no weight beside others
@@ -523,7 +523,7 @@ def _arranged(core: Core, groups: Groups) -> tuple[int, AttentionPattern | str]:
         if all(shared):
             return 0, "none of its tensors has all images and heads"
         like = tensors[shared.index(False)]
-        tensors = [Call(_for_all, (t, like)) if s else t for t, s in zip(tensors, shared, strict=True)]
+        tensors = [PatternCall(_for_all, (t, like)) if s else t for t, s in zip(tensors, shared, strict=True)]
         cost += 10
     biases = _biases(core, groups)
     if isinstance(biases, str):
@@ -541,18 +541,18 @@ def _arranged(core: Core, groups: Groups) -> tuple[int, AttentionPattern | str]:
         if q is None or k is None:
             return 0, "the axes of its scale cannot be brought into the order [B, H, N, D]"
     if empty is not None:
-        q = Call(_without, (q, empty))
+        q = PatternCall(_without, (q, empty))
     arguments |= dict(scale=core.scale) | (dict(causal=True) if core.causal else {})
     bare = not core.factors and empty is None and not any(shared)
     return cost, AttentionPattern(q, k, v, arguments, bare, groups, views)
 
 
-def _times(t: Argument, factor: Factor, groups: Groups, tokens: tuple[Axis, ...]) -> Call | None:
+def _times(t: Argument, factor: Factor, groups: Groups, tokens: tuple[Axis, ...]) -> PatternCall | None:
     """Queries or keys [B, H, N, D] times a factor."""
     if value(factor.tensor) is None:
-        return Call(_multiplied, (t, factor.tensor, factor.divides))
+        return PatternCall(_multiplied, (t, factor.tensor, factor.divides))
     steps = arranged(factor.axes, (groups.images, groups.heads, tokens, ()))
-    return None if steps is None else Call(_multiplied, (t, applied(steps, factor.tensor), factor.divides))
+    return None if steps is None else PatternCall(_multiplied, (t, applied(steps, factor.tensor), factor.divides))
 
 
 def _biases(core: Core, groups: Groups) -> tuple[dict[str, Any], Argument] | str:
@@ -569,10 +569,10 @@ def _biases(core: Core, groups: Groups) -> tuple[dict[str, Any], Argument] | str
         if t is None:
             return "its mask does not broadcast to [B, H, Nq, Nk]"
         if isinstance(layer, Fill):
-            t = Call(torch.logical_not, (t,)) if layer.keeps else t
-            masks = t if masks is None else Call(torch.logical_or, (masks, t))
+            t = PatternCall(torch.logical_not, (t,)) if layer.keeps else t
+            masks = t if masks is None else PatternCall(torch.logical_or, (masks, t))
             filling = layer.filling
-            bias = Call(_masked, (bias, masks, dtype, math.nan if filling == -math.inf else filling))
+            bias = PatternCall(_masked, (bias, masks, dtype, math.nan if filling == -math.inf else filling))
             empty = None if filling == -math.inf else masks
             continue
         of = value(layer.tensor).dtype
@@ -581,17 +581,17 @@ def _biases(core: Core, groups: Groups) -> tuple[dict[str, Any], Argument] | str
         if of == torch.float64 != dtype:
             return "it adds a tensor of float64 to scores of another dtype"
         if not of.is_floating_point or of != torch.float64 == dtype:
-            t = Call(_cast, (t, dtype))
+            t = PatternCall(_cast, (t, dtype))
         if layer.scale != 1:
-            t = Call(torch.mul, (t, layer.scale))
+            t = PatternCall(torch.mul, (t, layer.scale))
         for factor in layer.factors:
             f = _grouped(factor.tensor, factor.axes, groups) if value(factor.tensor) is not None else factor.tensor
             if f is None:
                 return "its mask does not broadcast to [B, H, Nq, Nk]"
-            t = Call(_multiplied, (t, f, factor.divides))
-        bias = t if bias is None else Call(torch.add, (bias, t))
+            t = PatternCall(_multiplied, (t, f, factor.divides))
+        bias = t if bias is None else PatternCall(torch.add, (bias, t))
     if empty is not None:
-        bias = Call(_shifted, (bias, empty, filling))
+        bias = PatternCall(_shifted, (bias, empty, filling))
     return {} if bias is None else dict(bias=bias), empty
 
 

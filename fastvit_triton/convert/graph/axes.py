@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from .nodes import Argument, kind, known, order, read, same, shape, value
-from .patterns import Call
+from .patterns import PatternCall
 
 
 class Axis:
@@ -260,5 +260,5 @@ def arranged(axes: Axes, groups: Sequence[tuple[Axis, ...]]) -> list[Step] | Non
 def applied(steps: Iterable[Step], t: Argument) -> Argument:
     """The call that takes these steps from a tensor."""
     for function, arguments in steps:
-        t = Call(function, (t, *arguments))
+        t = PatternCall(function, (t, *arguments))
     return t

@@ -18,12 +18,7 @@ X, MEAN, SPREAD, ROOT = "<x>", "<mean of x>", "<mean square>", "<1 / root>"  # f
 
 
 def norm_of(node: Argument, inner: list[fx.Node]) -> tuple[fx.Node, tuple] | None:
-    """(x, its norm as `linear` takes it) if a node is a LayerNorm or RMSNorm of x over the last axis, or None.
-
-    Args:
-        node: [..., D].
-        inner: the nodes between x and the result, with `node` itself, are appended to it.
-    """
+    """(x, its norm as `linear` takes it) if a node is a LayerNorm or RMSNorm of x over the last axis, or None."""
     found = _norm(node, inner)
     return None if isinstance(found, str) else found
 
@@ -81,13 +76,7 @@ def _called(node: fx.Node, base: fx.Node, inner: list[fx.Node]) -> tuple[fx.Node
 
 
 class _Written:
-    """A norm written out, as a polynomial in x, its mean and 1 / √(mean square + ε).
-
-    Args:
-        node: its result.
-        x: its input.
-        inner: the nodes that are read are appended to it.
-    """
+    """A norm written out, as a polynomial in x, its mean and 1 / √(mean square + ε)."""
 
     def __init__(self, node: fx.Node, x: fx.Node, inner: list[fx.Node]) -> None:
         self.node, self.x, self.inner = node, x, inner

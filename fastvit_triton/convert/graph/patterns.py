@@ -25,7 +25,7 @@ from .nodes import Argument, equal, kind, known, order, read, shape, up, value
 from .norm_patterns import norm_of, why_no_norm
 
 
-class Call(NamedTuple):
+class PatternCall(NamedTuple):
     """An argument that must be inserted as a call: function(*args)."""
 
     function: Callable
@@ -110,7 +110,7 @@ def _scaled(
             yield from _scales(rest, ends | {"layer_scale": factor}, skipped)
         drawn = len(sizes) > 1 and equal(size, (sizes[0], *[1] * (len(sizes) - 1)))
         if "sample_scale" not in ends and drawn and not value(factor).requires_grad:
-            scale = Call(torch.flatten, (factor,))
+            scale = PatternCall(torch.flatten, (factor,))
             yield from _scales(rest, ends | {"sample_scale": scale}, skipped)
 
 
@@ -138,13 +138,15 @@ def _layers(anchor: fx.Node, node: fx.Node, ends: dict, inner: list[fx.Node]) ->
             yield Match(anchor, linear, (start, *layer), options, [*inner, *before])
 
 
-def _linear(node: fx.Node, swapped: bool = False) -> tuple[fx.Node, fx.Node | Call, fx.Node | Call | None]:
+def _linear(
+    node: fx.Node, swapped: bool = False
+) -> tuple[fx.Node, fx.Node | PatternCall, fx.Node | PatternCall | None]:
     """(x, weight, bias) of a linear layer, with the halves of its output exchanged if `swapped`."""
     arguments = read(node)
     weight, bias = arguments["weight"], arguments.get("bias")
     if swapped:
         half = shape(weight)[0] // 2
-        weight, bias = (None if t is None else Call(torch.roll, (t, half, 0)) for t in (weight, bias))
+        weight, bias = (None if t is None else PatternCall(torch.roll, (t, half, 0)) for t in (weight, bias))
     return arguments["input"], weight, bias
 
 
@@ -184,7 +186,7 @@ def multiply(anchor: fx.Node) -> Iterator[Match | str]:
         bias, x, columns = arguments["input"], arguments["mat1"], arguments["mat2"]
         unscaled = arguments.get("alpha", 1) == 1 == arguments.get("beta", 1)
         if unscaled and equal(shape(bias), shape(columns)[1:]):
-            weight = Call(torch.t, (columns,))
+            weight = PatternCall(torch.t, (columns,))
             yield Match(anchor, onednn.product_in_graph, (x, weight, bias), name="product by oneDNN")
         else:
             yield "it scales its terms, or does not add a bias [F]"
@@ -236,7 +238,7 @@ def embed(anchor: fx.Node) -> Iterator[Match | str]:
                 yield Match(anchor, patch_embed, operands, options, [*inner, *parts])
 
 
-def _with_positions(anchor: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | Call | None, list[fx.Node]]]:
+def _with_positions(anchor: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | PatternCall | None, list[fx.Node]]]:
     if kind(anchor) == "add" and read(anchor).get("alpha", 1) == 1:
         arguments = read(anchor)
         for tokens, pos in ((arguments["input"], arguments["other"]), (arguments["other"], arguments["input"])):
@@ -246,12 +248,14 @@ def _with_positions(anchor: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | Call |
             if len(sizes) == 3 and equal(shape(tokens), sizes) and equal(size, (1, *sizes[1:])):
                 yield up(tokens, inner), pos, inner
             elif len(sizes) == 3 and equal(shape(tokens), sizes) and equal(size, sizes[1:]):
-                yield up(tokens, inner), Call(torch.unsqueeze, (pos, 0)), inner
+                yield up(tokens, inner), PatternCall(torch.unsqueeze, (pos, 0)), inner
     else:
         yield anchor, None, []
 
 
-def _with_prefix(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | Call | None, fx.Node | Call | None, list]]:
+def _with_prefix(
+    node: fx.Node,
+) -> Iterator[tuple[fx.Node, fx.Node | PatternCall | None, fx.Node | PatternCall | None, list]]:
     """Yields (patch tokens, prefix tokens, positions added before the prefix, nodes skipped)."""
     yield node, None, None, [node]
     if kind(node) != "cat" or len(shape(node)) != 3 or read(node).get("dim", 0) not in (1, -2):
@@ -268,7 +272,7 @@ def _with_prefix(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | Call | None
             return
         inner.append(part)
         tokens.append(row)
-    prefix = tokens[0] if len(tokens) == 1 else Call(torch.cat, (tuple(tokens), 1))
+    prefix = tokens[0] if len(tokens) == 1 else PatternCall(torch.cat, (tuple(tokens), 1))
     for body, pos, skipped in _with_positions(up(last, inner)):
         yield body, prefix, pos, [*inner, up(last, []), *skipped, body]
 

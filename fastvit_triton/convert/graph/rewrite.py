@@ -21,7 +21,18 @@ from .activation_patterns import gated
 from .attention_patterns import attend, attend_packed, why_not_attention, why_not_expanded
 from .nodes import equal, kind, operands, order, outside, read, shape, tensors, value
 from .norm_patterns import norm_of
-from .patterns import Call, Match, Reason, branch, copy_pays, embed, multiply, normalize, normalize_written, single
+from .patterns import (
+    Match,
+    PatternCall,
+    Reason,
+    branch,
+    copy_pays,
+    embed,
+    multiply,
+    normalize,
+    normalize_written,
+    single,
+)
 from .regions import Regions, memory
 
 FUSED = ("fused_linear", "fused_mlp")
@@ -53,11 +64,7 @@ class Rewriter:
         self.regions = Regions(graph, self.fake)
 
     def run(self, compiled: bool = True) -> None:
-        """Makes all rewrites to kernels, in an order in which none prevents another.
-
-        Args:
-            compiled: a compiler receives the graph; without one, layers of a gate are merged only behind a norm.
-        """
+        """Makes all rewrites to kernels, in an order in which none prevents another."""
         for node in self.graph.find_nodes(op="call_method", target="new_empty"):
             self._unbind(node)
         self._forget_sizes()
@@ -183,9 +190,9 @@ class Rewriter:
         example = next(tensors(x))
         return self.refuses(example.device, example.dtype, match.head_dim)
 
-    def _product_refusal(self, node: fx.Node, x: fx.Node, weight: fx.Node | Call | None) -> str | None:
+    def _product_refusal(self, node: fx.Node, x: fx.Node, weight: fx.Node | PatternCall | None) -> str | None:
         """Why oneDNN's product of x and a weight, of which the node computes a result, does not run."""
-        source = next(iter(weight.args)) if isinstance(weight, Call) else weight  # of its transpose
+        source = next(iter(weight.args)) if isinstance(weight, PatternCall) else weight  # of its transpose
         if value(x) is None or value(source) is None:
             return "it reads a subclass of Tensor"
         outputs = [t for t in (node, *node.users) if value(t) is not None]
@@ -196,7 +203,7 @@ class Rewriter:
         """Inserts a call before the anchor, with its example value."""
 
         def made(argument):
-            if isinstance(argument, Call):
+            if isinstance(argument, PatternCall):
                 return self._insert(anchor, argument.function, *argument.args)
             return type(argument)(made(a) for a in argument) if isinstance(argument, (tuple, list)) else argument
 
@@ -267,14 +274,7 @@ class Rewriter:
             node.args = (read(node)["input"], other.dtype)
 
     def _attention(self, before: fx.Node, x: fx.Node, arguments: dict, *memory: fx.Node) -> fx.Node:
-        """Inserts, before a node, an attention as `F.multi_head_attention_forward` computes it.
-
-        Args:
-            before: the node.
-            x: what queries are projected from, [B, N, D].
-            arguments: those of the call.
-            *memory: what keys and values are projected from, [B, M, D] each; none if that is x.
-        """
+        """Inserts, before a node, an attention as `F.multi_head_attention_forward` computes it."""
         call = partial(self._insert, before)
         weight, bias = arguments["in_proj_weight"], arguments["in_proj_bias"]
         E, heads = arguments["embed_dim_to_check"], arguments["num_heads"]
@@ -301,13 +301,7 @@ class Rewriter:
         return call(F.linear, merged, arguments["out_proj_weight"], arguments["out_proj_bias"])
 
     def _joined(self, before: fx.Node, mask: fx.Node | None, padding: fx.Node | None) -> fx.Node | None:
-        """Inserts the mask of `F.scaled_dot_product_attention`, whose True keeps a key, for two whose True drops it.
-
-        Args:
-            before: the node to insert before.
-            mask: [Nq, Nk], boolean or added to the scores; or None.
-            padding: [B, Nk] of the same dtype; or None.
-        """
+        """Inserts the mask of `F.scaled_dot_product_attention`, whose True keeps a key, for two whose True drops it."""
         call = partial(self._insert, before)
         if padding is not None:
             padding = call(torch.unsqueeze, call(torch.unsqueeze, padding, 1), 2)
@@ -403,9 +397,9 @@ class Rewriter:
             return
         bias = None
         if any(b is not None for b in biases):
-            filled = (Call(zeros_for, (w,)) if b is None else b for w, b in zip(weights, biases, strict=True))
-            bias = Call(torch.cat, (tuple(filled),))
-        packed = self._insert(first, F.linear, source, Call(torch.cat, (weights,)), bias)
+            filled = (PatternCall(zeros_for, (w,)) if b is None else b for w, b in zip(weights, biases, strict=True))
+            bias = PatternCall(torch.cat, (tuple(filled),))
+        packed = self._insert(first, F.linear, source, PatternCall(torch.cat, (weights,)), bias)
         chunks = self._insert(first, torch.chunk, packed, len(users), -1)
         parts = [self._insert(first, operator.getitem, chunks, i) for i in range(len(users))]
         for node, part in zip(users, parts, strict=True):
@@ -493,7 +487,7 @@ def _values(argument: Any) -> Any:
     """An argument of a node with nodes replaced by their example values."""
     if isinstance(argument, fx.Node):
         return argument.meta["example_value"]
-    if isinstance(argument, Call):
+    if isinstance(argument, PatternCall):
         return argument.function(*_values(argument.args))
     if isinstance(argument, dict):
         return {name: _values(a) for name, a in argument.items()}

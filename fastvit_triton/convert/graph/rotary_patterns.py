@@ -19,7 +19,7 @@ from torch import fx
 
 from .nodes import Argument, equal, kind, known, operands, order, read, same, shape, value
 from .norm_patterns import norm_of
-from .patterns import Call
+from .patterns import PatternCall
 
 VIEWS = "chunk contiguous getitem permute reshape split squeeze to transpose unbind unsqueeze".split()
 # Functions of tables: two calls of one with the same arguments have the same result.
@@ -39,7 +39,7 @@ class Terms(NamedTuple):
     entry: np.ndarray
 
 
-class Run(NamedTuple):
+class RotaryRun(NamedTuple):
     """Consecutive tokens, and the sums that their channels are."""
 
     start: Any
@@ -57,14 +57,14 @@ class Heads(NamedTuple):
     """
 
     axes: tuple[str, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[RotaryRun, ...]
     norm: tuple[tuple, int] | None = None
 
 
 class Table(NamedTuple):
     """What multiplies channels: a tensor, or a part of a complex one, its shape, and the axes that it is aligned to."""
 
-    tensor: fx.Node | Call
+    tensor: fx.Node | PatternCall
     sizes: tuple
     axes: tuple[str, ...]
 
@@ -78,12 +78,7 @@ class Rotation(NamedTuple):
 
 
 def attention_of_packed(pattern: Any, core: fx.Node) -> tuple[fx.Node, dict, list[fx.Node]] | str | None:
-    """(packed projection [B, N, 3·H·D], arguments of `attention_qkv`, nodes skipped) of an attention with q, k, v.
-
-    Args:
-        pattern: has q, k and v [B, H, N, D].
-        core: the node that computes the attention.
-    """
+    """(packed projection [B, N, 3·H·D], arguments of `attention_qkv`, nodes skipped) of an attention with q, k, v."""
     packed: Argument = pattern.v
     while kind(packed) in VIEWS:
         packed = read(packed)["input"]
@@ -131,7 +126,7 @@ class _Reader:
         start.column[:] = np.arange(columns)
         self.packed = packed
         self.tables: list[Table] = []
-        self.values: dict[fx.Node, Any] = {packed: Heads(("B", "N", ""), (Run(0, N, start),))}
+        self.values: dict[fx.Node, Any] = {packed: Heads(("B", "N", ""), (RotaryRun(0, N, start),))}
         self.others: set[fx.Node] = set()
         node = packed.next
         while node is not end and node.op != "output":
@@ -223,7 +218,7 @@ class _Reader:
             table = np.full(terms.table.shape, self._table(Table(y, sizes, axes)))
             new = terms._replace(table=table, entry=np.broadcast_to(entry, terms.entry.shape))
             return heads._replace(runs=(heads.runs[0]._replace(terms=new),))
-        real, imag = (self._table(Table(Call(part, (y,)), sizes, axes)) for part in (torch.real, torch.imag))
+        real, imag = (self._table(Table(PatternCall(part, (y,)), sizes, axes)) for part in (torch.real, torch.imag))
         entry = np.broadcast_to(entry[..., None], terms.entry.shape)
         straight = Terms(terms.factor, terms.column, np.full(entry.shape, real), entry)
         crossed = Terms(terms.factor[..., ::-1] * [-1, 1], terms.column[..., ::-1], np.full(entry.shape, imag), entry)
@@ -389,14 +384,7 @@ class _Reader:
         return parts[0]._replace(runs=tuple(runs))
 
     def rotation(self, heads: Heads, part: int, sizes: tuple[int, int], tokens: Any) -> Rotation | None:
-        """The norm and rotation of queries (part 0), keys (1) or values (2) with sizes [H, D]; None if it is another.
-
-        Args:
-            heads: with axes [B, H, N, D].
-            part: which third of the columns they must be.
-            sizes: H and D.
-            tokens: N.
-        """
+        """Norm and rotation of queries (part 0), keys (1) or values (2) of [H, D] channels; None if another."""
         own = np.arange(math.prod(sizes)).reshape(sizes) + part * math.prod(sizes)
         if heads.runs[0].terms.factor.shape[1:] != sizes or (heads.norm is not None and heads.norm[1] != sizes[1]):
             return None
@@ -422,7 +410,7 @@ class _Reader:
                 return Rotation(norm, (cos, sin, interleaved), prefix)
         return None
 
-    def _rope(self, run: Run, own: np.ndarray, interleaved: bool) -> tuple[Argument, Argument] | None:
+    def _rope(self, run: RotaryRun, own: np.ndarray, interleaved: bool) -> tuple[Argument, Argument] | None:
         """(cos, sin) of a run, or None if it is not rotated in such pairs."""
         D, (factor, column, table, entry) = own.shape[1], run.terms
         if D % 2:
@@ -515,7 +503,7 @@ def _fits(heads: Heads, sizes: tuple) -> bool:
     return equal(tuple(wanted), sizes)
 
 
-def _tokens(runs: tuple[Run, ...], cut: slice, length: Any) -> tuple[Run, ...] | None:
+def _tokens(runs: tuple[RotaryRun, ...], cut: slice, length: Any) -> tuple[RotaryRun, ...] | None:
     """The tokens [start, stop) of runs; None if tokens that tables belong to are divided."""
     ends = []
     for end, default in ((cut.start, 0), (cut.stop, length)):
@@ -593,11 +581,11 @@ def _is_plain(terms: Terms, own: np.ndarray) -> bool:
 
 
 def _extended(table: Argument, sizes: tuple[int, ...], fill: float) -> Argument:
-    return Call(F.pad, (table, sizes, "constant", fill)) if any(sizes) else table
+    return PatternCall(F.pad, (table, sizes, "constant", fill)) if any(sizes) else table
 
 
 def _cat(parts: list, dim: int) -> Argument:
-    return parts[0] if len(parts) == 1 else Call(torch.cat, (tuple(parts), dim))
+    return parts[0] if len(parts) == 1 else PatternCall(torch.cat, (tuple(parts), dim))
 
 
 def _selected(table: Table, entry: np.ndarray) -> Argument:
@@ -616,16 +604,16 @@ def _selected(table: Table, entry: np.ndarray) -> Argument:
         return None
     after = sizes[n + 1 :]
     if after[:1] == (H if by_head else 1,) and len(after) > 1 and not rows:  # [..., N, H, D]
-        found = Call(torch.transpose, (found, n, n + 1))
+        found = PatternCall(torch.transpose, (found, n, n + 1))
         if len(after) > 2:
-            found = Call(torch.flatten, (found, n + 2, -1))
+            found = PatternCall(torch.flatten, (found, n + 2, -1))
     elif by_head and not rows:
         return None
     else:
         if len(after) > 1:
-            found = Call(torch.flatten, (found, n + 1, -1))
+            found = PatternCall(torch.flatten, (found, n + 1, -1))
         if axes[0] == "B" and n == 1 and not known(sizes[0] == 1):
-            found = Call(torch.unsqueeze, (found, 1))
+            found = PatternCall(torch.unsqueeze, (found, 1))
     return _taken(found, entry[0], width)
 
 
@@ -633,13 +621,13 @@ def _taken(table: Argument, entry: np.ndarray, width: int) -> Argument:
     """table[..., entry] for a table with this many channels; None for entries in no simple order."""
     D = len(entry)
     if (entry == entry[0] + np.arange(D)).all():
-        return table if D == width else Call(torch.narrow, (table, -1, int(entry[0]), D))
+        return table if D == width else PatternCall(torch.narrow, (table, -1, int(entry[0]), D))
     if D % 2 == 0 and (entry[: D // 2] == entry[D // 2 :]).all():
         half = _taken(table, entry[: D // 2], width)
-        return None if half is None else Call(torch.cat, ((half, half), -1))
+        return None if half is None else PatternCall(torch.cat, ((half, half), -1))
     if D % 2 == 0 and (entry[::2] == entry[1::2]).all():
         half = _taken(table, entry[::2], width)
-        return None if half is None else Call(torch.repeat_interleave, (half, 2, -1))
+        return None if half is None else PatternCall(torch.repeat_interleave, (half, 2, -1))
     return None
 
 

@@ -20,7 +20,7 @@ FUNCTIONS = (torch.clamp, torch.exp, torch.roll, torch.unsqueeze)
 METHODS = ("clamp", "exp", "float", "t", "type_as", "unsqueeze")
 
 
-class Split(NamedTuple):
+class WeightSplit(NamedTuple):
     """A graph in two parts.
 
     Attributes:
@@ -34,13 +34,8 @@ class Split(NamedTuple):
     rest: fx.Graph
 
 
-def split(graph: fx.Graph, weights: set[str]) -> Split | None:
-    """The graph in two parts, of which `rest` is the graph itself, changed; None if the first would compute nothing.
-
-    Args:
-        graph: a rewritten graph with example values, which writes to no tensor and changes no mode.
-        weights: names of its inputs that are parameters or buffers.
-    """
+def split(graph: fx.Graph, weights: set[str]) -> WeightSplit | None:
+    """The graph in two parts, of which `rest` is the graph itself, changed; None if the first would compute nothing."""
     inputs = graph.find_nodes(op="placeholder")
     parameters = [node for node in inputs if node.name in weights and value(node) is not None]
     constant = set(parameters)
@@ -79,7 +74,7 @@ def split(graph: fx.Graph, weights: set[str]) -> Split | None:
     for node in reversed(list(graph.nodes)):
         if node in constant and node.op != "placeholder" and not node.users:
             graph.erase_node(node)
-    return Split([i for i, node in enumerate(inputs) if node in needed], kept, graph)
+    return WeightSplit([i for i, node in enumerate(inputs) if node in needed], kept, graph)
 
 
 def _is_pure(node: fx.Node) -> bool:

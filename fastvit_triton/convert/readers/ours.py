@@ -99,7 +99,6 @@ def _run(block: nn.Module, x: Tensor, stats: Given | None, next_norm: nn.Module 
     "fastvit_triton.layers.attention.Attention",
     needs="qkv num_heads scale q_norm k_norm attn_drop proj proj_drop position",
     takes="",
-    attention=True,
 )
 def attention_parts(self: Foreign) -> Body:
     """The body of our attention; what no kernel computes runs between fused linear layers."""

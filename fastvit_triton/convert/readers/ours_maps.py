@@ -194,6 +194,7 @@ def _convolved(module: Foreign, x: Tensor) -> Tensor:
     "fastvit_triton.models.cvt.ConvAttention",
     needs="conv_proj_q conv_proj_k conv_proj_v proj_q proj_k proj_v num_heads stride scale attn_drop proj proj_drop",
     takes="size",
+    by_call=True,
 )
 def convolved_parts(self: Foreign, size: tuple[int, int]) -> Body:
     """Parts of an attention of convolved queries, keys and values."""

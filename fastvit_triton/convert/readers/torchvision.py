@@ -31,9 +31,7 @@ def _window(attn: Foreign) -> Window:
     return Window(tuple(attn.window_size), tuple(attn.shift_size), still=True)
 
 
-@fused_body(
-    f"{_FILE}.ShiftedWindowAttention", needs=f"{ATTENTION} relative_position_bias_table", takes="", attention=True
-)
+@fused_body(f"{_FILE}.ShiftedWindowAttention", needs=f"{ATTENTION} relative_position_bias_table", takes="")
 def swin_parts(self: Foreign) -> Body | str:
     """Parts of an attention in shifted windows, with a table of relative positions."""
     scale = (self.qkv.weight.shape[-1] // self.num_heads) ** -0.5
@@ -44,7 +42,6 @@ def swin_parts(self: Foreign) -> Body | str:
     f"{_FILE}.ShiftedWindowAttentionV2",
     needs=f"{ATTENTION} logit_scale cpb_mlp relative_coords_table",
     takes="",
-    attention=True,
 )
 def swin_v2_parts(self: Foreign) -> Body | str:
     """Parts of a cosine attention in shifted windows, with positions from an MLP and keys without a bias."""

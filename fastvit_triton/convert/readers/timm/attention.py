@@ -1,46 +1,41 @@
 """Fused forwards for timm's attention and MLPs: VisionTransformer and its variants, BEiT, EVA and DINOv3, Swin.
 
-Supports timm 0.4 and later; attributes that older releases lack (norms, gates, a second dropout) are optional.
+Also MLPs gated by a GELU (ViTamin, Gemma 4) or with a global response normalization (ConvNeXt V2, CSATv2), and the
+attention of Gemma 4. Supports timm 0.4 and later; attributes that older releases lack (norms, gates, a second dropout)
+are optional.
 """
 
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ....engine.attention import attention_body
 from ....engine.body import Body, finish, project
 from ....engine.freeze import derived
-from ....engine.hooks import are_plain_tensors, type_name
+from ....engine.hooks import are_plain_tensors, has_hooks, type_name
 from ....engine.leaves import (
-    DROPOUTS,
     Foreign,
     Layer,
     Packed,
     activation_of,
     is_identity,
-    is_inactive,
     is_readable,
     softmax_reason,
 )
 from ....engine.mlp import MlpBody, gated_mlp_body
+from ....kernels.attention import attention
 from ....kernels.attention_qkv import attention_qkv
 from ....layers.fusable import Fusable
 from ...forwards import fused_body, fused_forward
-from ...third_party import four_axes, head_norms
+from ...third_party import dropout_reason, four_axes, head_norms
 from ...windows import table_bias
 
 
 def dropped(module: Foreign) -> str | None:
     """Why this attention needs dropout on its probabilities, which no kernel has; None if it does not."""
-    drop = module.attn_drop
-    return (
-        None
-        if is_inactive(drop)
-        else f"attention dropout {drop.p}"
-        if type_name(drop) in DROPOUTS
-        else "attn_drop has a hook"
-    )
+    return dropout_reason(module.attn_drop, "attn_drop has a hook")
 
 
 def is_own(module: Foreign) -> bool:
@@ -74,7 +69,6 @@ def _norms(module: Foreign) -> tuple[nn.Module, nn.Module] | None:
     "timm.models.vision_transformer.Attention",
     needs="qkv num_heads scale attn_drop proj proj_drop",
     takes="attn_mask is_causal",
-    attention=True,
 )
 def attention_parts(self: Foreign, attn_mask: Tensor | None = None, is_causal: bool = False) -> Body | str:
     """Parts of an attention with packed qkv and optional norms of queries, keys and output."""
@@ -91,9 +85,7 @@ def attention_parts(self: Foreign, attn_mask: Tensor | None = None, is_causal: b
     )
 
 
-@fused_body(
-    "timm.models.metaformer.Attention", needs="qkv num_heads scale attn_drop proj proj_drop", takes="", attention=True
-)
+@fused_body("timm.models.metaformer.Attention", needs="qkv num_heads scale attn_drop proj proj_drop", takes="")
 def plain_parts(self: Foreign) -> Body | str:
     """Parts of CAFormer's attention."""
     return dropped(self) or attention_body(
@@ -101,7 +93,7 @@ def plain_parts(self: Foreign) -> Body | str:
     )
 
 
-@fused_body("timm.models.davit.WindowAttention", needs="qkv num_heads scale softmax proj", takes="", attention=True)
+@fused_body("timm.models.davit.WindowAttention", needs="qkv num_heads scale softmax proj", takes="")
 def davit_window_parts(self: Foreign) -> Body | str:
     """Parts of DaViT's attention in windows [B · windows, N, D]."""
     return softmax_reason(self.softmax) or attention_body((self.qkv,), self.proj, self.num_heads, scale_of(self))
@@ -138,7 +130,6 @@ def _nest_heads(self: Foreign, qkv: Tensor) -> Tensor:
     "timm.models.eva.EvaAttention",
     needs="qkv q_proj k_proj v_proj num_heads scale attn_drop norm proj proj_drop",
     takes="rope attn_mask is_causal",
-    attention=True,
 )
 def rope_parts(
     self: Foreign, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
@@ -175,7 +166,6 @@ def rope_parts(
     needs="qkv q_bias k_bias v_bias num_heads scale relative_position_bias_table relative_position_index attn_drop "
     "proj proj_drop",
     takes="shared_rel_pos_bias",
-    attention=True,
 )
 def beit_parts(self: Foreign, shared_rel_pos_bias: Tensor | None = None) -> Body | str:
     """Parts of an attention with packed qkv and learned relative positions, of the module or shared by the model."""
@@ -195,7 +185,6 @@ def beit_parts(self: Foreign, shared_rel_pos_bias: Tensor | None = None) -> Body
     "timm.models.swin_transformer.WindowAttention",
     needs="qkv num_heads scale relative_position_bias_table relative_position_index softmax attn_drop proj proj_drop",
     takes="mask",
-    attention=True,
 )
 def window_parts(self: Foreign, mask: Tensor | None = None) -> Body | str:
     """Parts of a window attention; group g of the bias is window g, with the mask of shifted windows added."""
@@ -263,3 +252,98 @@ def packed_projection(self: Foreign) -> Layer | str:
         return "qkv was replaced or has a hook"
     weight = self.qkv.weight
     return Packed(weight, derived(self, "qkv_bias", biases, lambda: torch.cat(biases)), (weight, *biases))
+
+
+CLIPPABLE = "timm.models.gemma4_vit.Gemma4ClippableLinear"
+
+
+@fused_body("timm.models.vitamin.GeGluMlp", needs="norm w0 act w1 drop1 w2 drop2", takes="")
+def vitamin_parts(self: Foreign) -> MlpBody | Body:
+    """Parts of ViTamin's gated MLP with its norm."""
+    return gated_mlp_body((self.w0, self.w1), self.act, self.w2, (self.drop1, self.drop2), first=self.norm)
+
+
+def _linears(*layers: Foreign) -> tuple[Layer, ...]:
+    """The linear layers inside those of Gemma 4; those that clip, have a hook or are of another type are called."""
+    plain = (type_name(layer) == CLIPPABLE and not layer.use_clipped and not has_hooks(layer) for layer in layers)
+    return tuple(layer.linear if bare else layer for layer, bare in zip(layers, plain, strict=True))
+
+
+@fused_body("timm.models.gemma4_vit.Gemma4GatedMlp", needs="gate_proj up_proj down_proj act drop", takes="")
+def gemma_mlp_parts(self: Foreign) -> MlpBody | Body | str:
+    """Parts of Gemma 4's gated MLP."""
+    layers = _linears(self.gate_proj, self.up_proj, self.down_proj)
+    if not any(map(is_readable, layers)):
+        return "its layers are called: they clip their inputs and outputs, were replaced or have a hook"
+    return gated_mlp_body(layers[:2], self.act, layers[2], (None, self.drop))
+
+
+@fused_body(
+    "timm.models.gemma4_vit.Gemma4Attention",
+    needs="q_proj k_proj v_proj o_proj q_norm k_norm v_norm num_heads num_kv_heads num_kv_groups attn_drop proj_drop",
+    takes="rope_cos rope_sin attn_mask",
+)
+def gemma_parts(
+    self: Foreign,
+    rope_cos: Tensor | None = None,
+    rope_sin: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+) -> Body | str:
+    """Parts of Gemma 4's attention, with norms of queries, keys and values, and rotary positions along both axes."""
+    if self.num_kv_heads * self.num_kv_groups != self.num_heads:
+        return f"{self.num_heads} heads for {self.num_kv_heads} keys of {self.num_kv_groups} heads each"
+    *projections, proj = _linears(self.q_proj, self.k_proj, self.v_proj, self.o_proj)
+    between = partial(_gemma_heads, self, rope=(rope_cos, rope_sin), mask=attn_mask)
+    return dropped(self) or Body(
+        "attention", tuple(projections), between, proj, self.num_heads, drops=(self.proj_drop,)
+    )
+
+
+def _gemma_heads(self: Foreign, qkv: Tensor, rope: tuple[Tensor | None, ...], mask: Tensor | None) -> Tensor:
+    """Projections [B, N, (H + 2 · H') · D] → [B, N, H · D], where a key serves H / H' heads."""
+    heads = self.num_heads, self.num_kv_heads, self.num_kv_heads
+    q, k, v = qkv.unflatten(-1, (sum(heads), -1)).split(heads, 2)
+    cos, sin = (t.unsqueeze(2) for t in rope if t is not None)
+    q, k = (_rotated(norm(t), cos, sin).transpose(1, 2) for norm, t in ((self.q_norm, q), (self.k_norm, k)))
+    v = self.v_norm(v).transpose(1, 2)
+    if self.num_kv_groups > 1:
+        k, v = (t.repeat_interleave(self.num_kv_groups, 1) for t in (k, v))
+    return attention(q, k, v.to(q.dtype), four_axes(mask), 1.0).transpose(1, 2).flatten(2)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions of x [B, N, H, D] along two axes, each for half of the channels."""
+    first, second = x.unflatten(-1, (2, 2, -1)).unbind(-2)
+    return x * cos + torch.stack((-second, first), -2).flatten(-3) * sin
+
+
+@fused_body(
+    "timm.layers.mlp.GlobalResponseNormMlp",
+    needs="fc1 act drop1 grn fc2 drop2",
+    takes="",
+)
+def response_parts(self: Foreign) -> Body | str:
+    """Parts of ConvNeXt V2's MLP of a map [B, H, W, D]: fc1, activation, dropout, normalization, fc2."""
+    if not (is_readable(self.fc1) or is_readable(self.fc2)):
+        return "its layers are convolutions, were replaced or have a hook"
+    return Body("MLP", (self.fc1,), partial(_normalized, self), self.fc2, drops=(self.drop2,))
+
+
+def _normalized(self: Foreign, h: Tensor) -> Tensor:
+    h = self.act(h)
+    return self.grn(self.drop1(h) if hasattr(self, "drop1") else h)
+
+
+@fused_forward(
+    "convolution and MLP",
+    "timm.models.csatv2.Block",
+    needs="dwconv norm pwconv1 act grn pwconv2 ls drop_path attn",
+    takes="",
+    folds=lambda self: [(self.norm, self.pwconv1)],
+)
+def csat_block(self: Foreign, x: Tensor) -> Tensor:
+    """CSATv2's block: depthwise convolution, MLP, and a map of weights; [B, D, H, W] → [B, D, H, W]."""
+    mlp = Body("MLP", (self.pwconv1,), partial(_normalized, self), self.pwconv2, first=self.norm)
+    y = mlp(self.dwconv(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    weights = F.interpolate(self.attn(y), size=y.shape[2:], mode="bilinear", align_corners=True)
+    return x + self.drop_path(self.ls(y * weights))

@@ -107,7 +107,6 @@ def swin_v2_block(self: Foreign, x: Tensor) -> Tensor:
     needs="qkv num_heads logit_scale cpb_mlp relative_coords_table relative_position_index softmax attn_drop proj "
     "proj_drop window_size",
     takes="mask",
-    attention=True,
 )
 def swin_v2_parts(self: Foreign, mask: Tensor | None = None) -> Body | str:
     """Parts of Swin V2's attention, called on windows [B·windows, n, D]."""
@@ -187,7 +186,6 @@ def _unless_dropped(attn: Foreign, body: Body) -> Body | str:
     "fastvit_triton.layers.window.WindowAttention",
     needs="qkv num_heads scale attn_drop proj proj_drop ws|window",
     takes="size",
-    attention=True,
 )
 def window_parts(self: Foreign, size: Grid | None = None) -> Body | str:
     """Parts of an attention in windows of a map, given as tokens if it has this size; its bias is kept while frozen."""
@@ -207,7 +205,6 @@ def window_parts(self: Foreign, size: Grid | None = None) -> Body | str:
     "fastvit_triton.layers.reduced.ReducedAttention",
     needs="q kv num_heads scale attn_drop proj proj_drop sr norm",
     takes="size feat_size",
-    attention=True,
 )
 def reduced_parts(self: Foreign, size: Grid | None = None, feat_size: Grid | None = None) -> Body | str:
     """Parts of an attention to a smaller map, by a convolution or by pooling (linear attention); tokens have a size."""

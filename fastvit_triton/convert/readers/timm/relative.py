@@ -47,7 +47,6 @@ def _reason(self: Foreign) -> str | None:
     "timm.models.vision_transformer_relpos.RelPosAttention",
     needs="qkv q_norm k_norm num_heads scale rel_pos attn_drop proj proj_drop",
     takes="shared_rel_pos",
-    attention=True,
 )
 def rel_pos_parts(self: Foreign, shared_rel_pos: Tensor | None = None) -> Body | str:
     """Parts of an attention with relative positions, of the module or shared by the model."""

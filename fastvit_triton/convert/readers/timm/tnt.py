@@ -22,7 +22,6 @@ OURS = f"{PACKAGE}.models.tnt"
     "timm.models.tnt.Attention",
     needs="qk v num_heads scale attn_drop proj proj_drop",
     takes="",
-    attention=True,
 )
 def tnt_parts(self: Foreign) -> Body | str:
     """Parts of TNT's attention, which projects queries and keys together."""

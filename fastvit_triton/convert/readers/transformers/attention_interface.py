@@ -69,10 +69,6 @@ def attention_forward(
 
     With cu_seq_lens_q the tokens of a batch of one are those of several images, and each attends to its own image.
     What no kernel computes, such as grouped heads and dropout, runs transformers' "sdpa", and a warning says so once.
-
-    Raises:
-        ValueError: images are packed in a batch of more than one, or with other lengths for keys than for queries; or
-            attention has sinks, or a sliding window that no mask holds.
     """
     cu_seqlens = more.get("cu_seq_lens_q")
     starts = cu_seqlens if isinstance(cu_seqlens, Tensor) else None

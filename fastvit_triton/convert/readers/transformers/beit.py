@@ -14,10 +14,10 @@ from ....engine.body import Body
 from ....engine.branch import Branch, add_branches
 from ....engine.freeze import derived, index_of
 from ....engine.hooks import has_hooks, is_plain_module, type_name
-from ....engine.leaves import DROPOUTS, Foreign, activation_of, is_inactive
+from ....engine.leaves import Foreign, activation_of
 from ....engine.mlp import MlpBody
 from ...forwards import INNER, arguments, fused_body, fused_forward
-from ...third_party import four_axes
+from ...third_party import dropout_reason, four_axes
 from ...windows import expanded
 from ..torch import STEMS
 from .vit import attention_parts, checkpointed, classes, heads_reason
@@ -57,7 +57,6 @@ def _has_size(module: Foreign, grid: tuple[int, int]) -> bool:
     takes="head_mask output_attentions relative_position_bias interpolate_pos_encoding resolution",
     after=(None,),
     by_name=True,
-    attention=True,
 )
 def nested_parts(self: Foreign, *inputs: Any, **named: Any) -> Body | str:
     """Parts of an attention with nested submodules; biases of the block and of the model are added."""
@@ -68,11 +67,8 @@ def nested_parts(self: Foreign, *inputs: Any, **named: Any) -> Body | str:
     types = f"{family}SelfAttention", f"{family}SdpaSelfAttention"
     if not (is_plain_module(inner, types) and is_plain_module(outer, (f"{family}SelfOutput",))):
         return "attention or output was replaced or has a hook"
-    if (why := heads_reason(inner)) is not None:
+    if (why := heads_reason(inner) or dropout_reason(inner.dropout)) is not None:
         return why
-    if not is_inactive(inner.dropout):
-        is_dropout = type_name(inner.dropout) in DROPOUTS
-        return f"attention dropout {inner.dropout.p}" if is_dropout else "attention dropout was replaced"
     if call.get("output_attentions") or call.get("head_mask") is not None:
         return "its weights are requested, or heads are masked"
     bias = call.get("relative_position_bias")

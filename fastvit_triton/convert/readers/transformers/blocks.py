@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from ....engine.attention import attention_body
 from ....engine.body import Body
 from ....engine.branch import Branch, add_branches
-from ....engine.hooks import type_name
-from ....engine.leaves import DROPOUTS, Foreign, activation_of, is_inactive
+from ....engine.leaves import Foreign, activation_of, is_inactive
 from ....engine.mlp import MlpBody
 from ...forwards import (
     INNER,
@@ -23,7 +22,7 @@ from ...forwards import (
     known_type,
     register,
 )
-from ...third_party import four_axes
+from ...third_party import dropout_reason, four_axes
 from .vit import attention_reason, checkpointed, classes, heads_reason
 
 
@@ -171,8 +170,7 @@ def _attention_parts(self: Foreign, *inputs: Any, **named: Any) -> Body | str:
         why = "its attention weights are requested" if call.pop("output_attentions", None) else None
         why = why or ("called with head_mask" if call.get("head_mask") is not None else None)
     else:
-        is_dropout = type_name(inner.dropout) in DROPOUTS
-        why = f"attention dropout {inner.dropout.p}" if is_dropout else "dropout was replaced or has a hook"
+        why = dropout_reason(inner.dropout, "dropout was replaced or has a hook")
     if why is not None:
         return why
     heads = inner.num_attention_heads

@@ -1,11 +1,13 @@
-"""Fused forwards for the layers of transformers' detectors: DETR, Deformable DETR, RT-DETR, Table Transformer.
+"""Fused forwards for transformers' detectors: layers of DETR and others, and of Mask2Former; masks and sine positions.
 
 Positions are added to queries and keys, not to values. A part of a layer that was replaced or hooked is called. The sum
-with the residual belongs to the last product of a branch.
+with the residual belongs to the last product of a branch. Mask2Former's layers of queries hold [N, B, D], and their
+attention to the image sees the places that the previous mask of a query covers. Masks and sine positions take half as
+many launches, have the values of the originals, and need no kernel.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +15,16 @@ from torch import Tensor, nn
 
 from ....engine.body import finish, normalize, project
 from ....engine.freeze import derived, keeps
-from ....engine.hooks import has_hooks, has_type
-from ....engine.leaves import Foreign, activation_of, is_readable
+from ....engine.hooks import are_plain_tensors, can_fuse, has_hooks, has_type
+from ....engine.leaves import Foreign, Packed, activation_of, is_readable
 from ....engine.mlp import MlpBody
 from ....kernels.attention import attention
 from ....kernels.backend import kernels_available
 from ....kernels.linear import linear
 from ...forwards import INNER, arguments, fused_body, fused_forward, inner_reason, original
-from ...third_party import can_run, four_axes
-from .deformable import WHOLE, sampled
+from ...third_party import can_run, four_axes, is_fusable, runs_original
+from ..torch import multihead_reason
+from .deformable import PADDED, WHOLE, sampled, sampled_padded
 from .vit import attention_reason, checkpointed, classes
 
 SELF = frozenset(classes("detr.DetrSelfAttention"))
@@ -32,14 +35,7 @@ INNER |= SELF | CROSS | OLD | MLPS
 
 
 def attended(owner: Foreign, inputs: tuple[Tensor, Tensor, Tensor], head_dim: int, mask: Any) -> Tensor:
-    """Attention of queries, keys and values before the output projection.
-
-    Args:
-        owner: has q_proj, k_proj, v_proj, and scaling, the softmax scale.
-        inputs: what these projections read, [B, N or M, D] each.
-        head_dim: channels of a head.
-        mask: [B or 1, H or 1, N, M], boolean with True for "attend", or added to the scores; or None.
-    """
+    """Attention of queries, keys and values before the output projection."""
     x, y, z = inputs
     if x is y:
         q, k = projected_together(owner, x, owner.q_proj, owner.k_proj)
@@ -378,3 +374,187 @@ def _pre_norm_decoder_layer(self: Foreign, x: Tensor, **call: Any) -> Tensor:
     mine |= dict(spatial_position_embeddings=call.get("object_queries"))
     x = _attend_old(self, self.encoder_attn, x, self.encoder_attn_layer_norm, mine)
     return own_mlp(self, normalize(x, self.final_layer_norm), x)
+
+
+QUERIES = frozenset(classes("mask2former.Mask2FormerAttention"))
+INNER |= QUERIES
+QUERY_MLP = "self_attn self_attn_layer_norm fc1 fc2 activation_fn activation_dropout final_layer_norm dropout"
+
+
+@fused_forward(
+    "deformable encoder layer",
+    *classes("mask2former.Mask2FormerPixelDecoderEncoderLayer"),  # OneFormer's drops by its configuration's is_training
+    needs=QUERY_MLP,
+    takes="attention_mask position_embeddings reference_points spatial_shapes spatial_shapes_list level_start_index "
+    "output_attentions",
+    by_name=True,
+)
+def pixel_encoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
+    """Deformable attention and an MLP, with a norm after each; [B, N, D] → ([B, N, D],)."""
+    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
+    y = None if call.pop("output_attentions", False) else _sampled(self.self_attn, hidden_states, call)
+    if y is None:
+        return NotImplemented
+    x = normalize(added(self.self_attn.output_proj, y, hidden_states, self), self.self_attn_layer_norm)
+    return (finite(self, normalize(own_mlp(self, x, x), self.final_layer_norm)),)
+
+
+def _sampled(attn: Foreign, x: Tensor, call: dict[str, Any]) -> Tensor | None:
+    """What the attention of a layer projects to its output; None if it must be called."""
+    if not has_type(attn, PADDED) or has_hooks(attn) or not is_fusable(attn, x):
+        return None
+    found = sampled_padded(attn, x, call | dict(encoder_hidden_states=x))
+    return None if found is None else found[0]
+
+
+@fused_forward(
+    "post-norm decoder layer",
+    *classes("mask2former.Mask2FormerMaskedAttentionDecoderLayer"),
+    needs=f"{QUERY_MLP} pre_norm cross_attn cross_attn_layer_norm",
+    takes="level_index attention_mask position_embeddings query_position_embeddings encoder_hidden_states "
+    "encoder_attention_mask output_attentions",
+)
+def query_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
+    """Attention to the image, self-attention and an MLP, with a norm after each; [Nq, B, D] → ([Nq, B, D],)."""
+    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
+    if call.pop("output_attentions", False) or self.pre_norm or _query_reason(self, call) is not None:
+        return NotImplemented
+    return (checkpointed(self, _query_layer, hidden_states, **call),)
+
+
+def _query_reason(self: Foreign, call: dict[str, Any]) -> str | None:
+    """Why a layer of queries must run its own forward now, or None."""
+    if (why := inner_reason((self.self_attn, QUERIES)) or multihead_reason(self.cross_attn)) is not None:
+        return why
+    if has_hooks(self.cross_attn) or self.cross_attn.batch_first:
+        return "its attention to the image has a hook or another order of axes"
+    if self.training and self.self_attn.dropout > 0:
+        return f"attention dropout {self.self_attn.dropout}"
+    mask = call.get("encoder_attention_mask")
+    if mask is not None and (mask.dim() != 3 or mask.dtype != torch.bool):
+        return "its mask is not boolean [B·H, N, M]"
+    given = (call.get(name) for name in ("query_position_embeddings", "position_embeddings", "encoder_hidden_states"))
+    return "positions or the image are missing" if any(t is None for t in given) else None
+
+
+def _query_layer(self: Foreign, x: Tensor, **call: Any) -> Tensor:
+    positions, level = call["query_position_embeddings"], call["level_index"]
+    memory = call["encoder_hidden_states"][level]  # [M, B, D]
+    inner: Foreign = self.cross_attn
+    weights = inner.in_proj_weight.chunk(3)
+    biases = (None, None, None) if inner.in_proj_bias is None else inner.in_proj_bias.chunk(3)
+    read = x + positions, memory + call["position_embeddings"][level], memory
+    q, k, v = (project(t, (Packed(w, b),)) for t, w, b in zip(read, weights, biases, strict=True))
+    y = _crossed(q, k, v, inner.num_heads, call.get("encoder_attention_mask"))
+    x = normalize(added(inner.out_proj, y, x, self), self.cross_attn_layer_norm)
+
+    attn = self.self_attn
+    q, k = projected_together(attn, x + positions, attn.q_proj, attn.k_proj)
+    y = _crossed(q, k, project(x, (attn.v_proj,)), attn.num_heads, None, attn.scaling)
+    x = normalize(added(attn.out_proj, y, x, self), self.self_attn_layer_norm)
+    return normalize(own_mlp(self, x, x), self.final_layer_norm)
+
+
+def _crossed(q: Tensor, k: Tensor, v: Tensor, heads: int, masked: Tensor | None, scale: float | None = None) -> Tensor:
+    """Attention of queries [Nq, B, D] to keys and values [M, B, D]; True in masked [B·H, Nq, M] hides a key."""
+    q, k, v = (t.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for t in (q, k, v))
+    seen = None if masked is None else ~masked.unflatten(0, (-1, heads))
+    return attention(q, k, v, seen, scale).permute(2, 0, 1, 3).flatten(2)
+
+
+POSITION_EPS = 1e-6  # the original's
+
+
+def _reads(mask: Any, self: Foreign, features: int, dtype: torch.dtype) -> TypeGuard[Tensor]:
+    """True if the positions of a mask may be computed here; those without a mask are cached by the original."""
+    plain = isinstance(mask, Tensor) and mask.dim() == 3 and are_plain_tensors(mask) and features % 2 == 0
+    return plain and can_fuse(mask.new_empty(0, dtype=dtype)) and runs_original(self)
+
+
+def _positions(self: Foreign, mask: Tensor, dtype: torch.dtype, features: int, centre: float) -> Tensor:
+    """Sines and cosines of the place of each pixel among those that are True; [B, H, W] → [B, 2·features, H, W]."""
+    inside = mask.to(dtype)
+    y, x = inside.cumsum(1), inside.cumsum(2)
+    places = torch.stack((y, x), -1)
+    if self.normalize:
+        last = torch.stack((y[:, -1:].expand_as(y), x[:, :, -1:].expand_as(x)), -1)
+        places = (places - centre if centre else places) / (last + POSITION_EPS) * self.scale
+
+    def divisors() -> Tensor:
+        return self.temperature ** (torch.arange(0, features, 2, dtype=dtype, device=mask.device) / features)
+
+    name = f"divisors {self.temperature} {features} {dtype} {mask.device}"
+    angles = places[..., None] / derived(self, name, (), divisors)
+    return torch.stack((angles.sin(), angles.cos()), -1).flatten(3).permute(0, 3, 1, 2)
+
+
+FEATURES = "num_position_features normalize scale temperature"
+
+
+@fused_forward(
+    "sine positions",
+    *classes("detr.DetrSinePositionEmbedding"),
+    needs=FEATURES,
+    takes="device dtype mask",
+    checked=False,
+)
+def sine_positions(
+    self: Foreign, shape: torch.Size, device: Any, dtype: torch.dtype, mask: Tensor | None = None
+) -> Tensor:
+    """Positions in a map of this shape [B, C, H, W]; → [B, D, H, W]."""
+    if not _reads(mask, self, self.num_position_features, dtype) or torch.device(device) != mask.device:
+        return NotImplemented
+    return _positions(self, mask, dtype, self.num_position_features, 0.0)
+
+
+@fused_forward(
+    "sine positions",
+    *classes("deformable_detr.DeformableDetrSinePositionEmbedding"),
+    needs=FEATURES,
+    takes="device dtype mask",
+    checked=False,
+)
+def centred_sine_positions(
+    self: Foreign, shape: torch.Size, device: Any, dtype: torch.dtype, mask: Tensor | None = None
+) -> Tensor:
+    """As `sine_positions`, from the centres of pixels."""
+    if not _reads(mask, self, self.num_position_features, dtype) or torch.device(device) != mask.device:
+        return NotImplemented
+    return _positions(self, mask, dtype, self.num_position_features, 0.5)
+
+
+@fused_forward(
+    "sine positions",
+    *classes("table_transformer.TableTransformerSinePositionEmbedding"),
+    needs="embedding_dim normalize scale temperature",
+    takes="pixel_mask",
+    checked=False,
+)
+def float32_sine_positions(self: Foreign, pixel_values: Tensor, pixel_mask: Tensor | None) -> Tensor:
+    """As `sine_positions`, in float32."""
+    if not _reads(pixel_mask, self, self.embedding_dim, torch.float32):
+        return NotImplemented
+    return _positions(self, pixel_mask, torch.float32, self.embedding_dim, 0.0)
+
+
+@fused_forward(
+    "",
+    *classes("detr.DetrConvEncoder", "rt_detr.RTDetrConvEncoder"),
+    needs="model",
+    takes="pixel_mask",
+)
+def masked_maps(self: Foreign, pixel_values: Tensor, pixel_mask: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Maps of a backbone, each with the mask of its pixels; masks of whole steps are views before their conversion."""
+    if not are_plain_tensors(pixel_mask) or pixel_mask.dim() != 3:
+        return NotImplemented
+    found = self.model(pixel_values)
+    maps = getattr(found, "feature_maps", found)
+    return [(each, _mask_of(pixel_mask, each.shape[2], each.shape[3])) for each in maps]
+
+
+def _mask_of(mask: Tensor, height: int, width: int) -> Tensor:
+    """Every n-th row and column of a mask [B, H, W], or its nearest values; [B, height, width], boolean."""
+    _, H, W = mask.shape
+    if H % height or W % width:
+        return F.interpolate(mask[None].float(), size=(height, width)).to(torch.bool)[0]
+    return mask[:, :: H // height, :: W // width].to(torch.bool, memory_format=torch.contiguous_format)

@@ -98,7 +98,6 @@ TAKES = "cu_seqlens position_embeddings max_seqlen attention_mask rotary_pos_emb
     ),
     needs=NEEDS,
     takes=TAKES,
-    attention=True,
 )
 def packed_parts(self: Foreign, *inputs: Any, **named: Any) -> Body | str:
     """Parts of an attention within packed images; without cu_seqlens, of its layers alone."""

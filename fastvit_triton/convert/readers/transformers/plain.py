@@ -1,7 +1,7 @@
 """Fused forwards for transformers' towers with plain attention in modules of their own shape.
 
-TimeSformer, MGP-STR, BridgeTower, Phi-4 multimodal, Pix2Struct and Kosmos-2.5, and MLPs of Granite Docling and
-LFM 3 VL.
+TimeSformer, MGP-STR, BridgeTower, Phi-4 multimodal, Pix2Struct and Kosmos-2.5, MLPs of Granite Docling and LFM 3 VL
+and the Q-Former of BLIP-2: post-norm attention, to its own tokens or to the image's, and MLPs.
 """
 
 import sys
@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from ....engine.attention import attention_body
-from ....engine.body import Body, normalize
+from ....engine.body import Body, finish, normalize, project
 from ....engine.branch import Branch, add_branches
-from ....engine.hooks import has_hooks, is_plain_module, type_name
-from ....engine.leaves import DROP_PATHS, DROPOUTS, Foreign, activation_of, is_inactive
+from ....engine.hooks import has_hooks, is_plain_module
+from ....engine.leaves import DROP_PATHS, Foreign, activation_of
 from ....engine.mlp import MlpBody, gated_mlp_body
 from ....engine.replay import call_block
+from ....kernels.attention import attention
 from ...forwards import INNER, fused_body, fused_forward
-from ...third_party import four_axes
+from ...third_party import dropout_reason, four_axes, is_fusable
 from ..torch import multihead_reason, packed_attention
 from .rotary import weights_reason
 from .vit import attention_reason, checkpointed, classes
@@ -28,20 +29,12 @@ INNER |= {f"{TIMESFORMER}SelfAttention", f"{TIMESFORMER}SelfOutput", f"{MGP_STR}
 DROP_PATHS |= {f"{TIMESFORMER}DropPath", *classes("mgp_str.MgpStrDropPath")}
 
 
-def _dropped(dropout: Foreign) -> str | None:
-    """Why an attention with this dropout on its weights must run its own forward now, or None."""
-    if is_inactive(dropout):
-        return None
-    return f"attention dropout {dropout.p}" if type_name(dropout) in DROPOUTS else "attention dropout was replaced"
-
-
 @fused_body(
     *classes("timesformer.TimeSformerAttention"),
     needs="attention.qkv attention.num_heads attention.scale attention.attn_drop output.dense output.dropout",
     takes="output_attentions",
     after=(),
     by_name=True,
-    attention=True,
 )
 def timesformer_parts(self: Foreign, output_attentions: bool = False) -> Body | str:
     """Parts of TimeSformer's attention."""
@@ -51,7 +44,7 @@ def timesformer_parts(self: Foreign, output_attentions: bool = False) -> Body | 
         return "attention or output was replaced or has a hook"
     if output_attentions:
         return "its weights are requested"
-    why = _dropped(inner.attn_drop)
+    why = dropout_reason(inner.attn_drop)
     return why or attention_body((inner.qkv,), outer.dense, inner.num_heads, inner.scale, drops=(outer.dropout,))
 
 
@@ -114,7 +107,7 @@ def _mgp_str_reason(self: Foreign) -> str | None:
         plain = is_plain_module(block, (f"{MGP_STR}Layer",)) and is_plain_module(block.attn, (f"{MGP_STR}Attention",))
         if not plain:
             return "a block or its attention was replaced or has a hook"
-        if (why := _dropped(block.attn.attn_drop)) is not None:
+        if (why := dropout_reason(block.attn.attn_drop)) is not None:
             return why
     return None
 
@@ -210,7 +203,6 @@ def phi4_parts(self: Foreign, attention_mask: Tensor | None = None, **more: obje
     needs="query key value output n_heads scaling dropout is_causal config",
     takes="attention_mask",
     after=(None,),
-    attention=True,
 )
 def pix2struct_parts(self: Foreign, attention_mask: Tensor | None = None, **more: object) -> Body | str:
     """Parts of an attention with the names of T5's layers."""
@@ -269,3 +261,113 @@ def docling_connector(self: Foreign, image_hidden_states: Tensor, *inputs: Any, 
 def numbered_parts(self: Foreign) -> MlpBody:
     """Parts of a SwiGLU with LLaMA's names."""
     return MlpBody((self.w1, self.w3), "swiglu", self.w2)
+
+
+BLIP2 = classes("blip_2.Blip2QFormer")[0]
+INNER |= {f"{BLIP2}MultiHeadAttention"}
+
+
+def _qformer_attention_reason(
+    self: Foreign, mask: Tensor | None = None, encoder_mask: Tensor | None = None, **more: object
+) -> str | None:
+    """Why an attention must run its own forward now, or None."""
+    inner, outer = self.attention, self.output
+    plain = is_plain_module(inner, (f"{BLIP2}MultiHeadAttention",))
+    if not (plain and is_plain_module(outer, (f"{BLIP2}SelfOutput",))):
+        return "attention or output was replaced or has a hook"
+    mask_used = encoder_mask if more.pop("encoder_hidden_states", None) is not None else mask
+    return attention_reason(inner, inner.attention_dropout, mask_used, None, more)
+
+
+@fused_forward(
+    "attention with a norm after it",
+    f"{BLIP2}Attention",
+    needs="attention.query attention.key attention.value attention.num_attention_heads attention.scaling "
+    "attention.attention_dropout attention.is_causal attention.config output.dense output.dropout output.LayerNorm",
+    takes="attention_mask encoder_hidden_states encoder_attention_mask",
+    reason=_qformer_attention_reason,
+    by_name=True,
+    checked=False,
+)
+def qformer_attention(
+    self: Foreign,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    encoder_hidden_states: Tensor | None = None,
+    encoder_attention_mask: Tensor | None = None,
+    **more: object,
+) -> Tensor:
+    """norm(x + attention of x to itself or to the image); [B, N, D] → [B, N, D]."""
+    call = dict(more, encoder_hidden_states=encoder_hidden_states)
+    unusual = _qformer_attention_reason(self, attention_mask, encoder_attention_mask, **call) is not None
+    images = encoder_hidden_states
+    if unusual or not is_fusable(self, hidden_states) or (images is not None and len(images) != len(hidden_states)):
+        return NotImplemented
+    inner, outer = self.attention, self.output
+    heads, scale = inner.num_attention_heads, inner.scaling
+    if images is None:
+        layers = (inner.query, inner.key, inner.value)
+        bias = four_axes(attention_mask)
+        parts = attention_body(layers, outer.dense, heads, scale, bias, drops=(outer.dropout,))
+        return normalize(parts(hidden_states, residual=hidden_states), outer.LayerNorm)
+    k, v = project(images, (inner.key, inner.value)).chunk(2, -1)
+    q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (project(hidden_states, (inner.query,)), k, v))
+    o = attention(q, k, v, four_axes(encoder_attention_mask), scale).transpose(1, 2).flatten(2)
+    return normalize(finish(o, outer.dense, None, outer.dropout, residual=hidden_states), outer.LayerNorm)
+
+
+def _pairs(self: Foreign) -> list[tuple[Foreign, Foreign]]:
+    """The two layers of each MLP: of the queries, and of text where there is one."""
+    pairs = [(self.intermediate_query, self.output_query)]
+    return [*pairs, (self.intermediate, self.output)] if hasattr(self, "intermediate") else pairs
+
+
+def _qformer_reason(self: Foreign) -> str | None:
+    """Why a layer must run its own forward now, or None."""
+    for inner, outer in _pairs(self):
+        if not (is_plain_module(inner, (f"{BLIP2}Intermediate",)) and is_plain_module(outer, (f"{BLIP2}Output",))):
+            return "a layer of its MLP was replaced or has a hook"
+    return "its MLP runs in chunks" if self.chunk_size_feed_forward else None
+
+
+@fused_forward(
+    "post-norm block",
+    f"{BLIP2}Layer",
+    needs="attention intermediate_query.dense intermediate_query.intermediate_act_fn output_query.dense "
+    "output_query.dropout output_query.LayerNorm has_cross_attention chunk_size_feed_forward",
+    takes="attention_mask encoder_hidden_states encoder_attention_mask query_length",
+    reason=_qformer_reason,
+    by_name=True,
+)
+def qformer_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
+    """Attention among queries and text, attention of queries to the image, MLP; [B, N, D] → [B, N, D]."""
+    return checkpointed(self, _qformer_layer, hidden_states, *inputs, **named)
+
+
+def _qformer_layer(
+    self: Foreign,
+    x: Tensor,
+    attention_mask: Tensor | None = None,
+    encoder_hidden_states: Tensor | None = None,
+    encoder_attention_mask: Tensor | None = None,
+    query_length: int = 0,
+    **more: Any,
+) -> Tensor:
+    x = self.attention(hidden_states=x, attention_mask=attention_mask, **more)
+    if not query_length:
+        return _qformer_mlp(x, self.intermediate, self.output)
+    queries = x[:, :query_length]
+    text = x[:, query_length:]
+    if self.has_cross_attention:
+        if encoder_hidden_states is None:
+            raise ValueError("encoder_hidden_states must be given for cross-attention layers")
+        image = dict(encoder_hidden_states=encoder_hidden_states, encoder_attention_mask=encoder_attention_mask)
+        queries = self.crossattention(hidden_states=queries, attention_mask=attention_mask, **image, **more)
+    queries = _qformer_mlp(queries, self.intermediate_query, self.output_query)
+    return torch.cat((queries, _qformer_mlp(text, self.intermediate, self.output)), 1) if text.shape[1] else queries
+
+
+def _qformer_mlp(x: Tensor, inner: Foreign, outer: Foreign) -> Tensor:
+    """norm(x + MLP of x)."""
+    parts = MlpBody((inner.dense,), activation_of(inner.intermediate_act_fn), outer.dense, (None, outer.dropout))
+    return normalize(parts(x, residual=x), outer.LayerNorm)

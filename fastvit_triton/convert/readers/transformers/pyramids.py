@@ -1,19 +1,30 @@
-"""Fused forwards for transformers' SegFormer, GLPN, PVT and PVT v2: keys of a smaller map, MLPs with a convolution.
+"""Fused forwards for transformers' models with smaller maps in later stages.
 
-GLPN, PVT, and SegFormer before release 5.10 nest the submodules of an attention: `attention.self`, `attention.output`.
+SegFormer, GLPN, PVT and PVT v2 have keys of a smaller map, and MLPs with a convolution; GLPN, PVT, and SegFormer before
+release 5.10 nest the submodules of an attention: `attention.self`, `attention.output`. Then Hiera, SAM 2 and Florence-2
+(DaViT); CvT, whose queries, keys and values are projections of depthwise convolutions, one launch each with their
+BatchNorms, see `engine.batch_norm`; and LeViT, with the functions of timm's, see readers/timm/levit.py.
 """
 
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ....engine.attention import reduced_body
-from ....engine.body import Body
+from ....engine.attention import heads_of, merged_heads, reduced_body, window_body
+from ....engine.batch_norm import normed
+from ....engine.body import Body, finish, project
 from ....engine.branch import Branch, add_branches
-from ....engine.hooks import is_plain_module, type_name
-from ....engine.leaves import DROPOUTS, Foreign, Layer, activation_of, is_identity, is_inactive
+from ....engine.hooks import has_hooks, is_plain_module, type_name
+from ....engine.leaves import DROPOUTS, Foreign, Layer, activation_of, is_depthwise_conv, is_identity, is_inactive
 from ....engine.mlp import MlpBody, depthwise_mlp_body
+from ....kernels.argument import Window
+from ....kernels.attention import attention
+from ...batch_norm import convolve_depthwise, folded_mlp
 from ...forwards import INNER, arguments, fused_body, fused_forward
+from ...third_party import dropout_reason
+from ..timm.levit import attend_fewer, attend_narrow
 from ..torch import STEMS
 from .vit import attention_reason, checkpointed, classes, heads_reason
 
@@ -37,7 +48,6 @@ def _grid(height: int | None, width: int | None) -> Grid:
     takes="height width attention_mask",
     after=(None,),
     by_name=True,
-    attention=True,
 )
 def attention_parts(
     self: Foreign,
@@ -71,7 +81,6 @@ def attention_parts(
     takes="height width output_attentions",
     after=(),
     by_name=True,
-    attention=True,
 )
 def nested_parts(
     self: Foreign, height: int | None = None, width: int | None = None, output_attentions: bool = False
@@ -98,7 +107,6 @@ def nested_parts(
     takes="height width output_attentions",
     after=(),
     by_name=True,
-    attention=True,
 )
 def pvt_v2_parts(
     self: Foreign, height: int | None = None, width: int | None = None, output_attentions: bool = False
@@ -121,9 +129,7 @@ def _reason(self: Foreign, dropout: Foreign, output_attentions: bool) -> str | N
         return why
     if output_attentions:
         return "its weights are requested"
-    if is_inactive(dropout):
-        return None
-    return f"attention dropout {dropout.p}" if type_name(dropout) in DROPOUTS else "attention dropout was replaced"
+    return dropout_reason(dropout)
 
 
 def _parts(
@@ -213,3 +219,236 @@ def _layer(self: Foreign, x: Tensor, grid: dict[str, int], call: dict[str, Any])
     attn = Branch(self.attention, first, None, drop, drop=outer, call=grid | call)
     mlp = Branch(self.mlp, second, None, drop, call={} if type_name(self) == f"{PVT}Layer" else grid)
     return add_branches(x, attn, mlp, block=self)
+
+
+@fused_body(
+    *classes("hiera.HieraMaskUnitAttention"),
+    needs="qkv proj num_heads scale query_stride window_size use_mask_unit_attn",
+    takes="output_attentions",
+    after=(None,),
+)
+def hiera_parts(self: Foreign, output_attentions: bool = False) -> Body | str:
+    """Parts of Hiera's attention in mask units, whose queries are maxima over `query_stride` tokens."""
+    if output_attentions:
+        return "its weights are requested"
+    heads, stride = self.num_heads, self.query_stride
+
+    def attend(qkv: Tensor) -> Tensor:
+        tokens = stride * self.window_size if self.use_mask_unit_attn else qkv.shape[1]
+        units = qkv.shape[1] // tokens
+        pieces = qkv.unflatten(1, (tokens, units)).transpose(1, 2).flatten(0, 1)  # a unit's tokens are units apart
+        q, k, v = heads_of(pieces, heads)
+        if stride > 1:
+            q = q.unflatten(2, (stride, -1)).max(2).values
+        o = attention(q, k, v, None, self.scale).transpose(1, 2).flatten(2)
+        return o.unflatten(0, (-1, units)).transpose(1, 2).flatten(1, 2)
+
+    return Body("attention", (self.qkv,), attend, self.proj, heads)
+
+
+@fused_body(
+    *classes("sam2.Sam2MultiScaleAttention"),
+    needs="qkv proj num_attention_heads scale query_stride is_causal config",
+    takes="",
+)
+def sam2_parts(self: Foreign, **more: object) -> Body | str:
+    """Parts of SAM 2's attention on a map [B, height, width, D], whose queries may be pooled to a smaller one."""
+    why = attention_reason(self, 0.0, None, None, more)
+    if why is not None:
+        return why
+    heads, stride = self.num_attention_heads, self.query_stride
+
+    def attend(qkv: Tensor) -> Tensor:
+        if not stride:
+            q, k, v = heads_of(qkv, heads)
+            return merged_heads(attention(q, k, v, None, self.scale), qkv.shape[1:-1])
+        q = torch.nn.functional.max_pool2d(qkv.chunk(3, -1)[0].permute(0, 3, 1, 2), stride, stride).permute(0, 2, 3, 1)
+        _, k, v = heads_of(qkv, heads)
+        small = q.flatten(1, 2).unflatten(-1, (heads, -1)).transpose(1, 2)
+        return merged_heads(attention(small, k, v, None, self.scale), q.shape[1:-1])
+
+    return Body("attention", (self.qkv,), attend, self.proj, heads)
+
+
+@fused_body(*classes("sam2.Sam2FeedForward"), needs="proj_in activation layers proj_out sigmoid_output", takes="")
+def sam2_mlp_parts(self: Foreign) -> MlpBody | str:
+    """Parts of SAM 2's MLP, if it has two layers."""
+    if len(self.layers) or self.sigmoid_output:
+        return "more than two layers, or a sigmoid after them"
+    return MlpBody((self.proj_in,), activation_of(self.activation), self.proj_out)
+
+
+def _window_reason(self: Foreign) -> str | None:
+    return attention_reason(self, 0.0, None, None, {})
+
+
+@fused_forward(
+    "window attention",
+    *classes("florence2.Florence2VisionWindowAttention"),
+    needs="qkv proj num_heads scale window_size is_causal config",
+    takes="",
+    reason=_window_reason,
+)
+def florence2_windows(self: Foreign, hidden_states: Tensor) -> Tensor:
+    """Attention in separate windows of a map; [B, H, W, D] → [B, H·W, D]."""
+    if has_hooks(self.qkv) or has_hooks(self.proj):  # they would see a map instead of windows
+        return NotImplemented
+    window = Window((self.window_size,) * 2)
+    return window_body((self.qkv,), self.proj, self.num_heads, self.scale, window)(hidden_states).flatten(1, 2)
+
+
+@fused_body(*classes("florence2.Florence2VisionChannelAttention"), needs="qkv proj groups is_causal config", takes="")
+def florence2_channel_parts(self: Foreign) -> Body | str:
+    """Parts of an attention among the channels of a group, whose vectors are as long as the image has tokens."""
+    why = attention_reason(self, 0.0, None, None, {})
+    if why is not None:
+        return why
+
+    def attend(qkv: Tensor) -> Tensor:
+        q, k, v = (t.mT for t in heads_of(qkv, self.groups))  # [B, groups, d, N]
+        return attention(q, k, v, None, qkv.shape[1] ** -0.5).mT.transpose(1, 2).flatten(2)
+
+    return Body("attention", (self.qkv,), attend, self.proj, self.groups)
+
+
+(CVT,) = classes("cvt.Cvt")
+CVT_NAMES = ("query", "key", "value")
+INNER.update(f"{CVT}SelfAttention{name}" for name in ("", "Projection", "ConvProjection", "LinearProjection"))
+INNER.add(f"{CVT}SelfOutput")
+
+
+def _cvt_reason(self: Foreign) -> str | None:
+    """Why CvT's attention must run its own forward now, or None."""
+    inner, outer = self.attention, self.output
+    if not (is_plain_module(inner, (f"{CVT}SelfAttention",)) and is_plain_module(outer, (f"{CVT}SelfOutput",))):
+        return "attention or output was replaced or has a hook"
+    if is_inactive(inner.dropout):
+        return None
+    is_known = is_plain_module(inner.dropout, DROPOUTS)
+    return f"attention dropout {inner.dropout.p}" if is_known else "attention dropout was replaced"
+
+
+@fused_body(
+    f"{CVT}Attention",
+    needs="attention.scale attention.with_cls_token attention.num_heads attention.dropout output.dense output.dropout "
+    + " ".join(f"attention.convolution_projection_{n} attention.projection_{n}" for n in CVT_NAMES),
+    takes="height width",
+    by_name=True,
+)
+def cvt_parts(self: Foreign, height: int = 0, width: int = 0) -> Body | str:
+    """Parts of CvT's attention; only its last layer is a linear layer of its own."""
+    if (why := _cvt_reason(self)) is not None:
+        return why
+    inner, outer = self.attention, self.output
+    between = partial(_attended, inner, grid=(height, width))
+    return Body("attention", (), between, outer.dense, inner.num_heads, drops=(outer.dropout,))
+
+
+def _attended(self: Foreign, x: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Attention of normalized tokens, without the output projection; [B, N, D] → [B, N, D]."""
+    first = x[:, : int(self.with_cls_token)]
+    image = x[:, first.shape[1] :].unflatten(1, grid)  # [B, H, W, D]
+    heads: list[Tensor] = []
+    for name in CVT_NAMES:
+        y = _convolved(getattr(self, f"convolution_projection_{name}"), image)
+        y = torch.cat((first, y), 1) if self.with_cls_token else y
+        heads += heads_of(project(y, (getattr(self, f"projection_{name}"),)), self.num_heads, 1)
+    q, k, v = heads
+    return merged_heads(attention(q, k, v, scale=self.scale), x.shape[1:-1])
+
+
+def _convolved(self: Foreign, image: Tensor) -> Tensor:
+    """Depthwise convolution and BatchNorm of a map [B, H, W, D] → tokens [B, M, D]."""
+    inner = self.convolution_projection
+    last = self.linear_projection
+    plain = all(
+        is_plain_module(module, (f"{CVT}SelfAttention{kind}Projection",))
+        for module, kind in ((self, ""), (inner, "Conv"), (last, "Linear"))
+    )
+    conv = inner.convolution
+    if not plain or not is_depthwise_conv(conv, (1, 2)):
+        return self(image.permute(0, 3, 1, 2))
+    return convolve_depthwise(image, inner, conv, inner.normalization).flatten(1, 2)
+
+
+def _layer_reason(self: Foreign) -> str | None:
+    """Why CvT's block must run its own forward now, or None."""
+    pairs = (self.intermediate, f"{CVT}Intermediate"), (self.output, f"{CVT}Output")
+    plain = all(is_plain_module(module, (name,)) for module, name in pairs)
+    return None if plain else "intermediate or output was replaced or has a hook"
+
+
+@fused_forward(
+    "pre-norm block",
+    f"{CVT}Layer",
+    needs="attention layernorm_before layernorm_after intermediate.dense intermediate.activation output.dense "
+    "output.dropout drop_path",
+    takes="height width",
+    reason=_layer_reason,
+    folds=lambda self: [(self.layernorm_before, self.attention), (self.layernorm_after, self.intermediate.dense)],
+    by_name=True,
+)
+def cvt_layer(self: Foreign, hidden_state: Tensor, height: int, width: int) -> Tensor:
+    """CvT's block, whose stochastic depth also drops the residual of the second branch; [B, N, D] → [B, N, D]."""
+    inner = self.intermediate
+    outer = self.output
+    drop_path = self.drop_path
+    mlp = MlpBody((inner.dense,), activation_of(inner.activation), outer.dense, (None, outer.dropout))
+    attn = Branch(self.attention, self.layernorm_before, None, drop_path, call=dict(height=height, width=width))
+    x = add_branches(hidden_state, attn, Branch(mlp, self.layernorm_after), block=self)
+    return x if is_identity(drop_path) else drop_path(x)
+
+
+(LEVIT,) = classes("levit.Levit")
+INNER.update(classes("levit.MLPLayerWithBN"))
+LEVIT_NEEDS = (
+    "num_attention_heads scale key_dim attention_ratio attention_biases attention_bias_idxs activation projection"
+)
+
+
+def _value_dim(self: Foreign) -> int:
+    """Channels of the values of a head."""
+    return self.attention_ratio * self.key_dim
+
+
+@fused_body(f"{LEVIT}Attention", needs=f"queries_keys_values {LEVIT_NEEDS}", takes="", by_name=True)
+def levit_parts(self: Foreign) -> Body:
+    """Parts of LeViT's attention, with an activation before the last layer."""
+    heads = self.num_attention_heads
+    layers = (normed(self.queries_keys_values),)
+    return Body("attention", layers, partial(_activated, self), normed(self.projection), heads)
+
+
+def _activated(self: Foreign, qkv: Tensor) -> Tensor:
+    return self.activation(attend_narrow(self, qkv, self.num_attention_heads, _value_dim(self)))
+
+
+@fused_forward(
+    "attention with fewer queries",
+    f"{LEVIT}AttentionSubsample",
+    needs=f"keys_values queries_subsample queries {LEVIT_NEEDS}",
+    takes="",
+    by_name=True,
+)
+def subsample(self: Foreign, hidden_state: Tensor) -> Tensor:
+    """LeViT's attention between stages; [B, N, D] → [B, N', D']."""
+    kv = project(hidden_state, (normed(self.keys_values),))
+    q = project(self.queries_subsample(hidden_state), (normed(self.queries),))
+    o = attend_fewer(self, q, kv, self.num_attention_heads, _value_dim(self))
+    return finish(self.activation(o), normed(self.projection))
+
+
+@fused_body(f"{LEVIT}MLPLayer", needs="linear_up activation linear_down", takes="", by_name=True)
+def levit_mlp_parts(self: Foreign) -> MlpBody | str:
+    """Parts of LeViT's MLP, with the BatchNorms folded into its layers."""
+    return folded_mlp(normed(self.linear_up), self.activation, normed(self.linear_down), (None, None))
+
+
+def _residual_reason(self: Foreign) -> str | None:
+    return f"stochastic depth {self.drop_rate}" if self.training and self.drop_rate > 0 else None
+
+
+@fused_forward("residual", f"{LEVIT}ResidualLayer", needs="module drop_rate", takes="", reason=_residual_reason)
+def residual(self: Foreign, hidden_state: Tensor) -> Tensor:
+    """x + module(x); [B, N, D] → [B, N, D]."""
+    return add_branches(hidden_state, Branch(self.module), block=self)

@@ -29,7 +29,6 @@ CLIPPABLE = classes("gemma4.Gemma4ClippableLinear", "diffusion_gemma.DiffusionGe
     needs="q_proj k_proj v_proj o_proj num_heads head_dim attention_dropout config",
     takes="freqs_ci attention_mask past_key_values",
     after=(None,),
-    attention=True,
 )
 def llama4_parts(
     self: Foreign,

@@ -43,14 +43,12 @@ STEMS.update({f"{family}PatchEmbed": "proj" for family in COPIES[:1]})
     needs=NESTED + "self.attention_head_size self.relative_position_bias_table",
     takes="attention_mask head_mask output_attentions",
     after=(),
-    attention=True,
 )
 @fused_body(
     *(f"{family}Attention" for family in V2),
     needs=NESTED + "self.logit_scale self.continuous_position_bias_mlp self.relative_coords_table",
     takes="attention_mask head_mask output_attentions",
     after=(),
-    attention=True,
 )
 @fused_body(
     f"{SWIN}Attention",
@@ -59,7 +57,6 @@ STEMS.update({f"{family}PatchEmbed": "proj" for family in COPIES[:1]})
     takes="attention_mask",
     after=(None,),
     by_name=True,
-    attention=True,
 )
 def attention_parts(self: Foreign, *inputs: Any, **named: Any) -> Body | str:
     """Parts of the attention in separate windows [B · windows, n, D]; shifted ones have a mask and run the original."""

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from ....engine.attention import attention_body
 from ....engine.body import Body, project
 from ....engine.hooks import has_hooks, type_name
-from ....engine.leaves import DROPOUTS, LAYER_SCALES, Foreign, activation_of, is_identity, is_inactive
+from ....engine.leaves import LAYER_SCALES, Foreign, activation_of, is_identity
 from ....engine.mlp import MlpBody
 from ....kernels.argument import Varlen
 from ....kernels.attention import attention
 from ...forwards import arguments, fused_body, fused_forward
-from ...third_party import four_axes, head_norms
+from ...third_party import dropout_reason, four_axes, head_norms
 from .vit import attention_parts, attention_reason, classes, gated_parts
 
 LAYER_SCALES |= dict.fromkeys(
@@ -75,7 +75,6 @@ class NormedLinear(NamedTuple):
     "is_causal config",
     takes="attention_mask",
     after=(None,),
-    attention=True,
 )
 def wide_norm_parts(self: Foreign, attention_mask: Tensor | None = None, **more: object) -> Body | str:
     """Parts of an attention whose queries and keys may be normalised over all heads, before they are split."""
@@ -101,7 +100,6 @@ def wide_norm_parts(self: Foreign, attention_mask: Tensor | None = None, **more:
     needs="q_proj k_proj v_proj o_proj|out_proj head_dim scaling|scale config",
     takes="attention_mask position_embeddings encoder_hidden_states",
     after=(None,),
-    attention=True,
 )
 def head_dim_parts(self: Foreign, *inputs: Any, **named: Any) -> Body | str:
     """Parts of an attention known by the width of its heads, with optional norms of heads and rotary positions."""
@@ -150,13 +148,12 @@ def _head_dim_parts(
     needs="qkv projection num_heads scale dropout|attention_dropout config",
     takes="head_mask",
     after=(None,),
-    attention=True,
 )
 def packed_parts(self: Foreign, head_mask: Tensor | None = None, **more: object) -> Body | str:
     """Parts of an attention with packed qkv; BLIP's weights, which it returns, are None as with "sdpa"."""
     drop = self.dropout if hasattr(self, "dropout") else None
-    if drop is not None and not is_inactive(drop):
-        return f"attention dropout {drop.p}" if type_name(drop) in DROPOUTS else "dropout was replaced"
+    if (why := dropout_reason(drop, "dropout was replaced")) is not None:
+        return why
     if drop is not None and (self._forward_hooks or has_hooks(self)):
         return "its attention weights have a hook"
     dropout = 0.0 if drop is not None else self.attention_dropout
@@ -170,7 +167,6 @@ def packed_parts(self: Foreign, head_mask: Tensor | None = None, **more: object)
     needs="q_proj k_proj v_proj out_proj num_heads scale dropout config",
     takes="attention_mask encoder_hidden_states",
     after=(None,),
-    attention=True,
 )
 def written_out_parts(self: Foreign, attention_mask: Tensor | None = None, **more: object) -> Body | str:
     """Parts of an attention with softmax written out, which is not called for another model's tokens."""

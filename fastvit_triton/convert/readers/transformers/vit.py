@@ -41,7 +41,6 @@ PLAIN = classes(
     takes="attention_mask position_embeddings is_causal causal_attention_mask output_attentions",
     call=lambda self: {"is_causal": True} if type(self.config).__name__ == "CLIPTextConfig" else {},
     after=(None,),
-    attention=True,
 )
 def attention_parts(
     self: Foreign,

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from ....engine.attention import attention_body, heads_of, merged_heads
 from ....engine.body import Body, normalize, project
 from ....engine.branch import Branch, add_branches, runs_plain
-from ....engine.hooks import has_hooks, has_type, is_plain_module, type_name
-from ....engine.leaves import DROPOUTS, IDENTITIES, Foreign, Layer, is_inactive, softmax_reason
+from ....engine.hooks import has_hooks, is_plain_module, type_name
+from ....engine.leaves import IDENTITIES, Foreign, Layer, softmax_reason
 from ....engine.mlp import MlpBody
 from ....engine.replay import call_block, call_branches
 from ....kernels.attention import attention
 from ...forwards import fused_body, fused_forward
-from ...third_party import four_axes
+from ...third_party import dropout_reason, four_axes
 from ..torch import sequential_parts
 
 FILES = (
@@ -36,13 +36,6 @@ FILES = (
 Projection = tuple[Layer | None, nn.Module | None]
 
 
-def _dropped(drop: nn.Module | None) -> str | None:
-    """Why attention with this dropout must run its own forward now, or None."""
-    if is_inactive(drop):
-        return None
-    return f"attention dropout {drop.p}" if has_type(drop, DROPOUTS) else "dropout was replaced"
-
-
 def _projection(self: Foreign) -> Projection | str:
     """The output projection and its dropout; a reason (str) why it cannot be read."""
     proj, drop = self.to_out, None
@@ -55,16 +48,14 @@ def _projection(self: Foreign) -> Projection | str:
 
 def _end(self: Foreign) -> Projection | str:
     """As `_projection`, for attention whose maps are not needed: without dropout, by a softmax without hooks."""
-    if (why := _dropped(getattr(self, "dropout", None))) is not None:
-        return why
-    return softmax_reason(self.attend) or _projection(self)
+    why = dropout_reason(getattr(self, "dropout", None), "dropout was replaced")
+    return why or softmax_reason(self.attend) or _projection(self)
 
 
 @fused_body(
     *(f"vit_pytorch.{file}.Attention" for file in ("vit", "simple_vit", "pit")),
     needs="norm to_qkv attend to_out heads scale",
     takes="",
-    attention=True,
 )
 def attention_parts(self: Foreign) -> Body | str:
     """Parts of an attention: norm, packed qkv, and a projection with optional dropout."""
@@ -119,7 +110,6 @@ def _cross_heads(self: Foreign, x: Tensor, context: Tensor, both: bool) -> tuple
     "vit_pytorch.cross_vit.Attention",
     needs="norm to_q to_kv attend dropout to_out heads scale",
     takes="context kv_include_self",
-    attention=True,
 )
 def crossvit_parts(self: Foreign, context: Tensor | None = None, kv_include_self: bool = False) -> Body | str:
     """Parts of CrossViT's attention; to itself, to a context, or to both."""
@@ -141,7 +131,6 @@ def _crossed(self: Foreign, x: Tensor, context: Tensor | None, both: bool) -> Te
     "vit_pytorch.na_vit.Attention",
     needs="norm q_norm k_norm dropout_p to_q to_kv to_out heads",
     takes="context mask attn_mask",
-    attention=True,
 )
 def navit_parts(
     self: Foreign, context: Tensor | None = None, mask: Tensor | None = None, attn_mask: Tensor | None = None
@@ -245,11 +234,11 @@ def _cait_branches(pair: Iterable[Foreign], context: Tensor | None) -> tuple[Bra
     return first, Branch(mlp.fn, layer_scale=mlp.scale.flatten())
 
 
-@fused_body("vit_pytorch.cct.Attention", needs="qkv attn_drop proj proj_drop heads scale", takes="", attention=True)
+@fused_body("vit_pytorch.cct.Attention", needs="qkv attn_drop proj proj_drop heads scale", takes="")
 def cct_parts(self: Foreign) -> Body | str:
     """Parts of CCT's attention, which contains no norm."""
     parts = attention_body((self.qkv,), self.proj, self.heads, self.scale, drops=(self.proj_drop,))
-    return _dropped(self.attn_drop) or parts
+    return dropout_reason(self.attn_drop, "dropout was replaced") or parts
 
 
 def _cct_reason(self: Foreign) -> str | None:
