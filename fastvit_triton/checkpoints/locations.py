@@ -24,7 +24,7 @@ WEIGHT_FILES: tuple[str, ...] = (
     "open_clip_model.safetensors",
     "open_clip_pytorch_model.bin",
 )
-SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".npz")
+SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".npz")  # of files; their contents decide
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 PART = re.compile(r"[\w-][\w.-]*\.(safetensors|bin)")
 FORMS = "a file, a folder, hf-hub:org/name, or a name that list_models(pretrained=True) lists"
@@ -61,11 +61,7 @@ class Location:
         return f"there is no checkpoint in {self.text}: it has no {what}"
 
     def weights(self) -> Path:
-        """The weights, or the index of their parts, which are then beside it.
-
-        Raises:
-            WeightsError: there are none, or the index names files elsewhere.
-        """
+        """The weights, or the index of their parts, which are then beside it."""
         if self.file is not None:
             return self.file
         for name in dict.fromkeys((self.cfg.get("hf_hub_filename") or WEIGHT_FILES[0], *WEIGHT_FILES)):
@@ -77,22 +73,13 @@ class Location:
         raise WeightsError(self.why_missing(" or ".join(name for name in WEIGHT_FILES if "index" not in name)))
 
     def config(self, name: str = "config.json") -> dict[str, Any] | None:
-        """The object in a JSON file; None if there is no such file.
-
-        Raises:
-            WeightsError: it holds no JSON object.
-        """
+        """The object in a JSON file; None if there is no such file."""
         path = self.find(name)
         return None if path is None else read_json(path)
 
 
 class Repository(Location):
-    """A repository of the Hub; all its files are read from the commit of the first, also if it changes meanwhile.
-
-    Args:
-        text: "org/name" or "org/name@revision".
-        options: of `huggingface_hub.hf_hub_download`, such as revision, token and cache_dir.
-    """
+    """A repository of the Hub; all its files are read from the commit of the first, also if it changes meanwhile."""
 
     is_local = False
 
@@ -105,11 +92,7 @@ class Repository(Location):
         self.unreachable = ""
 
     def find(self, name: str) -> Path | None:
-        """The path of a file in the cache, downloaded if necessary; None if there is no such file.
-
-        Raises:
-            WeightsError: the repository or the revision does not exist or needs a login, or the download failed.
-        """
+        """The path of a file in the cache, downloaded if necessary; None if there is no such file."""
         from .. import __version__
 
         client = hub_client()
@@ -156,11 +139,7 @@ class Repository(Location):
 
 
 def hub_client() -> ModuleType:
-    """The module huggingface_hub.
-
-    Raises:
-        WeightsError: it is not installed.
-    """
+    """The module huggingface_hub."""
     try:
         return importlib.import_module("huggingface_hub")
     except ImportError as error:
@@ -170,17 +149,7 @@ def hub_client() -> ModuleType:
 def find_location(
     source: str | os.PathLike, named: Callable[[str], Location | None], options: dict[str, Any]
 ) -> Location:
-    """The location that a source names; downloads nothing.
-
-    Args:
-        source: a path, "local-dir:PATH", "hf-hub:org/name", "timm/name", or a name that `named` knows.
-        named: text → the location of a name in a table of pretrained weights; None if the table has no such name.
-        options: of `huggingface_hub.hf_hub_download`.
-
-    Raises:
-        WeightsError: there is no such file or folder, and it is no name of the Hub, or the name has no weights.
-        TypeError: the source is neither text nor a path.
-    """
+    """The location that a source names; downloads nothing."""
     if isinstance(source, Location):
         return source
     if not isinstance(source, str | os.PathLike):
@@ -218,11 +187,7 @@ def find_location(
 
 
 def parts(path: Path) -> list[str]:
-    """The file names that an index lists; [] if the file is no index.
-
-    Raises:
-        WeightsError: it is damaged, or names a file elsewhere.
-    """
+    """The file names that an index lists; [] if the file is no index."""
     if not path.name.endswith(".index.json"):
         return []
     names = read_json(path).get("weight_map")
@@ -235,11 +200,7 @@ def parts(path: Path) -> list[str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        WeightsError: it holds no JSON object.
-    """
+    """The object in a JSON file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -1,6 +1,5 @@
 """Reads checkpoint files, and checks that they hold what was written: checksums, dense tensors, finite values."""
 
-import argparse
 import json
 import pickle
 import re
@@ -16,7 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .locations import parts, reason
+from . import pickles
+from .locations import SUFFIXES, parts, reason
 from .tensors import State, WeightsError
 from .torchscript import is_program, read_program
 
@@ -39,7 +39,11 @@ DAMAGE: tuple[type[Exception], ...] = (
     ArithmeticError,
     MemoryError,
 )
-WRAPPERS = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model")  # averaged weights first, as in timm
+# Names of the weights in files of training scripts, averaged weights first, as in timm; others are found by contents.
+WRAPPERS = (
+    *("state_dict_ema", "model_ema", "ema_state_dict", "ema_model", "ema", "teacher"),
+    *("state_dict", "model_state_dict", "model"),
+)
 CHECKSUM = "checksum"  # metadata entry of our safetensors files
 MAX_HEADER = 2**23  # bytes, of a safetensors file
 MAX_KEYS = 65_536  # tensors of a safetensors file, which reads them in quadratic time
@@ -48,15 +52,7 @@ SMALL = 2**28  # bytes; contents of a compressed file that are small in any case
 
 
 def read(path: Path, verify: bool) -> tuple[Mapping, dict[str, str]]:
-    """Contents of a checkpoint file, or of the files that an index lists, and its metadata.
-
-    Args:
-        path: from `Location.weights`.
-        verify: compare checksums, and refuse files whose contents are out of proportion.
-
-    Raises:
-        WeightsError: the file is missing, damaged, out of proportion, or a pickle that would run code.
-    """
+    """Contents of a checkpoint file, or of the files that an index lists, and its metadata."""
     if names := parts(path):
         state: dict = {}
         for name in names:
@@ -65,36 +61,57 @@ def read(path: Path, verify: bool) -> tuple[Mapping, dict[str, str]]:
     try:
         if verify:
             check_proportions(path)
-        if path.suffix == ".safetensors":
+        kind = kind_of(path)
+        if kind == "safetensors":
             with safe_open(path, "pt") as file:
                 state = {key: file.get_tensor(key) for key in file.keys()}
                 metadata = file.metadata() or {}
             if verify:
                 check_safetensors(state, metadata)
             return state, metadata
-        if path.suffix == ".npz":
+        if kind == "npz":
             with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
                 return {key: file[key] for key in file.files}, {}
-        if path.suffix in (".pt", ".pth", ".bin"):
+        if kind == "torch":
             if verify:
                 check_zip(path)
-            if is_program(path):
-                return read_program(path), {}
-            with torch.serialization.safe_globals([argparse.Namespace]):  # training scripts save their arguments
-                return torch.load(path, map_location="cpu", weights_only=True), {}
+            return (read_program(path) if is_program(path) else pickles.load(path)), {}
+        with path.open("rb") as file:
+            start = file.read(24)
+        why = f"it begins with {start!r}" if start else "it is empty"
+        if path.suffix in SUFFIXES:
+            raise ValueError(why)
     except WeightsError:
         raise
     except DAMAGE as error:
-        if wanted := re.search(r"GLOBAL (\S+)|(Object arrays)|(pickled data)", str(error)):
-            name = wanted[1] or "a pickled object"
+        if unsafe := _why_unsafe(str(error)):
             raise WeightsError(
-                f"{path} was refused: it is a pickle that would run code ({name}); "
+                f"{path} was refused: {unsafe}, and it holds {pickles.outline(path, DAMAGE)}; "
                 "use a safetensors file, or save only model.state_dict() at its source"
             ) from error
         why = reason(error)
         remedy = f"verify=False loads it, or {_again(path)}" if "checksum" in why else _again(path)
         raise WeightsError(f"{path} is damaged, cut short or no {path.suffix} file: {why}; {remedy}") from error
-    raise WeightsError(f"{path} is no checkpoint: expected .safetensors, .pt, .pth, .bin or .npz")
+    raise WeightsError(f"{path} is no file of safetensors, torch.save, torch.jit.save or NumPy (.npz): {why}")
+
+
+def _why_unsafe(error: str) -> str:
+    """What in a pickle would run code, from an error of PyTorch or NumPy; "" if the error is another."""
+    if named := re.search(r"GLOBAL (\S+)|Object arrays|pickled data", error):
+        return f"it names {named[1] or 'a pickled object'}, whose code would run"
+    above = "its pickle_protocol is above 2, which PyTorch does not read without running code"
+    return above if "Unsupported operand" in error else ""
+
+
+def kind_of(path: Path) -> str:
+    """What a file holds by its first bytes, whatever its suffix: "safetensors", "torch", "npz", or "" for all else."""
+    with path.open("rb") as file:
+        start = file.read(512)
+    if 2 <= int.from_bytes(start[:8], "little") <= path.stat().st_size - 8 and start[8:9] == b"{":
+        return "safetensors"
+    if start.startswith(b"PK\3\4"):  # a zip archive, which begins with the name of its first record
+        return "npz" if start[30 : 30 + int.from_bytes(start[26:28], "little")].endswith(b".npy") else "torch"
+    return "torch" if start.startswith(b"\x80") else ""  # a pickle, of PyTorch's old format
 
 
 def _again(path: Path) -> str:
@@ -107,13 +124,43 @@ def unwrap(held: Mapping) -> tuple[State, str]:
     """The tensors of a checkpoint, and the entries in which they were nested, such as " (model)"."""
     path = ""
     for _ in range(4):
-        if inner := next((w for w in WRAPPERS if isinstance(held, Mapping) and isinstance(held.get(w), Mapping)), None):
-            held = held[inner]
-            path = f" ({inner})"
-    if not isinstance(held, Mapping):
-        raise WeightsError(f"the checkpoint holds a {type(held).__name__}; expected a state dict of named tensors")
+        if not isinstance(held, Mapping):
+            raise WeightsError(f"the checkpoint holds {pickles.entries(held)}; expected a state dict of named tensors")
+        inner = next((name for name in WRAPPERS if _is_state(held.get(name))), None)
+        inner = inner or next((name for name in WRAPPERS if _is_mapping(held.get(name))), None)
+        if inner is None and not any(map(_is_array, held.values())):
+            states = [name for name, value in held.items() if _is_state(value)]
+            states = states or [name for name, value in held.items() if _is_mapping(value) and _wraps(value)]
+            if len(states) != 1 and held:
+                which = f"several state dicts, {', '.join(map(str, states))}" if states else "no state dict"
+                raise WeightsError(
+                    f"the checkpoint holds {which}; its entries are {pickles.entries(held)}; give the one of the model"
+                )
+            inner = next(iter(states), None)
+        if inner is None:
+            break
+        held = held[inner]
+        path = f" ({inner})"
     arrays = {str(key): _tensor(value) if isinstance(value, np.ndarray) else value for key, value in held.items()}
     return {key: value.detach() for key, value in arrays.items() if isinstance(value, Tensor)}, path
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, Mapping) and bool(value)
+
+
+def _wraps(held: Mapping) -> bool:
+    """True for a dictionary with weights under a known name."""
+    return any(_is_state(held.get(name)) for name in WRAPPERS)
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, Tensor | np.ndarray)
+
+
+def _is_state(value: object) -> bool:
+    """True for a dictionary of named tensors only."""
+    return isinstance(value, Mapping) and bool(value) and all(map(_is_array, value.values()))
 
 
 def _tensor(array: np.ndarray) -> Tensor | None:
@@ -137,24 +184,15 @@ def checksum(state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
 
 
 def check_safetensors(state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Compares the checksum of a file of ours; files of other programs have none.
-
-    Raises:
-        ValueError: the checksum differs.
-    """
+    """Compares the checksum of a file of ours; files of other programs have none."""
     if CHECKSUM in metadata and checksum(state, metadata) != metadata[CHECKSUM]:
         raise ValueError("its checksum is wrong")
 
 
 def check_proportions(path: Path) -> None:
-    """Checks the sizes that a file states, before anything of these sizes is read.
-
-    Raises:
-        WeightsError: a safetensors file has a very long header, or an archive expands to many times its size.
-        ValueError: the file is damaged.
-    """
+    """Checks the sizes that a file states, before anything of these sizes is read."""
     size = path.stat().st_size
-    if path.suffix == ".safetensors":
+    if kind_of(path) == "safetensors":
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             keys = len(json.loads(file.read(length))) if length <= min(MAX_HEADER, size - 8) else 0
@@ -179,10 +217,6 @@ def check_zip(path: Path) -> None:
     """Compares the checksums in a file of torch.save, which writes them but does not read them.
 
     Files in PyTorch's old format, which is not a zip archive, have no checksums.
-
-    Raises:
-        ValueError: a checksum is wrong or missing.
-        zipfile.BadZipFile: the archive is damaged.
     """
     if not zipfile.is_zipfile(path):
         return

@@ -1,23 +1,30 @@
 """Renames parameters between libraries: a table per layout of keys, with functions that convert shapes.
 
 Our names are timm's and, where it lacks the model, the authors'; `tensors.PARTS` names tensors that other libraries
-store separately. A table maps our names to theirs; module names stand for their .weight and .bias, and braces expand
-as in a shell. Names that differ between versions of a library are separated by spaces: all are read, the first is
-written. `Renaming` serves models whose parts the tables cannot name. The tables stand with their models.
+store separately. A table maps our names to theirs: a path stands for all names that begin with it, {} for a number, and
+other braces expand as in a shell. Names that differ between versions of a library are separated by spaces: all are
+read, the first is written. Of several paths in a name the longest counts. The tables stand with their models.
 """
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from .tensors import State
+import torch
+
+from .tensors import State, WeightsError
 
 IRRELEVANT = re.compile(  # other parts of larger models, and training state
     r"(^|\.)(mask_token|position_ids|pooler|decoder\w*|text_model|text_projection|logit_scale|logit_bias|txt"
-    r"|dino_head|ibot_head|student|opt|relative_position_index|attn_mask)(\.|$)|(^|\.)[tb]$"
+    r"|dino_head|ibot_head|student|opt|relative_position_index|attn_mask|n_averaged|total_ops|total_params)(\.|$)"
+    r"|(^|\.)[tb]$"
 )
+
+
+Fitted = tuple[list[str], str]  # keys that a checkpoint's fit removed, and its changes of positions in words
 
 
 def _same(tensors: State) -> State:
@@ -62,24 +69,25 @@ class Layout:
     alone: bool = False
     needs: dict[str, object] = field(default_factory=dict)
 
-    def ours(self, key: str) -> str:
-        """Converts their key, without prefix, to ours; keys that are in no table are unchanged."""
-        key = self.number(key)
+    @cached_property
+    def pairs(self) -> list[tuple[str, str]]:
+        """(our path, their path) of the stem, of a block and of its parts."""
+        rows = [*_rows(self.stem)]
         for path in self.blocks.split():
-            pattern = re.escape(path).replace(r"\{\}", r"(\d+)") + r"\.(.+)"
-            if match := re.fullmatch(pattern, key):
-                *numbers, rest = match.groups()
-                home = self.home.format(*numbers[-self.home.count("{}") :])
-                return f"{home}.{_look_up({their: our for our, their in _rows(self.block)}, rest)}"
-        return _look_up({their: our for our, their in _rows(self.stem)}, key)
+            rows += [(f"{self.home}.{our}", f"{path}.{their}") for our, their in _rows(self.block)]
+            rows.append((self.home, path))
+        return rows
 
-    def theirs(self, key: str) -> str:
+    @cached_property
+    def ours(self) -> Callable[[str], str]:
+        """Converts their key, without prefix, to ours; keys that are in no table are unchanged."""
+        rename = _renamer((their, our) for our, their in self.pairs)
+        return lambda key: rename(self.number(key))
+
+    @cached_property
+    def theirs(self) -> Callable[[str], str]:
         """Converts our key to theirs, without prefix; uses the first of several names."""
-        if match := re.fullmatch(re.escape(self.home).replace(r"\{\}", r"(\d+)") + r"\.(.+)", key):
-            *numbers, rest = match.groups()
-            path = self.blocks.split()[0].format(*numbers)
-            return f"{path}.{_look_up(dict(reversed([*_rows(self.block)])), rest)}"
-        return _look_up(dict(reversed([*_rows(self.stem)])), key)
+        return _renamer(self.pairs)
 
     def convert(self, state: State, heads: tuple[str, ...], classes: int) -> State:
         """Converts the tensors of a model with these heads to theirs, in the class with a classifier if it has one."""
@@ -100,9 +108,9 @@ def first(model: Any, layouts: tuple[Layout, ...]) -> Layout:
     return layouts[0]
 
 
-def unchanged(model: Any, state: State, layout: Layout) -> State:
-    """The tensors as they are, for layouts with our names and shapes."""
-    return state
+def write(model: Any, state: State, layout: Layout) -> State:
+    """The tensors under the names of a layout, with its shapes."""
+    return layout.convert(state, model.head_names, model.config.num_classes)
 
 
 class CheckpointFormats(NamedTuple):
@@ -120,43 +128,29 @@ class CheckpointFormats(NamedTuple):
 
     name: str
     layouts: tuple[Layout, ...]
-    fit: Callable[..., tuple[list[str], str]]
+    fit: Callable[..., Fitted]
     saved: Mapping[str, tuple[Layout, ...]] = MappingProxyType({})
     choose: Callable[..., Layout] = first
-    write: Callable[..., State] = unchanged
+    write: Callable[..., State] = write
     irrelevant: re.Pattern[str] = IRRELEVANT
 
     def convert(self, model: Any, state: State, name: str) -> State:
-        """Converts a model's tensors to a layout of `saved`.
-
-        Raises:
-            WeightsError: no layout of this name supports the model.
-        """
+        """Converts a model's tensors to a layout of `saved`."""
         return self.write(model, state, self.choose(model, self.saved[name]))
 
 
-class Renaming:
-    """Pairs of paths of modules or tensors, ours and theirs; {} stands for a number, and the rest of a key is kept.
-
-    Args:
-        pairs: (our path, their paths separated by spaces). All of theirs are read, the first is written; of two pairs
-            that match a key the first is taken.
-    """
-
-    def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
-        rows = [(ours, their) for ours, theirs in pairs for their in theirs.split()]
-        self.ours = _renamer((their, ours) for ours, their in rows)
-        self.theirs = _renamer(rows)
-
-
 def _renamer(pairs: Iterable[tuple[str, str]]) -> Callable[[str], str]:
-    """A function that renames a key by the first path that is its beginning; other keys stay."""
+    """A function that renames a key by the longest path that is its beginning; other keys stay.
+
+    A path with fewer numbers than the one it replaces has the last of them.
+    """
     rules = [(re.compile(re.escape(old).replace(r"\{\}", r"(\d+)") + r"(?=\.|$)"), new) for old, new in pairs]
+    rules.sort(key=lambda rule: -rule[0].pattern.count("."))
 
     def rename(key: str) -> str:
         for pattern, new in rules:
             if match := pattern.match(key):
-                return new.format(*match.groups()) + key[match.end() :]
+                return new.format(*match.groups()[pattern.groups - new.count("{}") :]) + key[match.end() :]
         return key
 
     return rename
@@ -170,15 +164,43 @@ def _rows(table: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _expand(name: str) -> list[str]:
-    """Expands braces: norm{1,2} → norm1, norm2."""
-    head, _, rest = name.partition("{")
-    options, _, tail = rest.partition("}")
-    return [f"{head}{option}{tail}" for option in options.split(",")]
+    """Expands braces that are not empty: norm{1,2} → norm1, norm2."""
+    if (braces := re.search(r"\{([^}]+)\}", name)) is None:
+        return [name]
+    return [f"{name[: braces.start()]}{option}{name[braces.end() :]}" for option in braces[1].split(",")]
 
 
-def _look_up(table: dict[str, str], key: str) -> str:
-    """Looks up the whole key, else its module, and keeps the last component; unknown keys are unchanged."""
-    if key in table:
-        return table[key]
-    module, _, leaf = key.rpartition(".")
-    return f"{table[module]}.{leaf}" if module in table else key
+# Models of timm as image towers of open_clip: `visual.trunk.…`, and the projection beside it, `visual.head.proj.…`.
+
+TRUNK, PROJECTION = "trunk.", "head.proj."
+
+
+def take_trunk(tensors: State, heads: tuple[str, ...]) -> tuple[State, list[str]]:
+    """The tower under timm's names, with the projection as its classifier, and the keys of what is beside it."""
+    prefix = next(
+        (match[1] for key in tensors if (match := re.match(r"((?:module\.)?(?:visual\.)?)trunk\.", key))), None
+    )
+    if prefix is None:
+        return tensors, []
+    trunk, projection = prefix + TRUNK, prefix + PROJECTION
+    taken = {key.removeprefix(trunk): tensor for key, tensor in tensors.items() if key.startswith(trunk)}
+    own = (key for key in tensors if key.startswith(f"{prefix}head.") and not key.startswith(projection))
+    if (other := next(own, None)) is not None:
+        raise WeightsError(f"the checkpoint's {other} is no linear projection, which is the only head that is read")
+    weight = tensors.get(f"{projection}weight")
+    if weight is not None and heads:
+        taken[f"{heads[0]}.weight"] = weight
+        taken[f"{heads[0]}.bias"] = tensors.get(f"{projection}bias", torch.zeros(len(weight), dtype=weight.dtype))
+    return taken, [key for key in tensors if not key.startswith((trunk, projection))]
+
+
+def give_trunk(state: State, heads: tuple[str, ...]) -> State:
+    """The inverse of `take_trunk`, with the prefix "visual."; a bias that is zero is left out, as most have none."""
+    head = f"{heads[0]}." if heads else None
+    given = {}
+    for key, tensor in state.items():
+        if head is None or not key.startswith(head):
+            given[f"visual.{TRUNK}{key}"] = tensor
+        elif key != f"{head}bias" or tensor.any():
+            given[f"visual.{PROJECTION}{key.removeprefix(head)}"] = tensor
+    return given

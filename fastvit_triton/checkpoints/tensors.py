@@ -50,11 +50,7 @@ def fill_counts(target: State, state: State) -> None:
 
 
 def fit_head(heads: tuple[str, ...], target: State, state: State) -> list[str]:
-    """Removes from `state` heads of another size and layers used only by a head; adds missing biases of zero.
-
-    Returns:
-        The removed keys.
-    """
+    """Removes from `state` heads of another size and layers used only by a head; adds missing biases of zero."""
     useless = []
     for head in heads:
         weight = f"{head}.weight"

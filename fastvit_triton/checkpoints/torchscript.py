@@ -34,13 +34,7 @@ def is_program(path: Path) -> bool:
 
 
 def read_program(path: Path) -> dict[str, Tensor]:
-    """Parameters, buffers and other tensors of the program's modules, by their names in it.
-
-    Raises:
-        pickle.UnpicklingError: its pickle names something that is neither a module nor builds a tensor or list.
-        ValueError: it has too many modules, or bytes in the other order.
-        Exception: of `DAMAGE` in `reading`, if it is damaged.
-    """
+    """Parameters, buffers and other tensors of the program's modules, by their names in it."""
     with zipfile.ZipFile(path) as archive:
         root = next(name.partition("/")[0] for name in archive.namelist() if name.endswith(f"/{PROGRAM}"))
         if f"{root}/byteorder" in archive.namelist() and archive.read(f"{root}/byteorder") != b"little":

@@ -9,16 +9,7 @@ from torch import Tensor
 
 
 def write_tensors(state: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Writes tensors, and metadata in the order of its sorted keys; the library's order changes from call to call.
-
-    Args:
-        state: contiguous tensors on the CPU, which share no memory.
-        path: the file, which is written in place.
-        metadata: of the header.
-
-    Raises:
-        OSError, SafetensorError: the file cannot be written.
-    """
+    """Writes tensors, and metadata in the order of its sorted keys; the library's order changes from call to call."""
     save_file(dict(state), path, dict(metadata))
     with path.open("r+b") as file:
         length = int.from_bytes(file.read(8), "little")  # of the header, which is padded with spaces

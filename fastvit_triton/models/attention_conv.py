@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.renaming import CheckpointFormats, Layout
+from ..checkpoints.renaming import CheckpointFormats, Fitted, Layout
 from ..checkpoints.tensors import State
 from ..layers import Mlp, PatchEmbed, PostNormBlock, drop_path_rates
 from ..layers.embed import sides
@@ -200,7 +200,6 @@ class AttentionConv(TokenModel):
 CONFIG = AttentionConvConfig
 MODEL = AttentionConv
 VARIANTS: dict[str, Options] = {"attention_conv": {}}
-ORACLE: dict[str, str] = {}  # see the equations in the tests
 PARAMS = {"attention_conv": 12_483_834}  # 12.1 M with 10 classes, as in the paper
 
 # Names in checkpoints: the authors', models/bert.py and models/transformer.py; and ours.
@@ -230,9 +229,7 @@ POSITIONAL_LAYOUTS = (
 )
 
 
-def fit_positional(
-    model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str
-) -> tuple[list[str], str]:
+def fit_positional(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> Fitted:
     """Makes the authors' tensors fit: a linear layer of concatenated pixels [D, p · p · C] becomes a convolution, and
     a table of positions and embeddings that their classifier does not read are dropped; see `fit.fit`."""
     names = ("attention_mask", "mask_embedding", "cls_embedding", "features_downscale.", "pixelizer.")

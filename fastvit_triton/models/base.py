@@ -49,6 +49,13 @@ class ImageModel(HubMethods, Fusable):
     norm: nn.Module
     grad_checkpointing: bool
 
+    def __init__(self, config: BaseConfig, num_features: int) -> None:
+        super().__init__()
+        self.config = config
+        self.num_classes = config.num_classes
+        self.num_features = num_features
+        self.grad_checkpointing = config.grad_checkpointing
+
     def forward_features(self, image: Tensor) -> Tensor:
         """image [B, C, H, W] → features before the pooling."""
         raise NotImplementedError
@@ -236,23 +243,19 @@ class ImageModel(HubMethods, Fusable):
         return head.train(self.training)
 
 
+def init_linear(model: nn.Module) -> None:
+    """Reinitialises all linear layers of a model as in timm: truncated normal 0.02, zero biases."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
 def feature_take_indices(
     stages: int, indices: int | Sequence[int] | None, argument: str = "indices"
 ) -> tuple[list[int], int]:
-    """Resolves which of a model's stages to take.
-
-    Args:
-        stages: number of stages.
-        indices: None for all, n for the last n, or a sequence in which negative ones count from the end.
-        argument: its name in the error.
-
-    Returns:
-        The indices, none of them negative, and the largest.
-
-    Raises:
-        ValueError: an index is out of range.
-        TypeError: the indices are no integers.
-    """
+    """Resolves which of a model's stages to take."""
     if indices is None:
         indices = stages
     if isinstance(indices, int):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.renaming import CheckpointFormats, Layout
+from ..checkpoints.renaming import CheckpointFormats, Fitted, Layout
 from ..checkpoints.tensors import State
 from ..engine.attention import axis_bias
 from ..kernels.attention import sum_of_axes
@@ -28,12 +28,7 @@ Grid = tuple[int, int]
 
 
 class Rel2d(nn.Module):
-    """Embeddings of the distances between the rows, and the columns, of two positions of a map.
-
-    Args:
-        grid: (rows, columns).
-        dim: d, channels of a head.
-    """
+    """Embeddings of the distances between the rows, and the columns, of two positions of a map."""
 
     def __init__(self, grid: Grid, dim: int) -> None:
         super().__init__()
@@ -176,7 +171,6 @@ class BottleneckTransformer(ResidualNetwork):
 CONFIG = BotnetConfig
 MODEL = BottleneckTransformer
 VARIANTS: dict[str, Options] = {"botnet50": {}}
-ORACLE: dict[str, str] = {}  # timm's ByobNet builds it, under no name; see the tests
 PARAMS = {"botnet50": 20_852_008}  # by timm 1.0.31
 
 # Names in checkpoints, from timm 1.0.31.
@@ -184,9 +178,7 @@ PARAMS = {"botnet50": 20_852_008}  # by timm 1.0.31
 BOTNET = Layout(name="timm", mark="stem.conv1.conv.weight", beside="head.fc.weight", resize="linear")
 
 
-def fit_distances(
-    model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str
-) -> tuple[list[str], str]:
+def fit_distances(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> Fitted:
     """Interpolates embeddings of distances for the grids of a BoTNet, as SAM does; for the arguments see `fit.fit`."""
     notes = []
     for key in (key for key in state if key.endswith(("pos_embed.height_rel", "pos_embed.width_rel"))):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ..engine.body import normalize
 from ..layers.embed import sides
-from .base import ImageModel, feature_take_indices
-from .config import ALIASES, BaseConfig, check_positive, check_types
+from .base import ImageModel, feature_take_indices, init_linear
+from .config import BaseConfig, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +48,10 @@ class BranchConfig(BaseConfig):
     proj_drop_rate: float = 0.0
     attn_drop_rate: float = 0.0
     eps: ClassVar[float] = 1e-6  # of every LayerNorm
+    pools = ("token", "avg")
 
     def __post_init__(self) -> None:
-        check_types(self)
         super().__post_init__()
-        for field in ("img_scale", "patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio"):
-            value = getattr(self, field)
-            object.__setattr__(self, field, tuple(tuple(v) if isinstance(v, list) else v for v in value))
         check_positive(self, ("num_classes", "depth"))
         for field in ("img_scale", "patch_size", "embed_dim", "num_heads", "mlp_ratio"):
             if len(getattr(self, field)) != 2 and (field, len(getattr(self, field))) != ("mlp_ratio", 3):
@@ -68,9 +65,6 @@ class BranchConfig(BaseConfig):
                 wrong = f"a branch has images of {size[0]}x{size[1]}; patch_size {side} must divide both"
                 near = [self._nearest(length) for length in sides(self.img_size)]
                 raise ValueError(wrong + ("" if None in near else f"; the nearest img_size is {near[0]}x{near[1]}"))
-        object.__setattr__(self, "global_pool", ALIASES.get(self.global_pool, self.global_pool))
-        if self.global_pool not in ("token", "avg"):
-            raise ValueError(f"global_pool is {self.global_pool!r}; use one of token, avg")
 
     def _nearest(self, length: int) -> int | None:
         """The side of an image nearest to `length` that the patches of both branches divide; None if it is far."""
@@ -100,11 +94,7 @@ class BranchModel(ImageModel):
     head_names = ("head.0", "head.1")
 
     def __init__(self, config: BranchConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.num_classes = config.num_classes
-        self.num_features = sum(config.embed_dim)
-        self.grad_checkpointing = config.grad_checkpointing
+        super().__init__(config, sum(config.embed_dim))
         self.num_blocks = len(config.depth)
         self.patch_embed = nn.ModuleList()
         self.blocks = nn.ModuleList()
@@ -215,10 +205,7 @@ class BranchModel(ImageModel):
     @torch.no_grad()
     def init_weights(self) -> None:
         """Reinitialises the weights as in timm: truncated normal 0.02, zero biases in linear layers."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02)
-                nn.init.zeros_(module.bias) if module.bias is not None else None
+        init_linear(self)
         for name in sorted(self.no_weight_decay()):  # the order of a set differs between processes
             nn.init.trunc_normal_(self.get_parameter(name), std=0.02)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.renaming import CheckpointFormats, Layout
+from ..checkpoints.renaming import CheckpointFormats, Fitted, Layout
 from ..checkpoints.tensors import State, split
 from ..engine.attention import mix_heads
 from ..engine.body import normalize
@@ -189,7 +189,7 @@ CAIT = Layout(
 )
 
 
-def fit_cait(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+def fit_cait(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> Fitted:
     """Makes the positions of `state` fit a CaiT, whose class attention has three projections; see `fit.fit`."""
     for key in [key for key in state if key.startswith("blocks_token_only.") and ".attn.qkv." in key]:
         state |= split({key: state.pop(key)}, "attn.qkv")

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.renaming import CheckpointFormats, Layout
+from ..checkpoints.renaming import CheckpointFormats, Fitted, Layout
 from ..checkpoints.tensors import State, WeightsError
 from ..engine.body import normalize
 from ..kernels.patch_embed import assemble
@@ -26,21 +26,12 @@ from ..layers import Attention, Blocks, DropPath, drop_path_rates, resize_pos_em
 from ..layers.drop_path import add
 from ..layers.embed import sides
 from ..layers.fusable import Fusable
-from .base import ImageModel
-from .config import ALIASES, BaseConfig, Options, check_types
+from .base import ImageModel, init_linear
+from .config import BaseConfig, Options
 
 
 class CompactBlock(Fusable):
-    """y = LN(x + attention(LN x)), then y + MLP(y): the residual is normalised after the attention, and not before fc1.
-
-    Args:
-        dim: D, channels per token.
-        self_attn: maps [B, N, D] to [B, N, D].
-        hidden: channels inside the MLP.
-        eps: LayerNorm epsilon.
-        drop: dropout inside and after the MLP.
-        drop_path: probability of skipping each branch.
-    """
+    """y = LN(x + attention(LN x)), then y + MLP(y): the residual is normalised after the attention, not before fc1."""
 
     def __init__(self, dim: int, self_attn: Attention, hidden: int, eps: float, drop: float, drop_path: float) -> None:
         super().__init__()
@@ -61,14 +52,7 @@ class CompactBlock(Fusable):
 
 
 class ConvTokenizer(Fusable):
-    """Image to tokens by convolutions, each with ReLU and max pooling, or by one patch projection.
-
-    Args:
-        in_chans: C, image channels.
-        embed_dim: D.
-        kernel_size: side of the convolutions, or of the patches.
-        layers: convolutions; 0 for a patch projection.
-    """
+    """Image to tokens by convolutions, each with ReLU and max pooling, or by one patch projection."""
 
     WIDTH = 64  # channels between the convolutions
 
@@ -146,11 +130,7 @@ class CompactClassifier(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Reinitialises all weights as the authors do."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        init_linear(self)
         if self.class_emb is not None:
             nn.init.zeros_(self.class_emb)
         if self.positional_emb is not None and self.positional_emb.requires_grad:
@@ -158,12 +138,7 @@ class CompactClassifier(nn.Module):
 
 
 def sequence_pool(x: Tensor, score: nn.Linear) -> Tensor:
-    """Sequence pooling: softmax(x w + b)ᵀ x over the tokens (equation 5), [B, N, D] → [B, D].
-
-    Args:
-        x: [B, N, D].
-        score: D → 1.
-    """
+    """Sequence pooling: softmax(x w + b)ᵀ x over the tokens (equation 5), [B, N, D] → [B, D]."""
     return (score(x).softmax(1).mT @ x)[:, 0]
 
 
@@ -205,15 +180,12 @@ class CctConfig(BaseConfig):
     attn_drop_rate: float = 0.1  # this and the next as in the authors' code
     drop_path_rate: float = 0.1
     final_norm: bool = True
+    pools = ("seq", "token", "none")
 
     def __post_init__(self) -> None:
-        check_types(self)
         super().__post_init__()
-        object.__setattr__(self, "global_pool", ALIASES.get(self.global_pool, self.global_pool))
-        choices = dict(pos_embed=("learned", "sincos1d", "none"), global_pool=("seq", "token", "none"))
-        for field, allowed in choices.items():
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"{field} is {getattr(self, field)!r}; use one of {', '.join(allowed)}")
+        if self.pos_embed not in (choices := ("learned", "sincos1d", "none")):
+            raise ValueError(f"pos_embed is {self.pos_embed!r}; use one of {', '.join(choices)}")
         least = dict(kernel_size=1, conv_layers=0, embed_dim=1, depth=1, num_heads=1, mlp_ratio=0)
         for field, value in least.items():
             if getattr(self, field) < value:
@@ -236,12 +208,8 @@ class CompactTransformer(ImageModel):
     position_resize = "bilinear"
 
     def __init__(self, config: CctConfig) -> None:
-        super().__init__()
         D = config.embed_dim
-        self.config = config
-        self.num_classes = config.num_classes
-        self.num_features = D
-        self.grad_checkpointing = config.grad_checkpointing
+        super().__init__(config, D)
         self.num_prefix_tokens = int(config.class_token)
         self.tokenizer = ConvTokenizer(config.in_chans, D, config.kernel_size, config.conv_layers)
         self.grid_size = self.grid_of(sides(config.img_size))
@@ -329,7 +297,6 @@ class CompactTransformer(ImageModel):
         self.config = self.config.replace(**kept, final_norm=isinstance(self.classifier.norm, nn.LayerNorm))
 
     def poolings(self) -> list[str]:
-        """The values of global_pool that `reset_classifier` takes."""
         return [name for name in super().poolings() if name != "seq" or self.classifier.attention_pool is not None]
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
@@ -341,7 +308,6 @@ class CompactTransformer(ImageModel):
             self.classifier.attention_pool = None
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Regular expressions that assign parameters to layers, for timm's layer-wise learning rates."""
         stem = r"^tokenizer|^classifier\.(?:class|positional)_emb"
         last = (r"^classifier\.norm", (99999,))
         return dict(stem=stem, blocks=[(r"^classifier\.blocks\.(\d+)", None), last])
@@ -378,7 +344,6 @@ VARIANTS: dict[str, Options] = {
 }
 VARIANTS |= {f"compact_cvt_{depth}_4_32": of(depth, 4) for depth in (2, 4, 6, 7)}
 VARIANTS |= {f"vit_lite_{depth}_4_32": dict(of(depth, 4), **TOKEN) for depth in (2, 4, 6, 7)}
-ORACLE: dict[str, str] = {}  # vit-pytorch has cct, with other constructors
 
 # Counted by the authors' code with their number of classes; a class has D + 1 weights.
 COUNTS = (
@@ -417,7 +382,7 @@ CCT = Layout(
 )
 
 
-def fit_cct(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+def fit_cct(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> Fitted:
     """Makes the positions of `state` fit the grid of a compact transformer; for the arguments see `fit.fit`."""
     key = "classifier.positional_emb"
     T = model.num_prefix_tokens

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.renaming import CheckpointFormats, Layout
+from ..checkpoints.renaming import CheckpointFormats, Fitted, Layout
 from ..checkpoints.tensors import State
 from ..engine.body import normalize
 from ..layers import Attention, DropPath, Mlp, drop_path_rates
@@ -58,11 +58,6 @@ class EnhancedFeedForward(Fusable):
     """Linear layer, 3 x 3 depthwise convolution and linear layer on the patches, each with a BatchNorm (eq. 4-9).
 
     The class token stays as it is.
-
-    Args:
-        dim: D, channels.
-        hidden: inner channels.
-        grid: (rows, columns) of patches.
     """
 
     def __init__(self, dim: int, hidden: int, grid: Grid) -> None:
@@ -90,15 +85,7 @@ class EnhancedFeedForward(Fusable):
 
 
 class EnhancedBlock(Fusable):
-    """Pre-norm block with an `EnhancedFeedForward`.
-
-    Args:
-        dim: D.
-        attn: its attention.
-        leff: its feed-forward layer.
-        eps: LayerNorm epsilon.
-        drop_path: probability of skipping each branch.
-    """
+    """Pre-norm block with an `EnhancedFeedForward`."""
 
     def __init__(self, dim: int, attn: nn.Module, leff: nn.Module, eps: float = 1e-6, drop_path: float = 0.0) -> None:
         super().__init__()
@@ -232,7 +219,6 @@ CONFIG = CeitConfig
 MODEL = ConvolutionalTransformer
 VARIANTS: dict[str, Options] = {f"ceit_{n}_224": size for n, size in SIZES.items()}
 VARIANTS |= {f"ceit_{n}_384": dict(SIZES[n], img_size=384) for n in ("tiny", "small")}
-ORACLE: dict[str, str] = {}  # timm has no such model; see the equations in the tests
 
 PARAMS = dict(zip(VARIANTS, (6_356_904, 24_204_840, 94_405_416, 6_429_864), strict=False))  # by the authors' code
 
@@ -241,11 +227,12 @@ PARAMS = dict(zip(VARIANTS, (6_356_904, 24_204_840, 94_405_416, 6_429_864), stri
 CEIT = Layout(name="CeiT", mark="i2t.proj.weight", resize="bicubic")
 
 
-def fit_ceit(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+def fit_ceit(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> Fitted:
     """Makes the positions of `state` fit the grid of a CeiT; for the arguments see `fit.fit`."""
     side = model.config.patch_size[0]
     height, width = model.config.img_size
-    return [], fit_table(state, target, "pos_embed", (height // side, width // side), 1, mode)
+    tables = {"pos_embed": ((height // side, width // side), 1)}
+    return [], fit_table(model, target, state, metadata, mode, tables)
 
 
 CHECKPOINTS = CheckpointFormats("CeiT", (CEIT,), fit_ceit)

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args
 
 from ..layers.embed import sides
 
@@ -35,20 +35,27 @@ class BaseConfig:
     drop_path_rate: float = 0.0
     grad_checkpointing: bool = False
 
-    def __post_init__(self) -> None:
-        """Normalises and checks the fields.
+    pools: ClassVar[tuple[str, ...]] = ()  # values of global_pool that the family has
 
-        Raises:
-            ValueError: a value is outside its range.
-        """
+    def __post_init__(self) -> None:
+        """Normalises and checks the fields."""
+        check_types(self)
+        for field in dataclasses.fields(self):  # JSON has lists
+            object.__setattr__(self, field.name, _as_tuple(getattr(self, field.name)))
         object.__setattr__(self, "img_size", sides(self.img_size))
         if self.in_chans < 1:
             raise ValueError(f"in_chans is {self.in_chans}; it must be at least 1")
         if self.num_classes < 0:
             raise ValueError(f"num_classes is {self.num_classes}; use 0 for no head, or the number of classes")
-        for field in (f.name for f in dataclasses.fields(self) if f.name.endswith(("drop_rate", "drop_path_rate"))):
-            if not 0.0 <= getattr(self, field) < 1.0:
-                raise ValueError(f"{field} is {getattr(self, field)}; use a rate in [0, 1)")
+        for name in (f.name for f in dataclasses.fields(self) if f.name.endswith(("drop_rate", "drop_path_rate"))):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name} is {getattr(self, name)}; use a rate in [0, 1)")
+        if self.pools:
+            given = vars(self)["global_pool"]
+            pool = ALIASES.get(given, given)
+            object.__setattr__(self, "global_pool", pool)
+            if pool not in self.pools:
+                raise ValueError(f"global_pool is {pool!r}; use one of {', '.join(self.pools)}")
 
     def replace(self: Config, **overrides: Any) -> Config:
         """Returns a copy with some fields changed; as in timm, None leaves a field that cannot be None.
@@ -158,13 +165,11 @@ class ViTConfig(BaseConfig):
     proj_drop_rate: float = 0.0
     attn_drop_rate: float = 0.0
     weight_init: str = "timm"
+    pools = CHOICES["global_pool"]
 
     def __post_init__(self) -> None:
-        check_types(self)
         super().__post_init__()
         object.__setattr__(self, "patch_size", sides(self.patch_size))
-        if self.global_pool in ALIASES:
-            object.__setattr__(self, "global_pool", ALIASES[self.global_pool])
         for field, allowed in CHOICES.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field} is {getattr(self, field)!r}; use one of {', '.join(allowed)}")
@@ -237,6 +242,11 @@ def check_only(config: BaseConfig, **only: Any) -> None:
     for field, value in only.items():
         if getattr(config, field) != value:
             raise ValueError(f"{field} is {getattr(config, field)!r}; this model has {field}={value!r} only")
+
+
+def _as_tuple(value: Any) -> Any:
+    """A list, and those in it, as tuples."""
+    return tuple(map(_as_tuple, value)) if isinstance(value, (tuple, list)) else value
 
 
 def _numbers(value: Any) -> list[Any]:

@@ -66,7 +66,6 @@ class ConditionalVisionTransformer(VisionTransformer):
         return torch.cat((x[:, :T], patches), 1) if T else patches
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Regular expressions that assign parameters to layers, for timm's layer-wise learning rates."""
         _, *norm = super().group_matcher(coarse)["blocks"]
         return super().group_matcher(coarse) | {"blocks": [(r"^(?:blocks|pos_block)\.(\d+)", None), *norm]}
 
@@ -91,7 +90,6 @@ VARIANTS: dict[str, Options] = {
     "cpvt_small_gap": dict(SMALL, **GAP),
     "cpvt_tiny_5peg": dict(TINY, pegs=5),
 }
-ORACLE: dict[str, str] = {}  # the authors published no code for classification; see the equations in the tests
 
 # Counted from the layer shapes: DeiT's without positions, and 10 weights per channel and generator.
 PARAMS = {

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.renaming import CheckpointFormats, Layout
+from ..checkpoints.renaming import CheckpointFormats, Fitted, Layout
 from ..checkpoints.tensors import State
 from ..layers import Attention, Block, Blocks, DropPath, Mlp, PatchEmbed, drop_path_rates
 from ..layers.class_attention import ClassAttention
@@ -57,14 +57,7 @@ class CrossAttention(ClassAttention):
 
 
 class CrossBlock(Fusable):
-    """The first token plus its attention to all tokens; there is no MLP (eq. 5).
-
-    Args:
-        dim: D.
-        attn: its attention.
-        eps: LayerNorm epsilon.
-        drop_path: probability of skipping the attention.
-    """
+    """The first token plus its attention to all tokens; there is no MLP (eq. 5)."""
 
     def __init__(self, dim: int, attn: CrossAttention, eps: float = 1e-6, drop_path: float = 0.0) -> None:
         super().__init__()
@@ -170,11 +163,9 @@ class CrossVit(BranchModel):
             yield (xs := block(xs, self.recomputes))
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters to exclude from weight decay, as in timm."""
         return {f"{name}_{i}" for name in ("pos_embed", "cls_token") for i in range(2)}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Regular expressions that assign parameters to layers, for timm's layer-wise learning rates."""
         return dict(stem=r"^cls_token|pos_embed|patch_embed", blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))])
 
 
@@ -242,13 +233,10 @@ CROSS_LAYOUTS = (
 )
 
 
-def fit_branches(
-    model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str
-) -> tuple[list[str], str]:
+def fit_branches(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> Fitted:
     """Makes the positions of `state` fit the grids of a CrossViT; for the arguments see `fit.fit`."""
-    grids = [embed.grid_size for embed in model.patch_embed]
-    notes = [fit_table(state, target, f"pos_embed_{i}", grid, 1, mode) for i, grid in enumerate(grids)]
-    return [], ", ".join(note for note in notes if note)
+    tables = {f"pos_embed_{i}": (embed.grid_size, 1) for i, embed in enumerate(model.patch_embed)}
+    return [], fit_table(model, target, state, metadata, mode, tables)
 
 
 CHECKPOINTS = CheckpointFormats("CrossViT", CROSS_LAYOUTS, fit_branches, {"timm": (TIMM_CROSS,)})

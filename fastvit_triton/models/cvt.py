@@ -8,7 +8,6 @@ Differs from ViT:
 Adds the convolutional projections. No relation to the CVT of arXiv:2104.05704 (`compact_cvt_*`).
 """
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +57,7 @@ class ConvEmbed(nn.Module):
 
 
 class ConvProjection(nn.Module):
-    """A 3 x 3 depthwise convolution and a BatchNorm, which inference folds into it.
-
-    Args:
-        dim: D, channels.
-        stride: 1, or 2 for every other row and column.
-    """
+    """A 3 x 3 depthwise convolution and a BatchNorm, which inference folds into it."""
 
     def __init__(self, dim: int, stride: int) -> None:
         super().__init__()
@@ -274,18 +268,9 @@ VARIANTS: dict[str, Options] = {
     f"cvt_{name}_{side}": dict(size, img_size=side) for side in (224, 384) for name, size in SIZES.items()
 }
 VARIANTS["cvt_w24_384"] = dict(img_size=384, embed_dim=(192, 768, 1024), depths=(2, 2, 20), num_heads=(3, 12, 16))
-ORACLE: dict[str, str] = {}  # transformers has the model, with other parameter names and GELU; it counts
 PARAMS = dict(zip(VARIANTS, (19_997_480, 31_622_696, 19_997_480, 31_622_696, 277_196_392), strict=True))
 
 # Names in checkpoints, from transformers 5.23 and the authors' lib/models/cls_cvt.py (microsoft/CvT).
-
-
-def _from_cvt(key: str) -> str:
-    """Stages and their blocks have shorter paths in the authors' code."""
-    key = re.sub(r"^encoder\.stages\.(\d+)\.", r"stage\1.", key)
-    key = re.sub(r"^(stage\d+)\.layers\.", r"\1.blocks.", key)
-    key = key.replace("embedding.convolution_embeddings.projection", "patch_embed.proj")
-    return key.replace("embedding.convolution_embeddings.normalization", "patch_embed.norm")
 
 
 CONVOLVED = "attention.attention.convolution_projection_{{query,key,value}}.convolution_projection.{}"
@@ -294,10 +279,15 @@ CVT_LAYOUTS = (
         name="transformers CvT",
         mark="encoder.stages.0.embedding.convolution_embeddings.projection.weight",
         resize="bilinear",
-        number=_from_cvt,
-        stem={"norm": "layernorm", "head": "classifier"},
+        stem={
+            "norm": "layernorm",
+            "head": "classifier",
+            "stage{}": "encoder.stages.{}",
+            "stage{}.patch_embed.proj": "encoder.stages.{}.embedding.convolution_embeddings.projection",
+            "stage{}.patch_embed.norm": "encoder.stages.{}.embedding.convolution_embeddings.normalization",
+        },
         home="stage{}.blocks.{}",
-        blocks="stage{}.blocks.{}",
+        blocks="encoder.stages.{}.layers.{}",
         block={
             "norm{1,2}": "layernorm_{before,after}",
             "attn.conv_proj_{q,k,v}.conv": CONVOLVED.format("convolution"),

@@ -7,7 +7,6 @@ Differs from ViT:
 Adds re-attention and the stem. vit-pytorch's DeepViT has a LayerNorm over the heads instead of the BatchNorm.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,20 +94,19 @@ class DeepvitConfig(ViTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_parts(self, self.stem_widths)
+        check_parts(self)
         if self.plain_depth < 0:
             raise ValueError(f"plain_depth is {self.plain_depth}; it must be at least 0")
         if self.adjust <= 0:
             raise ValueError(f"adjust is {self.adjust}; use a number above 0")
 
 
-def check_parts(config: ViTConfig, widths: Sequence[int]) -> None:
-    """Sets `stem_widths` to these as a tuple; raises ValueError for options that the stem or the blocks do not have."""
+def check_parts(config: Any) -> None:
+    """Raises ValueError for options that the stem or the blocks do not have."""
     check_only(config, norm="pre", mlp="mlp", proj_bias=True, qk_norm=False, head_dim=None, init_values=None)
     if config.pos_embed == "relative":
         raise ValueError("pos_embed is 'relative'; this model adds positions to its tokens: use 'learned'")
-    widths = tuple(widths)
-    object.__setattr__(config, "stem_widths", widths)
+    widths = config.stem_widths
     if any(width < 1 for width in widths):
         raise ValueError(f"stem_widths is {widths}; use numbers above 0")
     if widths and any(side % 2 for side in sides(config.patch_size)):
@@ -161,7 +159,6 @@ CONFIG = DeepvitConfig
 MODEL = DeepVisionTransformer
 VARIANTS: dict[str, Options] = {f"deepvit_{depth}b": dict(depth=depth) for depth in (16, 24, 32)}
 VARIANTS |= {"deepvit_s": SMALL, "deepvit_l": LARGE, "deepvit_l_384": dict(LARGE, img_size=384)}
-ORACLE: dict[str, str] = {}  # see the equations in the tests
 
 # Counted by the authors' code.
 PARAMS = dict(zip(VARIANTS, (24_426_664, 36_261_448, 48_096_232, 27_312_632, 58_883_708, 59_043_308), strict=True))

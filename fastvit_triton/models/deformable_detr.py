@@ -20,16 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.renaming import CheckpointFormats, Layout, Renaming
+from ..checkpoints.renaming import CheckpointFormats, Fitted, Layout
 from ..checkpoints.tensors import State, WeightsError
 from ..kernels.deformable import Maps, deformable_attention, sides_of
 from ..layers.fusable import Fusable
 from ..layers.packed_attention import PackedAttention
-from ..layers.padded import resize_mask
+from ..layers.padded import resize_mask, sine_positions, sines
 from ..layers.recompute import recomputed
-from ..layers.sine_positions import sine_positions, sines
 from .config import Options
-from .detector import BACKBONE, DIGITS, BoxMlp, Detector, DetectorConfig, pack_projections, unpack_projections
+from .detector import BACKBONE, DIGITS, UNTRAINED, BoxMlp, Detector, DetectorConfig, choose, transformers_layout
 
 SMALLEST_BOX = 0.05  # side of a proposal on the first map, in fractions of the image
 BORDER = 0.01  # proposals nearer to the border are no candidates
@@ -37,14 +36,7 @@ CANDIDATES = 100  # best pairs of query and class in an image
 
 
 class DeformableAttention(Fusable):
-    """Attention to P points per head and map, whose offsets and weights are linear in the query.
-
-    Args:
-        dim: D, channels.
-        num_heads: H.
-        levels: L, maps.
-        points: P.
-    """
+    """Attention to P points per head and map, whose offsets and weights are linear in the query."""
 
     def __init__(self, dim: int, num_heads: int, levels: int, points: int) -> None:
         super().__init__()
@@ -100,11 +92,7 @@ class DeformableAttention(Fusable):
 
 
 class DeformableEncoderLayer(Fusable):
-    """Deformable self-attention and an MLP, each followed by a residual sum and a LayerNorm.
-
-    Args:
-        config: every option.
-    """
+    """Deformable self-attention and an MLP, each followed by a residual sum and a LayerNorm."""
 
     def __init__(self, config: "DeformableDetrConfig") -> None:
         super().__init__()
@@ -129,9 +117,6 @@ class DeformableDecoderLayer(Fusable):
     """Self-attention of the queries, deformable attention to the tokens, and an MLP; sums and norms follow.
 
     The authors number the norms in the order of their code: `norm2` follows self-attention, `norm1` cross-attention.
-
-    Args:
-        config: every option.
     """
 
     def __init__(self, config: "DeformableDetrConfig") -> None:
@@ -191,11 +176,7 @@ class DeformableDetrConfig(DetectorConfig):
 
 
 class DeformableTransformer(nn.Module):
-    """Encoder, decoder, and what makes the first reference points; `DeformableDetr` runs them.
-
-    Args:
-        config: every option.
-    """
+    """Encoder, decoder, and what makes the first reference points; `DeformableDetr` runs them."""
 
     def __init__(self, config: DeformableDetrConfig) -> None:
         super().__init__()
@@ -224,11 +205,7 @@ class DeformableTransformer(nn.Module):
 
 
 class DeformableDetr(Detector):
-    """Deformable DETR: image [B, C, H, W] → logits [B, Q, K] of independent classes, and boxes [B, Q, 4].
-
-    Args:
-        config: every option.
-    """
+    """Deformable DETR: image [B, C, H, W] → logits [B, Q, K] of independent classes, and boxes [B, Q, 4]."""
 
     layout = "deformable_detr"
     scoring = "focal"
@@ -424,6 +401,23 @@ def shifted(delta: Tensor, reference: Tensor) -> Tensor:
     return (delta + F.pad(logit, (0, 4 - logit.shape[-1]))).sigmoid()
 
 
+TINY: Options = dict(  # trains from random weights on a CPU; the maps are 1/8, 1/16 and 1/32 of the image's sides
+    img_size=256,
+    depths=(1, 1, 1, 1),
+    block="basic",
+    stem_dim=16,
+    hidden_dim=96,
+    num_heads=4,
+    encoder_layers=1,
+    decoder_layers=2,
+    mlp_dim=192,
+    num_queries=30,
+    drop_rate=0.0,
+    num_levels=3,
+    encoder_points=2,
+    refine=True,
+    two_stage=True,
+)
 CONFIG = DeformableDetrConfig
 MODEL = DeformableDetr
 VARIANTS: dict[str, Options] = {
@@ -433,8 +427,8 @@ VARIANTS: dict[str, Options] = {
     "deformable_detr_resnet50_refine": dict(refine=True),
     "deformable_detr_resnet50_two_stage": dict(refine=True, two_stage=True),
     "deformable_detr_digits": dict(**DIGITS, num_levels=2, refine=True),  # for scenes of 32 x 32 pixels
+    "deformable_detr_tiny": TINY,
 }
-ORACLE: dict[str, str] = {}  # transformers builds it, under other names; see the tests
 PARAMS = {  # by transformers 5.23, with 91 classes, and 909 more; it has one class head with `_refine`, the authors six
     "deformable_detr_resnet50": 40_069_665 + 909 * 257,
     "deformable_detr_resnet50_single_scale": 34_066_593 + 909 * 257,
@@ -446,74 +440,30 @@ PARAMS = {  # by transformers 5.23, with 91 classes, and 909 more; it has one cl
 PARAMS["deformable_detr_digits"] = (
     60_400 + 41_344 + 2 * 47_904 + 2 * 64_672 + 128 + 130 + 2000 * 65 + 2 * 8_580 + 8 * 128
 )
-
-# Names in checkpoints: the authors', and those of transformers 5.23 and 4.x.
-
-QKV = ("q_proj", "k_proj", "v_proj")
-LAYERS = {  # ours → theirs, in a layer of the encoder, and of the decoder
-    "encoder": {"norm1": "self_attn_layer_norm", "norm2": "final_layer_norm"},
-    "decoder": {
-        "self_attn.out_proj": "self_attn.o_proj self_attn.out_proj",
-        "cross_attn": "encoder_attn",
-        "norm1": "encoder_attn_layer_norm",
-        "norm2": "self_attn_layer_norm",
-        "norm3": "final_layer_norm",
-    },
-}
-MLP = {"linear1": "mlp.fc1 fc1", "linear2": "mlp.fc2 fc2", "self_attn": "self_attn"}
-WHOLE = ("level_embed", "reference_points", "enc_output", "enc_output_norm", "pos_trans", "pos_trans_norm")
-NAMES = Renaming(
-    [
-        *BACKBONE,
-        ("input_proj", "model.input_proj"),
-        ("query_embed", "model.query_position_embeddings"),
-        ("transformer.decoder.bbox_embed", "model.decoder.bbox_embed"),
-        ("transformer.decoder.class_embed", "model.decoder.class_embed"),
-        *((f"transformer.{name}", f"model.{name}") for name in WHOLE),
-        *(
-            (
-                f"transformer.{half}.layers.{{}}.{ours}",
-                " ".join(f"model.{half}.layers.{{}}.{t}" for t in theirs.split()),
-            )
-            for half, table in LAYERS.items()
-            for ours, theirs in {**table, **MLP}.items()
-        ),
-    ]
+# Stem and stages, projections, a layer of the encoder, two of the decoder, embedding of levels, proposals, and three
+# heads of classes and of boxes.
+PARAMS["deformable_detr_tiny"] = (
+    2_384 + 4_672 + 14_528 + 57_728 + 230_144 + 22_368 + 63_144 + 2 * 107_568 + 288 + 46_944 + 3 * (97_000 + 19_012)
 )
 
-
-def read_transformers(state: State) -> State:
-    """Joins the projections of transformers."""
-    return pack_projections(state, QKV, "self_attn")
-
-
-def write_transformers(state: State) -> State:
-    """Our tensors with the names and shapes of transformers."""
-    return {NAMES.theirs(key): tensor for key, tensor in unpack_projections(state, QKV).items()}
-
+# Names in checkpoints: the authors', and those of transformers.
 
 AUTHORS = Layout(
     name="fundamentalvision",
     mark="transformer.decoder.layers.0.cross_attn.sampling_offsets.weight",
     resize="bicubic",
+    needs=BACKBONE,
 )
-TRANSFORMERS = Layout(
-    name="transformers",
-    mark="model.decoder.layers.0.encoder_attn.sampling_offsets.weight",
-    resize="bicubic",
-    number=NAMES.ours,
-    read=read_transformers,
-    write=write_transformers,
+TRANSFORMERS = transformers_layout(
+    "model.decoder.layers.0.encoder_attn.sampling_offsets.weight",
+    {"input_proj": "model.input_proj"},
+    {"cross_attn": "encoder_attn", "norm{1,2}": "{encoder_attn,self_attn}_layer_norm"},
 )
 HEAD = re.compile(r"(?:transformer\.decoder\.)?(class_embed|bbox_embed)\.(\d+)\.(.+)")
 
 
-def fit_heads(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
-    """Removes heads that a file has under several names; for the arguments see `fit.fit`.
-
-    Raises:
-        WeightsError: they differ, so that the file is of a model with a head for each layer.
-    """
+def fit_heads(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> Fitted:
+    """Removes heads that a file has under several names; for the arguments see `fit.fit`."""
     for key in list(state):
         if (match := HEAD.fullmatch(key)) is None:
             continue
@@ -542,7 +492,7 @@ def write(model: Any, state: State, layout: Layout) -> State:
             state |= {f"{kind}.{i}.{rest}": state[key].clone() for i in range(1, config.decoder_layers)}
         elif kind == "bbox_embed" or config.two_stage:
             state[f"transformer.decoder.{key}"] = state[key].clone()
-    return layout.write(state)
+    return layout.convert(state, model.head_names, config.num_classes)
 
 
 CHECKPOINTS = CheckpointFormats(
@@ -551,5 +501,6 @@ CHECKPOINTS = CheckpointFormats(
     fit_heads,
     {"fundamentalvision": (AUTHORS,), "transformers": (TRANSFORMERS,)},
     write=write,
-    irrelevant=re.compile(r"(?<!\.bn)\.num_batches_tracked$"),  # of frozen norms; `.bn` are trained
+    choose=choose,
+    irrelevant=UNTRAINED,
 )

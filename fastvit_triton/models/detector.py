@@ -1,5 +1,6 @@
 """What DETR and Deformable DETR have in common: a backbone, box heads, outputs, and detections from them."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -8,15 +9,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.tensors import State
-from ..layers.conv_body import ConvBody
+from ..checkpoints.renaming import Layout
+from ..checkpoints.tensors import State, variant
 from ..layers.frozen_resnet import FrozenResNet
+from ..layers.normed import ConvNorm
 from ..layers.padded import pad_images
+from ..layers.residual import ResidualBody
 from .base import ImageModel
-from .config import BaseConfig, Options, check_multiple, check_only, check_positive, check_types
+from .config import BaseConfig, Options, check_multiple, check_only, check_positive
+from .fit import supporting
 
 Outputs = dict[str, Any]
 Detections = dict[str, Tensor]
+WIDTHS = (1, 2, 4, 4)  # channels of `ConvBody`, in units of the first convolution's
+STRIDES = (2, 1, 2, 1)
+FROZEN = ("frozen_bottleneck", "frozen_basic")  # blocks of ResNets that are not trained as a whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +31,11 @@ class DetectorConfig(BaseConfig):
     """Options of detectors, in addition to those of `BaseConfig`; images of any size are taken.
 
     Attributes:
-        depths: blocks of each stage of the ResNet, whose BatchNorms are frozen; () for four convolutions instead, the
-            backbone for small images.
+        depths: blocks of each stage of the ResNet; () for four convolutions instead, the backbone for small images.
+        block: blocks of the ResNet, "bottleneck" of three convolutions, as from ResNet-50 on, or "basic" of two. With
+            "frozen_" before, its BatchNorms, stem and first stage are not trained, as of pretrained weights in DETR;
+            random weights need that all of it is trained.
         stem_dim: channels of the ResNet's stem, or of the first convolution.
-        bottleneck: blocks of three convolutions, as from ResNet-50 on, instead of two.
         dilation: the last stage keeps the size of its map (DC5).
         hidden_dim: D, channels of the transformer.
         num_heads: H.
@@ -41,8 +49,8 @@ class DetectorConfig(BaseConfig):
     img_size: int | tuple[int, int] = 800
     num_classes: int = 91
     depths: tuple[int, ...] = (3, 4, 6, 3)
+    block: str = "frozen_bottleneck"
     stem_dim: int = 64
-    bottleneck: bool = True
     dilation: bool = False
     hidden_dim: int = 256
     num_heads: int = 8
@@ -55,26 +63,51 @@ class DetectorConfig(BaseConfig):
     only: ClassVar[dict[str, Any]] = dict(drop_path_rate=0.0)
 
     def __post_init__(self) -> None:
-        check_types(self)
         super().__post_init__()
-        object.__setattr__(self, "depths", tuple(self.depths))
         check_positive(self, ())
         check_only(self, **self.only)
-        if self.dilation and not self.bottleneck:
-            raise ValueError("dilation is True and bottleneck False; blocks of two convolutions are not dilated")
+        if self.block not in (blocks := (*FROZEN, "bottleneck", "basic")):
+            raise ValueError(f"block is {self.block!r}; use one of {', '.join(blocks)}")
+        if self.dilation and self.block != "frozen_bottleneck":
+            raise ValueError(f"dilation is True and block {self.block!r}; only 'frozen_bottleneck' is dilated")
         if len(self.depths) not in (0, 4):
             raise ValueError(f"depths has {len(self.depths)} values; a ResNet has 4 stages")
         check_multiple(self, "hidden_dim", "num_heads")
         if self.hidden_dim % 4:
             raise ValueError(f"hidden_dim is {self.hidden_dim}; sines of rows and columns need a multiple of 4")
 
+    @property
+    def frozen(self) -> bool:
+        """True if the backbone is a ResNet whose BatchNorms, stem and first stage are not trained."""
+        return bool(self.depths) and self.block in FROZEN
+
+
+class ConvBody(nn.Module):
+    """Four 3 x 3 convolutions with BatchNorm and ReLU, for small images; its map has 1/4 of their sides, rounded up.
+
+    Attributes:
+        channels: of the map, as a tuple of one number.
+        reductions: pixels of the image for each step of the map, likewise.
+    """
+
+    def __init__(self, in_chans: int, dim: int) -> None:
+        super().__init__()
+        self.channels = (dim * WIDTHS[-1],)
+        self.reductions = (4,)
+        outputs = [dim * width for width in WIDTHS]
+        sizes = zip([in_chans, *outputs[:-1]], outputs, STRIDES, strict=True)
+        self.layers = nn.ModuleList(ConvNorm(before, after, 3, stride, 1) for before, after, stride in sizes)
+
+    def forward(self, image: Tensor) -> list[Tensor]:
+        """[B, C, H, W] → the map [B, D, h, w], in a list."""
+        x = image
+        for layer in self.layers:
+            x = F.relu(layer(x))
+        return [x]
+
 
 class BoxMlp(nn.Module):
-    """Three linear layers with ReLU in between: D → 4 coordinates.
-
-    Args:
-        dim: D.
-    """
+    """Three linear layers with ReLU in between: D → 4 coordinates."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -90,9 +123,6 @@ class Detector(ImageModel):
 
     A family implements `forward_features`, `predictions` and `class_scores`.
 
-    Args:
-        config: every option.
-
     Attributes:
         scoring: "softmax" if classes exclude each other and the last is "no object", or "focal" if they are
             independent; it decides the loss, see `train.detection.SetCriterion`.
@@ -104,19 +134,17 @@ class Detector(ImageModel):
     config: DetectorConfig
 
     def __init__(self, config: DetectorConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.num_classes = config.num_classes
-        self.num_features = config.hidden_dim
-        self.grad_checkpointing = config.grad_checkpointing
+        super().__init__(config, config.hidden_dim)
         body: nn.Module = ConvBody(config.in_chans, config.stem_dim)
-        if config.depths:
-            sizes = (config.depths, config.stem_dim, config.bottleneck, config.dilation)
-            body = FrozenResNet(config.in_chans, *sizes)
+        sizes = (config.depths, config.stem_dim, config.block.endswith("bottleneck"))
+        if config.frozen:
+            body = FrozenResNet(config.in_chans, *sizes, config.dilation)
+        elif config.depths:
+            body = ResidualBody(config.in_chans, *sizes)
         self.backbone = nn.Sequential(nn.ModuleDict(dict(body=body)))  # the authors' names
 
     @property
-    def body(self) -> FrozenResNet | ConvBody:
+    def body(self) -> FrozenResNet | ResidualBody | ConvBody:
         """The backbone."""
         return self.get_submodule("backbone.0.body")  # type: ignore[return-value]
 
@@ -184,10 +212,9 @@ class Detector(ImageModel):
         return detections
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Regular expressions that assign parameters to layers, for timm's layer-wise learning rates."""
         stages = r"^backbone\.0\.body\.layer(\d+)" + ("" if coarse else r"\.(\d+)")
         return dict(
-            stem=r"^backbone\.0\.body\.(conv1|bn1|layers)",
+            stem=r"^backbone\.0\.body\.(conv1|bn1|layers|stem)",
             blocks=[
                 (stages, None),
                 (r"^input_proj", (10_000,)),
@@ -197,12 +224,7 @@ class Detector(ImageModel):
         )
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replaces the class heads by new ones with their initial values; boxes keep their heads.
-
-        Args:
-            num_classes: K, at least 1.
-            global_pool: None; detectors do not pool.
-        """
+        """Replaces the class heads by new ones with their initial values; boxes keep theirs. There is no pooling."""
         if global_pool is not None:
             raise ValueError(f"global_pool is {global_pool!r}; a detector does not pool")
         self.config = self.config.replace(num_classes=num_classes)
@@ -230,45 +252,69 @@ DIGITS: Options = dict(  # of models for scenes of digits, which train in minute
     num_queries=8,
     drop_rate=0.0,
 )
-BACKBONE = [  # our path, and those of transformers: 5.23 in memory, 4.x with timm's or its own ResNet
-    (
-        f"backbone.0.body.{ours}",
-        f"model.backbone.model.embedder.embedder.{theirs} model.backbone.conv_encoder.model.{ours}"
-        f" model.backbone.conv_encoder.model.embedder.embedder.{theirs} model.backbone.model.{ours}",
-    )
-    for ours, theirs in (("conv1", "convolution"), ("bn1", "normalization"))
-]
-for _stage in range(4):
-    _parts = {f"conv{k + 1}": f"layer.{k}.convolution" for k in range(3)}
-    _parts |= {f"bn{k + 1}": f"layer.{k}.normalization" for k in range(3)}
-    _parts |= {"downsample.0": "shortcut.convolution", "downsample.1": "shortcut.normalization"}
-    for _ours, _theirs in _parts.items():
-        _path = f"encoder.stages.{_stage}.layers.{{}}.{_theirs}"
-        _own = f"layer{_stage + 1}.{{}}.{_ours}"
-        _roots = ("model.backbone.model", "model.backbone.conv_encoder.model")
-        _written = [f"{root}.{path}" for path in (_path, _own) for root in _roots]
-        BACKBONE.append((f"backbone.0.body.{_own}", " ".join(_written)))
+# Names in checkpoints of transformers 5.23, and of 4.x with timm's or its own ResNet.
+
+PARTS = {"conv{1,2,3}": "layer.{0,1,2}.convolution", "bn{1,2,3}": "layer.{0,1,2}.normalization"}
+PARTS |= {"downsample.{0,1}": "shortcut.{convolution,normalization}"}
+RESNET = {"conv1": "embedder.embedder.convolution", "bn1": "embedder.embedder.normalization"}
+RESNET |= {
+    f"layer{stage + 1}.{{}}.{ours}": f"encoder.stages.{stage}.layers.{{}}.{theirs}"
+    for stage in range(4)
+    for ours, theirs in PARTS.items()
+}
+BACKBONE: dict[str, object] = dict(block=FROZEN)  # `Layout.needs` of the authors and of transformers
+ROOTS = ("model.backbone.model", "model.backbone.conv_encoder.model")
+LAYER = {"self_attn.out_proj": "self_attn.o_proj self_attn.out_proj", "linear{1,2}": "mlp.fc{1,2} fc{1,2}"}
+LAYERS = {  # ours → theirs, in a layer of the encoder, and of the decoder
+    "encoder": LAYER | {"norm1": "self_attn_layer_norm", "norm2": "final_layer_norm"},
+    "decoder": LAYER | {"norm3": "final_layer_norm"},
+}
+QKV = ("q_proj", "k_proj", "v_proj")
 
 
-def pack_projections(state: State, parts: tuple[str, ...], attention: str) -> State:
-    """Joins q, k and v of attention under `…{attention}.{part}.weight` to `…{attention}.in_proj_weight`."""
+def pack_projections(state: State) -> State:
+    """Joins q, k and v of attention under `….q_proj.weight` and so on to `….in_proj_weight`."""
     state = dict(state)
-    for key in [key for key in state if f".{attention}.{parts[0]}." in key]:
-        keys = [key.replace(f".{parts[0]}.", f".{part}.") for part in parts]
+    for key in [key for key in state if ".q_proj." in key]:
+        keys = [key.replace(".q_proj.", f".{part}.") for part in QKV]
         if all(k in state for k in keys):
-            leaf = key.rpartition(".")[2]
-            path = key.removesuffix(f".{parts[0]}.{leaf}")
-            state[f"{path}.in_proj_{leaf}"] = torch.cat([state.pop(k) for k in keys])
+            state[key.replace(".q_proj.", ".in_proj_")] = torch.cat([state.pop(k) for k in keys])
     return state
 
 
-def unpack_projections(state: State, parts: tuple[str, ...]) -> State:
-    """The inverse of `pack_projections`, for all attention."""
+def unpack_projections(state: State) -> State:
+    """The inverse of `pack_projections`."""
     out: State = {}
     for key, tensor in state.items():
-        path, packed, leaf = key.partition(".in_proj_")
-        if packed:
-            out |= {f"{path}.{part}.{leaf}": t.clone() for part, t in zip(parts, tensor.chunk(len(parts)), strict=True)}
-        else:
-            out[key] = tensor
+        parts = zip(QKV, tensor.chunk(3), strict=True) if ".in_proj_" in key else ()
+        out |= {key.replace(".in_proj_", f".{part}."): t.clone() for part, t in parts} or {key: tensor}
     return out
+
+
+def transformers_layout(mark: str, names: dict[str, str], decoder: dict[str, str]) -> Layout:
+    """The layout of a detector with a mark, names outside its backbone and layers, and those of its decoder layer."""
+    stem = {"transformer": "model", "query_embed": "model.query_position_embeddings"} | names
+    for ours, theirs in RESNET.items():
+        stem[f"backbone.0.body.{ours}"] = " ".join(f"{root}.{path}" for path in (theirs, ours) for root in ROOTS)
+    for half, table in (LAYERS | {"decoder": LAYERS["decoder"] | decoder}).items():
+        for ours, theirs in table.items():
+            paths = " ".join(f"model.{half}.layers.{{}}.{path}" for path in theirs.split())
+            stem[f"transformer.{half}.layers.{{}}.{ours}"] = paths
+    return Layout(
+        name="transformers",
+        mark=mark,
+        resize="bicubic",
+        stem=stem,
+        read=pack_projections,
+        write=unpack_projections,
+        needs=BACKBONE,
+    )
+
+
+def choose(model: Any, layouts: tuple[Layout, ...]) -> Layout:
+    """The layout, if it has names for the model's backbone."""
+    block = model.config.block if model.config.depths else "convolutions"
+    return supporting(layouts, dict(block=block), variant(model))
+
+
+UNTRAINED = re.compile(r"(?<!\.bn)\.num_batches_tracked$")  # of frozen norms; `.bn` are trained

@@ -8,108 +8,59 @@ Differs from ViT:
      object has a class, or none, and a box. Norms follow the residual sums, and the activation is ReLU.
 """
 
-import re
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.renaming import CheckpointFormats, Layout, Renaming
-from ..checkpoints.tensors import State
-from ..layers.fusable import Fusable
-from ..layers.packed_attention import PackedAttention
-from ..layers.padded import resize_mask
+from ..checkpoints.renaming import CheckpointFormats, Layout
+from ..layers.packed_attention import PackedLayer
+from ..layers.padded import resize_mask, sine_positions
 from ..layers.recompute import recomputed
-from ..layers.sine_positions import sine_positions
 from .config import Options
-from .detector import BACKBONE, DIGITS, BoxMlp, Detector, DetectorConfig, Outputs, pack_projections, unpack_projections
+from .detector import (
+    BACKBONE,
+    DIGITS,
+    UNTRAINED,
+    BoxMlp,
+    Detector,
+    DetectorConfig,
+    Outputs,
+    choose,
+    transformers_layout,
+)
 from .fit import keep
 
 
-class EncoderLayer(Fusable):
-    """Self-attention and an MLP, each followed by a residual sum and a LayerNorm.
-
-    Args:
-        dim: D, channels.
-        num_heads: H.
-        mlp_dim: hidden channels of the MLP.
-        drop: dropout.
-    """
-
-    def __init__(self, dim: int, num_heads: int, mlp_dim: int, drop: float) -> None:
-        super().__init__()
-        self.self_attn = PackedAttention(dim, num_heads, drop)
-        self.linear1 = nn.Linear(dim, mlp_dim)
-        self.dropout = nn.Dropout(drop)
-        self.linear2 = nn.Linear(mlp_dim, dim)
-        self.norm1 = nn.LayerNorm(dim)
-        self.norm2 = nn.LayerNorm(dim)
-        self.dropout1 = nn.Dropout(drop)
-        self.dropout2 = nn.Dropout(drop)
+class EncoderLayer(PackedLayer):
+    """Self-attention and an MLP, each followed by a residual sum and a LayerNorm."""
 
     def forward(self, x: Tensor, pos: Tensor, mask: Tensor | None) -> Tensor:
         """Tokens [B, N, D], positions [B or 1, N, D], mask [B, 1, 1, N] of tokens that are seen → [B, N, D]."""
         q = x + pos
         x = self.norm1(x + self.dropout1(self.self_attn(q, q, x, mask)))
-        return self.norm2(x + self.dropout2(self.linear2(self.dropout(F.relu(self.linear1(x))))))
+        return self.norm2(x + self.dropout2(self.mlp(x)))
 
 
-class DecoderLayer(Fusable):
-    """Self-attention of the queries, attention to the tokens, and an MLP, each followed by a sum and a LayerNorm.
-
-    Args:
-        dim: D, channels.
-        num_heads: H.
-        mlp_dim: hidden channels of the MLP.
-        drop: dropout.
-    """
-
-    def __init__(self, dim: int, num_heads: int, mlp_dim: int, drop: float) -> None:
-        super().__init__()
-        self.self_attn = PackedAttention(dim, num_heads, drop)
-        self.multihead_attn = PackedAttention(dim, num_heads, drop)
-        self.linear1 = nn.Linear(dim, mlp_dim)
-        self.dropout = nn.Dropout(drop)
-        self.linear2 = nn.Linear(mlp_dim, dim)
-        self.norm1 = nn.LayerNorm(dim)
-        self.norm2 = nn.LayerNorm(dim)
-        self.norm3 = nn.LayerNorm(dim)
-        self.dropout1 = nn.Dropout(drop)
-        self.dropout2 = nn.Dropout(drop)
-        self.dropout3 = nn.Dropout(drop)
+class DecoderLayer(PackedLayer):
+    """Self-attention of the queries, attention to the tokens, and an MLP, each followed by a sum and a LayerNorm."""
 
     def forward(self, x: Tensor, query: Tensor, memory: Tensor, pos: Tensor, mask: Tensor | None) -> Tensor:
-        """One layer.
-
-        Args:
-            x: objects [B, Q, D].
-            query: embedding of the queries [Q, D], added to queries and keys.
-            memory: tokens [B, N, D] of the encoder.
-            pos: their positions [B or 1, N, D].
-            mask: boolean [B, 1, 1, N], True for tokens that are seen; None for all.
-
-        Returns:
-            [B, Q, D].
-        """
+        """Objects [B, Q, D], embedding of the queries [Q, D], tokens, positions and mask of the encoder → [B, Q, D]."""
         q = x + query
         x = self.norm1(x + self.dropout1(self.self_attn(q, q, x)))
         x = self.norm2(x + self.dropout2(self.multihead_attn(x + query, memory + pos, memory, mask)))
-        return self.norm3(x + self.dropout3(self.linear2(self.dropout(F.relu(self.linear1(x))))))
+        return self.norm3(x + self.dropout3(self.mlp(x)))
 
 
 class Transformer(nn.Module):
-    """Encoder and decoder.
-
-    Args:
-        config: every option.
-    """
+    """Encoder and decoder."""
 
     def __init__(self, config: DetectorConfig) -> None:
         super().__init__()
-        sizes = (config.hidden_dim, config.num_heads, config.mlp_dim, config.drop_rate)
+        sizes = (config.hidden_dim, config.num_heads, config.mlp_dim, config.drop_rate, config.drop_rate)
         encoder = nn.ModuleList(EncoderLayer(*sizes) for _ in range(config.encoder_layers))
-        decoder = nn.ModuleList(DecoderLayer(*sizes) for _ in range(config.decoder_layers))
+        decoder = nn.ModuleList(DecoderLayer(*sizes, cross=True) for _ in range(config.decoder_layers))
         self.encoder = nn.ModuleDict(dict(layers=encoder))
         self.decoder = nn.ModuleDict(dict(layers=decoder, norm=nn.LayerNorm(config.hidden_dim)))
         for parameter in self.parameters():
@@ -133,11 +84,7 @@ class Transformer(nn.Module):
 
 
 class Detr(Detector):
-    """DETR: image [B, C, H, W] → logits [B, Q, K + 1], whose last class is "no object", and boxes [B, Q, 4].
-
-    Args:
-        config: every option.
-    """
+    """DETR: image [B, C, H, W] → logits [B, Q, K + 1], whose last class is "no object", and boxes [B, Q, 4]."""
 
     layout = "detr"
     head_names = ("class_embed",)
@@ -199,89 +146,38 @@ VARIANTS: dict[str, Options] = {
     "detr_resnet101_dc5": dict(depths=(3, 4, 23, 3), dilation=True),
     "detr_digits": DIGITS,  # for scenes of 32 x 32 pixels
 }
-ORACLE: dict[str, str] = {}  # transformers builds it, under other names; see the tests
 PARAMS = {"detr_resnet50": 41_524_768 + 909 * 257}  # by transformers 5.23, with 91 classes, and 909 more
 # Convolutions, projection, layers of the encoder and of the decoder, norm, classes and "no object", boxes, queries.
 PARAMS["detr_digits"] = 60_400 + 4_160 + 2 * 49_984 + 2 * 66_752 + 128 + 1001 * 65 + 8_580 + 512
 
-# Names in checkpoints: the authors', which are ours, and those of transformers 5.23 and 4.x.
-
-QKV = ("q_proj", "k_proj", "v_proj")
-NAMES = Renaming(
-    [
-        *BACKBONE,
-        ("input_proj", "model.input_projection"),
-        ("query_embed", "model.query_position_embeddings"),
-        ("class_embed", "class_labels_classifier"),
-        ("bbox_embed", "bbox_predictor"),
-        ("transformer.decoder.norm", "model.decoder.layernorm"),
-        *(
-            (
-                f"transformer.{half}.layers.{{}}.{ours}",
-                " ".join(f"model.{half}.layers.{{}}.{name}" for name in theirs.split()),
-            )
-            for half, table in (
-                ("encoder", {"norm1": "self_attn_layer_norm", "norm2": "final_layer_norm"}),
-                (
-                    "decoder",
-                    {
-                        "multihead_attn.out_proj": "encoder_attn.o_proj encoder_attn.out_proj",
-                        "multihead_attn": "encoder_attn",
-                        "norm1": "self_attn_layer_norm",
-                        "norm2": "encoder_attn_layer_norm",
-                        "norm3": "final_layer_norm",
-                    },
-                ),
-            )
-            for ours, theirs in {
-                "self_attn.out_proj": "self_attn.o_proj self_attn.out_proj",
-                "linear1": "mlp.fc1 fc1",
-                "linear2": "mlp.fc2 fc2",
-                "self_attn": "self_attn",
-                **table,
-            }.items()
-        ),
-    ]
-)
-
-
-def read_transformers(state: State) -> State:
-    """Joins the projections of transformers."""
-    return pack_projections(pack_projections(state, QKV, "self_attn"), QKV, "encoder_attn")
-
-
-def write_transformers(state: State) -> State:
-    """Our tensors with the names and shapes of transformers."""
-    return {NAMES.theirs(key): tensor for key, tensor in unpack_projections(state, QKV).items()}
-
+# Names in checkpoints: the authors', which are ours, and those of transformers.
 
 AUTHORS = Layout(
     name="facebookresearch",
     mark="transformer.decoder.layers.0.multihead_attn.in_proj_weight",
     beside="query_embed.weight",
     resize="bicubic",
+    needs=BACKBONE,
 )
-TRANSFORMERS = Layout(
-    name="transformers",
-    mark="model.decoder.layers.0.encoder_attn.q_proj.weight",
-    beside="model.query_position_embeddings.weight",
-    resize="bicubic",
-    number=NAMES.ours,
-    read=read_transformers,
-    write=write_transformers,
+TRANSFORMERS = transformers_layout(
+    "model.decoder.layers.0.encoder_attn.q_proj.weight",
+    {
+        "input_proj": "model.input_projection",
+        "class_embed": "class_labels_classifier",
+        "bbox_embed": "bbox_predictor",
+        "transformer.decoder.norm": "model.decoder.layernorm",
+    },
+    {
+        "multihead_attn": "encoder_attn",
+        "multihead_attn.out_proj": "encoder_attn.o_proj encoder_attn.out_proj",
+        "norm{1,2}": "{self_attn,encoder_attn}_layer_norm",
+    },
 )
-
-
-def write(model: Any, state: State, layout: Layout) -> State:
-    """Converts our tensors to the names of a layout."""
-    return layout.write(dict(state))
-
-
 CHECKPOINTS = CheckpointFormats(
     "DETR",
     (AUTHORS, TRANSFORMERS),
     keep,
     {"facebookresearch": (AUTHORS,), "transformers": (TRANSFORMERS,)},
-    write=write,
-    irrelevant=re.compile(r"(?<!\.bn)\.num_batches_tracked$"),  # of frozen norms; `.bn` are trained
+    choose=choose,
+    irrelevant=UNTRAINED,
 )

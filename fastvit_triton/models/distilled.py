@@ -62,7 +62,6 @@ class NamedStages(PyramidTransformer):
     def collect(
         self, image: Tensor, take: list[int], norm: bool, stop_early: bool, stages: Iterator[Any] | None = None
     ) -> tuple[list[Any], Any, int]:
-        """See `ImageModel.collect`."""
         return super().collect(image, take, norm, stop_early, super().stages(image))
 
     def normalize_stage(self, x: Tensor, stage: int) -> Tensor:
@@ -85,7 +84,6 @@ class NormedHead(NamedStages):
         return x.flatten(1, 2)
 
     def get_classifier(self) -> Any:
-        """Returns the head, or a tuple of heads."""
         heads = tuple(getattr(self, name.partition(".")[0]) for name in self.head_names)
         return heads[0] if len(heads) == 1 else heads
 

@@ -5,21 +5,19 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.renaming import Layout
+from ..checkpoints.renaming import Fitted, Layout
 from ..checkpoints.tensors import TOKENS, State, WeightsError, split, variant
 from ..layers.embed import resize_pos_embed, sides
 from .transformer import VisionTransformer
 
 
-def fit(
-    model: VisionTransformer, target: State, state: State, metadata: Mapping[str, str], mode: str
-) -> tuple[list[str], str]:
+def fit(model: VisionTransformer, target: State, state: State, metadata: Mapping[str, str], mode: str) -> Fitted:
     """Makes the tensors of `state` fit the model's norm, stem and positions.
 
     Args:
@@ -75,16 +73,16 @@ def fit_positions(model: VisionTransformer, state: State, metadata: Mapping[str,
     h, w = model.patch_embed.grid_size
     notes = list[str]()
     wanted = table.shape[1] - h * w
-    stored, old = _source_grid(pos.shape[1], (h, w), (wanted, 0, 1, model.num_prefix_tokens), metadata)
+    prefixes = (wanted, 0, 1, model.num_prefix_tokens)
+    source = _source_grid(model, "pos_embed", pos.shape[1], (h, w), prefixes, metadata)
+    stored = source.prefix
     rows = sum(state[name].shape[1] for name in TOKENS if name in state and state[name].shape[::2] == pos.shape[::2])
     if wanted < stored and rows < stored:
         return ""  # a token is missing or has a different width, which `check` reports
     if stored != wanted:
         state |= move_prefix(state, stored, wanted)
         notes.append(f"prefix rows {stored} to {wanted}, the difference moved into the tokens")
-    if old != (h, w):
-        state["pos_embed"] = resize_pos_embed(state["pos_embed"], old, (h, w), wanted, mode)
-        notes.append(f"{old[0]}x{old[1]} resized to {h}x{w} ({mode})")
+    notes += _resize(state, "pos_embed", source, (h, w), wanted, mode)
     if not isinstance(table, nn.Parameter):  # a fixed table is not loaded if both are equal in the coarser dtype
         pos = state["pos_embed"]
         if torch.allclose(pos.to(table).to(pos).float(), table.to(pos).float(), atol=1e-5):
@@ -92,24 +90,46 @@ def fit_positions(model: VisionTransformer, state: State, metadata: Mapping[str,
     return ", ".join(notes)
 
 
+def _resize(state: State, key: str, source: "_Source", grid: tuple[int, int], prefix: int, mode: str) -> list[str]:
+    """Resizes a table to another grid; returns notes on this, and on a grid that was assumed."""
+    (h, w), assumed = source.grid, " (assumed)" * source.assumed
+    if (h, w) == grid:
+        return [f"{h}x{w}{assumed}"] * (source.assumed and h != w)
+    state[key] = resize_pos_embed(state[key], (h, w), grid, prefix, mode)
+    return [f"{h}x{w}{assumed} resized to {grid[0]}x{grid[1]} ({mode})"]
+
+
+class _Source(NamedTuple):
+    """A table in a checkpoint: its prefix rows and its grid (h, w), and if nothing states the grid."""
+
+    prefix: int
+    grid: tuple[int, int]
+    assumed: bool
+
+
 def _source_grid(
-    rows: int, grid: tuple[int, int], prefixes: tuple[int, ...], metadata: Mapping[str, str]
-) -> tuple[int, tuple[int, int]]:
-    """Prefix rows and (h, w) of a table: from its config, else the model's own grid, else a square."""
+    model: Any,
+    key: str,
+    rows: int,
+    grid: tuple[int, int],
+    prefixes: tuple[int, ...],
+    metadata: Mapping[str, str],
+) -> _Source:
+    """The source of a table: by the size of images that its config states, else the model's grid, else a square."""
     with suppress(ValueError, LookupError, TypeError):  # no config, or one of another library
-        config = json.loads(metadata["config"])
-        h, w = (side // patch for side, patch in zip(config["img_size"], config["patch_size"], strict=True))
+        size = json.loads(metadata["config"])["img_size"]
+        h, w = (g * side // own for g, side, own in zip(grid, sides(size), sides(model.config.img_size), strict=True))
         if rows - h * w in prefixes:
-            return rows - h * w, (h, w)
+            return _Source(rows - h * w, (h, w), False)
     for prefix in prefixes:
         if rows - prefix == grid[0] * grid[1]:
-            return prefix, grid
+            return _Source(prefix, grid, True)
     for prefix in prefixes:
         side = math.isqrt(max(rows - prefix, 0))
         if side and side * side == rows - prefix:
-            return prefix, (side, side)
+            return _Source(prefix, (side, side), True)
     raise WeightsError(
-        f"pos_embed has {rows} rows in the checkpoint, no square grid after {min(prefixes)} to {max(prefixes)} prefix "
+        f"{key} has {rows} rows in the checkpoint, no square grid after {min(prefixes)} to {max(prefixes)} prefix "
         f"tokens, and {grid[0]}x{grid[1]} patches in the model; create the model with the checkpoint's img_size"
     )
 
@@ -128,40 +148,33 @@ def move_prefix(state: State, given: int, wanted: int) -> State:
 
 
 def supporting(layouts: tuple[Layout, ...], facts: dict[str, object], name: str) -> Layout:
-    """The first layout whose `needs` the facts of a model satisfy.
-
-    Raises:
-        WeightsError: none of them; the message has the settings that the nearest one needs.
-    """
+    """The first layout whose `needs` the facts of a model satisfy."""
     layout = min(layouts, key=lambda layout: len(layout.unmet(facts)))
     if wrong := layout.unmet(facts):
         raise WeightsError(f"{name} cannot be written so: {layout.name} needs {'; '.join(wrong)}")
     return layout
 
 
-def fit_table(state: State, target: State, key: str, grid: tuple[int, int], prefix: int, mode: str) -> str:
-    """Makes the positions [1, T + h · w, D] under a key fit a grid; returns a description of the change."""
-    pos = state.get(key)
-    if pos is None or pos.dim() != 3 or pos.shape == target[key].shape:
-        return ""
-    side = math.isqrt(max(pos.shape[1] - prefix, 0))
-    if not side or side * side != pos.shape[1] - prefix:
-        raise WeightsError(f"{key} has {pos.shape[1]} rows, no square grid; create the model with its img_size")
-    state[key] = resize_pos_embed(pos, (side, side), grid, prefix, mode)
-    return f"{side}x{side} resized to {grid[0]}x{grid[1]} ({mode})"
+def fit_table(
+    model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str, tables: Mapping[str, tuple]
+) -> str:
+    """Makes tables of positions [1, T + h · w, D] fit their grids; returns a description of the changes."""
+    notes = list[str]()
+    for key, (grid, prefix) in tables.items():
+        pos = state.get(key)
+        if pos is not None and pos.dim() == 3:
+            source = _source_grid(model, key, pos.shape[1], grid, (prefix,), metadata)
+            notes += _resize(state, key, source, grid, prefix, mode)
+    return ", ".join(notes)
 
 
-def keep(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+def keep(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> Fitted:
     """Changes nothing: no tensor of the model depends on the size of the image."""
     return [], ""
 
 
 def choose(model: Any, layouts: tuple[Layout, ...]) -> Layout:
-    """The first layout that supports the model.
-
-    Raises:
-        WeightsError: none of them does.
-    """
+    """The first layout that supports the model."""
     facts = dataclasses.asdict(model.config) | {"final_norm": isinstance(model.norm, nn.LayerNorm)}
     return supporting(layouts, facts, variant(model))
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+publish: Any = None  # `weights.publish`, which `models` sets: it imports all models, which have these methods
+
 
 class HubMethods:
     """`from_pretrained`, `save_pretrained` and `push_to_hub`, with the meaning they have in PyTorchModelHubMixin.
@@ -46,13 +48,14 @@ class HubMethods:
         """
         hub = dict(revision=revision, token=token, cache_dir=cache_dir)
         hub |= dict(force_download=force_download, local_files_only=local_files_only)
-        return _publish().from_pretrained(cls, pretrained_model_name_or_path, hub, overrides)
+        return publish.from_pretrained(cls, pretrained_model_name_or_path, hub, overrides)
 
     def save_pretrained(
         self,
         save_directory: str | os.PathLike,
         *,
         metadata: Mapping[str, str] | None = None,
+        license: str | None = None,
         repo_id: str | None = None,
         push_to_hub: bool = False,
         **options: Any,
@@ -62,6 +65,8 @@ class HubMethods:
         Args:
             save_directory: a folder, which is created; its README.md stays as it is if it has one.
             metadata: header of the file from which the model was loaded, for its classes, metrics and recipe.
+            license: licence of the weights for the model card, as the Hub names it, such as "apache-2.0"; None means
+                that of published weights, else the card says that it is unknown.
             repo_id: repository to publish to, by default the name of the folder.
             push_to_hub: publish, too.
             **options: of `push_to_hub`.
@@ -72,15 +77,18 @@ class HubMethods:
         Raises:
             WeightsError: the files cannot be written, or not published.
         """
-        _publish().save_pretrained(self, save_directory, metadata)
+        publish.save_pretrained(self, save_directory, metadata, license=license)
+        if not push_to_hub:
+            return None
         name = repo_id or os.path.basename(os.path.abspath(save_directory))
-        return self.push_to_hub(name, metadata=metadata, **options) if push_to_hub else None
+        return self.push_to_hub(name, metadata=metadata, license=license, **options)
 
     def push_to_hub(
         self,
         repo_id: str,
         *,
         metadata: Mapping[str, str] | None = None,
+        license: str | None = None,
         commit_message: str = "Push model using fastvit_triton",
         private: bool | None = None,
         token: str | None = None,
@@ -91,7 +99,8 @@ class HubMethods:
 
         Args:
             repo_id: "org/name", or "name" for the user's own.
-            metadata: as for `save_pretrained`.
+            metadata: as for `save_pretrained`; folders of this machine in it are not published.
+            license: as for `save_pretrained`.
             commit_message: message of the commit.
             private: create a private repository.
             token: login; None uses the one that is stored.
@@ -102,14 +111,7 @@ class HubMethods:
             The URL of the commit.
 
         Raises:
-            WeightsError: the client is not installed, or the Hub refuses.
+            WeightsError: the client is not installed, there is no token, or the Hub refuses.
         """
         commit = dict(commit_message=commit_message, revision=branch, create_pr=create_pr)
-        return _publish().push_to_hub(self, repo_id, metadata, token, private, commit)
-
-
-def _publish() -> Any:
-    """The functions behind these methods, imported when called: they import all models, which have these methods."""
-    from .weights import publish
-
-    return publish
+        return publish.push_to_hub(self, repo_id, metadata, token, private, license, commit)

@@ -18,17 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.renaming import CheckpointFormats, Layout
+from ..checkpoints.renaming import CheckpointFormats, Fitted, Layout
 from ..checkpoints.tensors import State, WeightsError
 from ..engine.body import normalize
 from ..kernels.activation import apply_activation
 from ..kernels.attention import attention
 from ..kernels.attention_qkv import attention_qkv
-from ..layers.causal import KeyValues
 from ..layers.embed import sides
 from ..layers.fusable import Fusable
-from .config import BaseConfig, Options, check_multiple, check_positive, check_types
-from .pixel import PixelModel
+from .config import BaseConfig, Options, check_multiple, check_positive
+from .pixel import KeyValues, PixelModel
 
 PREPARATION = dict(
     mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), crop_pct=1.0, crop_mode="squash", interpolation="bilinear"
@@ -36,13 +35,7 @@ PREPARATION = dict(
 
 
 class CausalAttention(Fusable):
-    """Self-attention in which a position sees itself and those before it. Names of parameters are GPT-2's.
-
-    Args:
-        dim: D, channels.
-        num_heads: H.
-        bias: biases of both projections.
-    """
+    """Self-attention in which a position sees itself and those before it. Names of parameters are GPT-2's."""
 
     def __init__(self, dim: int, num_heads: int, bias: bool = True) -> None:
         super().__init__()
@@ -63,13 +56,7 @@ class CausalAttention(Fusable):
 
 
 class ColourMlp(Fusable):
-    """Two linear layers with QuickGELU between them, x · sigmoid(1.702 x). Names of parameters are GPT-2's.
-
-    Args:
-        dim: D, channels.
-        hidden: channels between the layers.
-        bias: biases of both layers.
-    """
+    """Two linear layers with QuickGELU between them, x · sigmoid(1.702 x). Names of parameters are GPT-2's."""
 
     def __init__(self, dim: int, hidden: int, bias: bool = True) -> None:
         super().__init__()
@@ -82,14 +69,7 @@ class ColourMlp(Fusable):
 
 
 class ColourBlock(Fusable):
-    """x + attention(norm x), then x + MLP(norm x); the norms are x / √(mean x² + ε) · g.
-
-    Args:
-        dim: D, channels.
-        num_heads: H.
-        eps: of the norms.
-        bias: biases of the linear layers.
-    """
+    """x + attention(norm x), then x + MLP(norm x); the norms are x / √(mean x² + ε) · g."""
 
     def __init__(self, dim: int, num_heads: int, eps: float, bias: bool = True) -> None:
         super().__init__()
@@ -127,7 +107,6 @@ class IGPTConfig(BaseConfig):
     bias: bool = True
 
     def __post_init__(self) -> None:
-        check_types(self)
         super().__post_init__()
         check_positive(self)
         check_multiple(self, "embed_dim", "num_heads")
@@ -148,11 +127,10 @@ class IGPT(PixelModel):
     clusters: Tensor
 
     def __init__(self, config: IGPTConfig) -> None:
-        super().__init__(config)
         D = config.embed_dim
+        super().__init__(config, D)
         height, width = sides(config.img_size)
         self.num_positions = height * width
-        self.num_features = D
         self.wte = nn.Embedding(config.n_colors + max(config.num_classes, 1), D)
         self.wpe = nn.Embedding(self.num_positions, D)
         self.h = nn.ModuleList(ColourBlock(D, config.num_heads, config.eps, config.bias) for _ in range(config.depth))
@@ -288,18 +266,6 @@ def colour_clusters(images: Tensor, count: int = 512, seed: int = 0, steps: int 
     """Colours that represent the pixels of images best: Lloyd's k-means from seeds drawn as in k-means++.
 
     The paper's 512 colours are those of ImageNet's pixels (section 3.1), OpenAI's kmeans_centers.npy.
-
-    Args:
-        images: normalised, [B, C, H, W].
-        count: number of colours, at most that of different pixels.
-        seed: of the first colours.
-        steps: at most; ends earlier if no pixel changes its colour.
-
-    Returns:
-        [count, C], in float32.
-
-    Raises:
-        ValueError: there are fewer different pixels than colours.
     """
     pixels, weights = images.movedim(1, -1).flatten(0, -2).double().unique(dim=0, return_counts=True)
     if not 0 < count <= len(pixels):
@@ -324,11 +290,7 @@ def colour_clusters(images: Tensor, count: int = 512, seed: int = 0, steps: int 
 
 
 def read_clusters(path: Path) -> Tensor:
-    """The colours [K, C] in OpenAI's kmeans_centers.npy, or in transformers' preprocessor_config.json.
-
-    Raises:
-        ValueError: the file cannot be read or holds no colours.
-    """
+    """The colours [K, C] in OpenAI's kmeans_centers.npy, or in transformers' preprocessor_config.json."""
     try:
         if path.suffix == ".npy":
             import numpy as np  # which reads its own format
@@ -350,7 +312,6 @@ VARIANTS: dict[str, Options] = {
     "igpt_large": dict(embed_dim=1536, depth=48, num_heads=16),
     "igpt_digits": dict(img_size=14, in_chans=1, num_classes=10, n_colors=16, embed_dim=96, depth=4, num_heads=4),
 }
-ORACLE: dict[str, str] = {}  # timm has none; transformers' ImageGPT is the oracle in the tests
 
 # Counted by transformers 5.23, with biases and without classes.
 PARAMS = {"igpt_small": 76_682_240, "igpt_medium": 455_489_536, "igpt_large": 1_362_914_304}
@@ -434,7 +395,7 @@ TRANSFORMERS = Layout(
 )
 
 
-def fit_igpt(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+def fit_igpt(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> Fitted:
     """Adds what a checkpoint lacks: the colours of the model, and biases of zero; nothing is resized."""
     if not any(key.endswith("bias") for key in state):  # OpenAI's
         state |= {key: torch.zeros_like(tensor) for key, tensor in target.items() if key.endswith("bias")}

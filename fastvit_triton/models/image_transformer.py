@@ -21,20 +21,15 @@ from torch import Tensor, nn
 from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..kernels.attention import attention
 from ..layers import Mlp
-from ..layers.causal import KeyValues
 from ..layers.embed import sides
 from ..layers.fusable import Fusable
 from . import fit
-from .config import BaseConfig, Options, check_multiple, check_positive, check_types
-from .pixel import PixelModel
+from .config import BaseConfig, Options, check_multiple, check_positive
+from .pixel import KeyValues, PixelModel
 
 
 class Blocks1d(nn.Module):
-    """Causal attention of blocks of tokens to themselves and to the block before (local 1-D attention).
-
-    Args:
-        length: L, tokens of a block.
-    """
+    """Causal attention of blocks of tokens to themselves and to the block before (local 1-D attention)."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -174,15 +169,7 @@ class LocalAttention(Fusable):
 
 
 class LocalBlock(Fusable):
-    """norm(x + drop(attention(x))), then norm(x + drop(MLP(x))), with ReLU in the MLP.
-
-    Args:
-        dim: D, channels.
-        attn: maps ([B, n, D], cache) to [B, n, D].
-        hidden: channels within the MLP.
-        eps: of the LayerNorms.
-        drop: dropout after the MLP.
-    """
+    """norm(x + drop(attention(x))), then norm(x + drop(MLP(x))), with ReLU in the MLP."""
 
     def __init__(self, dim: int, attn: nn.Module, hidden: int, eps: float, drop: float = 0.0) -> None:
         super().__init__()
@@ -235,7 +222,6 @@ class ImageTransformerConfig(BaseConfig):
     drop_rate: float = 0.3
 
     def __post_init__(self) -> None:
-        check_types(self)
         super().__post_init__()
         check_positive(self, ("num_classes", "mixtures", "flange"))
         if self.head_dim is None:
@@ -244,11 +230,9 @@ class ImageTransformerConfig(BaseConfig):
             raise ValueError(f"pos_embed is {self.pos_embed!r}; use 'timing' or 'learned'")
         if self.pos_embed == "timing" and (self.embed_dim % 4 or self.embed_dim < 8):
             raise ValueError(f"embed_dim is {self.embed_dim}; sines of rows and columns need a multiple of 4 from 8")
-        if self.block_shape is not None:
-            object.__setattr__(self, "block_shape", tuple(self.block_shape))
-            if any(side % block for side, block in zip(self.grid, self.block_shape, strict=True)):
-                raise ValueError(f"block_shape {self.block_shape} does not divide the {self.grid} tokens of an image")
-        object.__setattr__(self, "flange", tuple(self.flange))
+        blocks = self.block_shape or (1, 1)
+        if any(side % block for side, block in zip(self.grid, blocks, strict=True)):
+            raise ValueError(f"block_shape {blocks} does not divide the {self.grid} tokens of an image")
         if self.drop_path_rate:
             raise ValueError(f"drop_path_rate is {self.drop_path_rate}; this model has no stochastic depth")
 
@@ -266,13 +250,12 @@ class ImageTransformer(PixelModel):
     layout = "image_transformer"
 
     def __init__(self, config: ImageTransformerConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, config.embed_dim)
         if config.mixtures and config.in_chans != 3:
             raise ValueError(f"in_chans is {config.in_chans}; mixtures of logistics are of pixels of 3 channels")
         D = config.embed_dim
         rows, columns = config.grid
         self.num_positions = rows * columns
-        self.num_features = D
         drop = config.drop_rate
         region: Any
         if config.block_shape is None:
@@ -394,7 +377,6 @@ class ImageTransformer(PixelModel):
         return ((pixels + 1) * (top / 2)).round().long()
 
     def empty_codes(self, count: int) -> Tensor:
-        """Memory for the codes of this number of images."""
         codes = super().empty_codes(count)
         return codes[..., None].repeat(1, 1, 3) if self.config.mixtures else codes
 
@@ -430,14 +412,6 @@ def mixture_log_prob(params: Tensor, pixels: Tensor, levels: int = 256) -> Tenso
         P(x) = Σ_k π_k Π_c [σ((x_c + δ − μ_kc) / s_kc) − σ((x_c − δ − μ_kc) / s_kc)],   δ = 1 / (levels − 1)
 
     The first and the last level hold the tails; a level of little probability has that of the density at its middle.
-
-    Args:
-        params: [..., 10·M].
-        pixels: [..., 3] between −1 and 1.
-        levels: of a channel.
-
-    Returns:
-        [...].
     """
     weights, means, scales, coefficients = mixture_of(params)
     x = pixels[..., None, :]  # [..., 1, 3]
@@ -481,7 +455,6 @@ VARIANTS: dict[str, Options] = {  # tensor2tensor's imagetransformer_cifar10_bas
     "image_transformer_cifar10_dmol": DMOL,
     "image_transformer_cifar10_2d": dict(block_shape=(16, 16)),
 }
-ORACLE: dict[str, str] = {}  # see the equations in the tests
 
 # Counted from the layer shapes: embedding, tables of positions, blocks of projections, MLP and norms, and head.
 CATEGORICAL = 768 * 512 + 12 * (4 * 512**2 + 2 * 512 * 2048 + 2048 + 512 + 4 * 512) + 512 * 256 + 256

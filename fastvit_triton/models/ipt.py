@@ -19,11 +19,10 @@ from torch import Tensor, nn
 
 from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..layers.embed import sides
-from ..layers.fusable import Fusable
-from ..layers.packed_attention import PackedAttention
+from ..layers.packed_attention import PackedLayer
 from ..layers.recompute import recomputed
 from . import fit
-from .config import BaseConfig, Options, check_multiple, check_positive, check_types
+from .config import BaseConfig, Options, check_multiple, check_positive
 from .pixel import Prepared
 
 RGB_MEAN = (0.4488, 0.4371, 0.4040)  # of DIV2K, as in the authors' code
@@ -31,12 +30,7 @@ SCALE = re.compile(r"x([234])")
 
 
 class MeanShift(nn.Conv2d):
-    """Adds the mean colour, or subtracts it: a fixed convolution, under the authors' names.
-
-    Args:
-        channels: C.
-        sign: 1 or −1.
-    """
+    """Adds the mean colour, or subtracts it: a fixed convolution, under the authors' names."""
 
     def __init__(self, channels: int, sign: int) -> None:
         super().__init__(channels, channels, 1)
@@ -46,11 +40,7 @@ class MeanShift(nn.Conv2d):
 
 
 class ConvResidual(nn.Module):
-    """x + conv(ReLU(conv(x))), 5 x 5.
-
-    Args:
-        channels: of the map.
-    """
+    """x + conv(ReLU(conv(x))), 5 x 5."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -70,67 +60,32 @@ def upsampler(channels: int, scale: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-class RestorationEncoderLayer(Fusable):
-    """x + attention(norm x), then x + MLP(norm x), with ReLU in the MLP.
-
-    Args:
-        dim: D, channels.
-        num_heads: H.
-        hidden: channels within the MLP.
-        drop: dropout.
-    """
+class RestorationEncoderLayer(PackedLayer):
+    """x + attention(norm x), then x + MLP(norm x), with ReLU in the MLP."""
 
     def __init__(self, dim: int, num_heads: int, hidden: int, drop: float = 0.0) -> None:
-        super().__init__()
-        self.self_attn = PackedAttention(dim, num_heads, bias=False)
-        self.linear1 = nn.Linear(dim, hidden)
-        self.dropout = nn.Dropout(drop)
-        self.linear2 = nn.Linear(hidden, dim)
-        self.norm1 = nn.LayerNorm(dim)
-        self.norm2 = nn.LayerNorm(dim)
-        self.dropout1 = nn.Dropout(drop)
-        self.dropout2 = nn.Dropout(drop)
+        super().__init__(dim, num_heads, hidden, drop, bias=False)
         nn.init.kaiming_uniform_(self.self_attn.in_proj_weight, a=math.sqrt(5))
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, D] → [B, N, D]."""
         y = self.norm1(x)
         x = x + self.dropout1(self.self_attn(y, y, y))
-        return x + self.mlp(self.norm2(x))
-
-    def mlp(self, x: Tensor) -> Tensor:
-        """The MLP's branch: [B, N, D] → [B, N, D]."""
-        return self.dropout2(self.linear2(self.dropout(F.relu(self.linear1(x)))))
+        return x + self.dropout2(self.mlp(self.norm2(x)))
 
 
-class RestorationDecoderLayer(Fusable):
-    """An encoder layer with attention to the encoder's output; the task's embedding is added to queries and keys.
-
-    Args:
-        dim, num_heads, hidden, drop: as for `RestorationEncoderLayer`.
-    """
+class RestorationDecoderLayer(PackedLayer):
+    """An encoder layer with attention to the encoder's output; the task's embedding is added to queries and keys."""
 
     def __init__(self, dim: int, num_heads: int, hidden: int, drop: float = 0.0) -> None:
-        super().__init__()
-        self.self_attn = PackedAttention(dim, num_heads, bias=False)
-        self.multihead_attn = PackedAttention(dim, num_heads, bias=False)
-        self.linear1 = nn.Linear(dim, hidden)
-        self.dropout = nn.Dropout(drop)
-        self.linear2 = nn.Linear(hidden, dim)
-        self.norm1 = nn.LayerNorm(dim)
-        self.norm2 = nn.LayerNorm(dim)
-        self.norm3 = nn.LayerNorm(dim)
-        self.dropout1 = nn.Dropout(drop)
-        self.dropout2 = nn.Dropout(drop)
-        self.dropout3 = nn.Dropout(drop)
+        super().__init__(dim, num_heads, hidden, drop, bias=False, cross=True)
 
     def forward(self, x: Tensor, memory: Tensor, task: Tensor) -> Tensor:
         """[B, N, D], the encoder's output [B, N, D] and the task's embedding [N, D] → [B, N, D]."""
         y = self.norm1(x)
         x = x + self.dropout1(self.self_attn(y + task, y + task, y))
         x = x + self.dropout2(self.multihead_attn(self.norm2(x) + task, memory, memory))
-        y = self.dropout(F.relu(self.linear1(self.norm3(x))))
-        return x + self.dropout3(self.linear2(y))
+        return x + self.dropout3(self.mlp(self.norm3(x)))
 
 
 class Layers(nn.Module):
@@ -150,11 +105,7 @@ class Positions(nn.Module):
 
 
 class RestorationTransformer(nn.Module):
-    """Encoder and decoder of the patches of a map, and the authors' names.
-
-    Args:
-        config: of the model.
-    """
+    """Encoder and decoder of the patches of a map, and the authors' names."""
 
     def __init__(self, config: "IPTConfig") -> None:
         super().__init__()
@@ -214,10 +165,8 @@ class IPTConfig(BaseConfig):
     skip: bool = False
 
     def __post_init__(self) -> None:
-        check_types(self)
         super().__post_init__()
         check_positive(self)
-        object.__setattr__(self, "tasks", tuple(self.tasks))
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):
             raise ValueError(f"tasks is {self.tasks}; give at least one, each once")
         check_multiple(self, "embed_dim", "num_heads")
@@ -253,11 +202,7 @@ class IPT(Prepared):
     config: IPTConfig
 
     def __init__(self, config: IPTConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.num_classes = 0
-        self.num_features = config.embed_dim
-        self.grad_checkpointing = config.grad_checkpointing
+        super().__init__(config, config.embed_dim)
         self.selected = 0
         C = config.in_chans
         channels = config.features
@@ -399,7 +344,6 @@ VARIANTS: dict[str, Options] = {f"ipt_{task}": dict(tasks=(task,)) for task in A
 VARIANTS["ipt_multitask"] = dict(tasks=ALL)
 SMALL: Options = dict(features=16, depth=2, num_heads=6, mlp_ratio=2.0, img_size=24, skip=True)
 VARIANTS["ipt_digits"] = dict(tasks=("x2", "denoise30"), **SMALL)
-ORACLE: dict[str, str] = {}  # see the authors' code in the tests
 
 # Counted by the authors' code, x2 and six tasks (24 are fixed); the others from the shapes of their tails.
 X2 = 115_460_443

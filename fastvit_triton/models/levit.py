@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.renaming import CheckpointFormats, Layout
+from ..checkpoints.renaming import CheckpointFormats, Fitted, Layout
 from ..checkpoints.tensors import State
 from ..layers import Blocks, DropPath
 from ..layers.drop_path import add
@@ -37,13 +37,6 @@ class DistanceAttention(Fusable):
     """Self-attention of the tokens of a grid, with a learned bias per head, |Δrow| and |Δcolumn| (eq. 2).
 
     The projection holds the queries, keys and values of the first head, then those of the second.
-
-    Args:
-        dim: D, channels.
-        key_dim: channels of a key.
-        num_heads: H.
-        ratio: channels of a value divided by those of a key.
-        grid: (rows, columns) of tokens.
     """
 
     def __init__(self, dim: int, key_dim: int, num_heads: int, ratio: float, grid: Grid) -> None:
@@ -127,13 +120,7 @@ class Subsample(nn.Module):
 
 
 class NormedMlp(Fusable):
-    """Two linear layers with a BatchNorm each, and an activation between them.
-
-    Args:
-        dim: D, channels.
-        hidden: inner channels.
-        drop: dropout after the activation.
-    """
+    """Two linear layers with a BatchNorm each, and an activation between them."""
 
     def __init__(self, dim: int, hidden: int, drop: float = 0.0) -> None:
         super().__init__()
@@ -148,13 +135,7 @@ class NormedMlp(Fusable):
 
 
 class NormedBlock(Fusable):
-    """x + f(x) for f = attention, then MLP, whose norms are within them.
-
-    Args:
-        attn: maps [B, N, D] to [B, N, D].
-        mlp: as attn.
-        drop_path: probability of skipping each branch.
-    """
+    """x + f(x) for f = attention, then MLP, whose norms are within them."""
 
     def __init__(self, attn: nn.Module, mlp: nn.Module, drop_path: float = 0.0) -> None:
         super().__init__()
@@ -297,7 +278,6 @@ class Levit(NormedHead):
         return self.stages[i](x if i else self.stem(x).permute(0, 2, 3, 1), self.recomputes)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Regular expressions that assign parameters to layers, for timm's layer-wise learning rates."""
         fine = [(r"^stages\.(\d+)\.downsample", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
         return dict(stem=r"^stem", blocks=r"^stages\.(\d+)" if coarse else fine)
 
@@ -401,7 +381,7 @@ LEVIT_LAYOUTS = (
 )
 
 
-def fit_levit(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+def fit_levit(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> Fitted:
     """Drops heads that the model has not, and tables of indices; for the arguments see `fit.fit`."""
     absent = [key for key in state if key.startswith(("head.", "head_dist.")) and key not in target]
     useless = [key for key in state if key.endswith("attention_bias_idxs")] + absent

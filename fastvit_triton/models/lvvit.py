@@ -45,7 +45,7 @@ class LvvitConfig(ViTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_parts(self, self.stem_widths)
+        check_parts(self)
         if self.skip_lam <= 0:
             raise ValueError(f"skip_lam is {self.skip_lam}; use a number above 0")
         check_only(self, reg_tokens=0, class_token=True, pre_logits=False)
@@ -139,7 +139,6 @@ VARIANTS: dict[str, Options] = {
     "lvvit_medium": dict(embed_dim=512, depth=20, num_heads=8),
     "lvvit_large": dict(embed_dim=768, depth=24, skip_lam=3.0, stem_widths=(128, 128, 128)),
 }
-ORACLE: dict[str, str] = {}  # see the equations in the tests
 
 # Counted by the authors' code.
 PARAMS = dict(zip(VARIANTS, (8_534_720, 26_151_824, 55_830_544, 150_021_968), strict=True))

@@ -105,7 +105,6 @@ FLEX = dict(img_size=256, class_token=False, no_embed_class=True, global_pool="a
 
 CONFIG = ViTConfig
 MODEL = NaFlexVisionTransformer
-ORACLE: dict[str, str] = {}  # timm's have other parameter names, which `load_weights` converts
 VARIANTS: dict[str, Options] = {
     "naflexvit_base_patch16_gap": dict(BASE, **FLEX, reg_tokens=4),
     "naflexvit_so150m2_patch16_reg1_gap": dict(SO150M2, **FLEX, qkv_bias=False, reg_tokens=1),

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.renaming import CheckpointFormats, Layout
+from ..checkpoints.renaming import CheckpointFormats, Fitted, Layout
 from ..checkpoints.tensors import State
 from ..layers import Attention, Block, Blocks, Mlp
 from ..layers.embed import INTERPOLATION, sides
@@ -31,15 +31,7 @@ def joined(prefix: Tensor, patches: Tensor) -> Tokens:
 
 
 class OverlapEmbed(nn.Module):
-    """Projects overlapping patches, without padding (PiT, arXiv:2103.16302, section 3.2).
-
-    Args:
-        img_size: (height, width) in pixels.
-        patch_size: (height, width) in pixels.
-        stride: pixels between patches.
-        in_chans: C.
-        dim: D.
-    """
+    """Projects overlapping patches, without padding (PiT, arXiv:2103.16302, section 3.2)."""
 
     def __init__(
         self, img_size: tuple[int, int], patch_size: tuple[int, int], stride: int, in_chans: int, dim: int
@@ -231,7 +223,7 @@ TIMM_PIT = Layout(name="timm", beside="transformers.0.blocks.0.attn.qkv.weight",
 PIT_LAYOUTS = (Layout(name="PiT", number=_from_pit, **PIT | dict(mark="pools.0.conv.weight")), TIMM_PIT)
 
 
-def fit_map(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+def fit_map(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> Fitted:
     """Makes the positions [1, D, h, w] of `state` fit the grid of a PiT; for the arguments see `fit.fit`."""
     new = model.patch_embed.grid_size
     pos = state.get("pos_embed")

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layers.causal import KeyValues
 from ..layers.embed import sides
 from ..layers.recompute import recomputed
 from .base import ImageModel
@@ -26,8 +25,8 @@ class Prepared(ImageModel):
 
     preparation: Mapping[str, Any] = MappingProxyType({})
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, config: BaseConfig, num_features: int) -> None:
+        super().__init__(config, num_features)
         self.facts: dict[str, Any] = {}
 
     @property
@@ -38,6 +37,27 @@ class Prepared(ImageModel):
     @pretrained_cfg.setter
     def pretrained_cfg(self, facts: Mapping[str, Any]) -> None:
         self.facts = dict(facts)
+
+
+class KeyValues:
+    """Keys and values of the positions that one layer has computed, in memory for all positions."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.count = 0  # positions that are stored
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores keys and values [B, H, n, d] of the next n positions; returns those of all positions so far."""
+        if self.keys is None or self.values is None:
+            self.keys = k.new_empty(*k.shape[:2], self.length, k.shape[3])
+            self.values = v.new_empty(*v.shape[:2], self.length, v.shape[3])
+        end = self.count + k.shape[2]
+        self.keys[:, :, self.count : end] = k
+        self.values[:, :, self.count : end] = v
+        self.count = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
 
 
 class PixelModel(Prepared):
@@ -61,12 +81,6 @@ class PixelModel(Prepared):
     feature_formats = ("NCHW", "NLC")
     order: Tensor | None
     num_positions: int
-
-    def __init__(self, config: BaseConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.num_classes = config.num_classes
-        self.grad_checkpointing = config.grad_checkpointing
 
     def encode(self, images: Tensor) -> Tensor:
         """Normalised images [B, C, H, W] → codes [B, N] (or [B, N, C] where a position is a pixel of C numbers)."""

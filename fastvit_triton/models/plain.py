@@ -23,11 +23,7 @@ SAVED |= {"open_clip": (OPEN_CLIP,), "open_clip_visual": (OPEN_CLIP_TOWER,)}
 
 
 def choose(model: VisionTransformer, layouts: tuple[Layout, ...]) -> Layout:
-    """The first layout that supports the model.
-
-    Raises:
-        WeightsError: none of them does.
-    """
+    """The first layout that supports the model."""
     config = model.config
     state = model.state_dict()
     facts = dataclasses.asdict(config) | {

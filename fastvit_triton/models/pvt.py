@@ -7,18 +7,15 @@ Differs from ViT:
 Adds the reduced attention.
 """
 
-import json
-import math
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.renaming import CheckpointFormats, Layout
+from ..checkpoints.renaming import CheckpointFormats, Fitted, Layout
 from ..checkpoints.tensors import State, WeightsError, variant
 from ..layers import Block, Blocks, Mlp, NormedPatchEmbed, ReducedAttention, resize_pos_embed
 from ..layers.embed import sides
@@ -130,7 +127,6 @@ CONFIG = PvtConfig
 MODEL = PyramidVisionTransformer
 DEPTHS = dict(tiny=(2, 2, 2, 2), small=(3, 4, 6, 3), medium=(3, 4, 18, 3), large=(3, 8, 27, 3))
 VARIANTS: dict[str, Options] = {f"pvt_{size}": dict(depths=depths) for size, depths in DEPTHS.items()}
-ORACLE: dict[str, str] = {}  # transformers has the model, with other parameter names
 
 # Counted by the authors' code.
 PARAMS = dict(zip(VARIANTS, (13_229_288, 24_485_864, 44_208_104, 61_369_320), strict=True))
@@ -198,42 +194,17 @@ PVT_LAYOUTS = (
 PVT_SAVED: dict[str, tuple[Layout, ...]] = {"transformers": (PVT_LAYOUTS[0],)}
 
 
-def fit_positions(
-    model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str
-) -> tuple[list[str], str]:
+def fit_positions(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> Fitted:
     """Makes the positions of `state` fit the grid of each stage of a PVT; for the arguments see `fit.fit`."""
-    notes = []
-    for i, T in enumerate(model.prefix_tokens):
-        key = f"pos_embed{i + 1}"
-        h, w = getattr(model, f"patch_embed{i + 1}").grid_size
-        if key not in state or state[key].shape == target[key].shape or state[key].dim() != 3:
-            continue
-        old = _grid(state[key].shape[1] - T, i, metadata)
-        if old is None:
-            rows = state[key].shape[1]
-            raise WeightsError(f"{key} has {rows} rows, no square grid; create the model with its img_size")
-        state[key] = resize_pos_embed(state[key], old, (h, w), T, mode)
-        notes.append(f"{old[0]}x{old[1]} resized to {h}x{w} ({mode})")
-    return [], ", ".join(notes)
-
-
-def _grid(patches: int, stage: int, metadata: Mapping[str, str]) -> tuple[int, int] | None:
-    """(h, w) of a table: from the file's config, else a square; None if there is none."""
-    with suppress(ValueError, LookupError, TypeError):  # no config, or one of another library
-        config = json.loads(metadata["config"])
-        h, w = (side // (p << stage) for side, p in zip(config["img_size"], config["patch_size"], strict=True))
-        if h * w == patches:
-            return h, w
-    side = math.isqrt(max(patches, 0))
-    return (side, side) if side and side * side == patches else None
+    grids = [getattr(model, f"patch_embed{i + 1}").grid_size for i in range(len(model.prefix_tokens))]
+    tables = {
+        f"pos_embed{i + 1}": (grid, T) for i, (grid, T) in enumerate(zip(grids, model.prefix_tokens, strict=True))
+    }
+    return [], fit.fit_table(model, target, state, metadata, mode, tables)
 
 
 def choose_pvt(model: Any, layouts: tuple[Layout, ...]) -> Layout:
-    """The layout of transformers, if the images are square.
-
-    Raises:
-        WeightsError: they are not, or the layout does not support the model.
-    """
+    """The layout of transformers, if the images are square."""
     layout = fit.choose(model, layouts)
     size = model.config.img_size
     if size[0] != size[1]:

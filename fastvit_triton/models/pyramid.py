@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ..engine.body import normalize
 from ..layers import Blocks, drop_path_rates
 from ..layers.embed import sides
-from .base import ImageModel
-from .config import ALIASES, BaseConfig, check_only, check_positive, check_types
+from .base import ImageModel, init_linear
+from .config import BaseConfig, check_only, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,21 +46,15 @@ class PyramidConfig(BaseConfig):
     final_norm: bool = True
     dynamic_img_size: bool = True
 
-    pools: ClassVar[tuple[str, ...]] = ("avg", "none")  # values of global_pool that the family has
+    pools: ClassVar[tuple[str, ...]] = ("avg", "none")
     zeros: ClassVar[tuple[str, ...]] = ("num_classes",)  # fields that may be 0, besides rates
     only: ClassVar[dict[str, Any]] = {}  # fields that have one value in the family
 
     def __post_init__(self) -> None:
-        check_types(self)
         super().__post_init__()
         object.__setattr__(self, "patch_size", sides(self.patch_size))
-        object.__setattr__(self, "global_pool", ALIASES.get(self.global_pool, self.global_pool))
-        if self.global_pool not in self.pools:
-            raise ValueError(f"global_pool is {self.global_pool!r}; use one of {', '.join(self.pools)}")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, list):
-                object.__setattr__(self, field.name, value := tuple(value))
             if per_stage(self, field) and len(value) != len(self.depths):
                 raise ValueError(f"{field.name} has {len(value)} values, and depths has {len(self.depths)}")
         check_positive(self, self.zeros)
@@ -134,9 +128,6 @@ class PyramidTransformer(ImageModel):
 
     A family creates its modules, calls `build_head`, and implements `stage`; stage i reads the map of stage i − 1, the
     first one the image.
-
-    Args:
-        config: every option.
     """
 
     config: PyramidConfig
@@ -148,12 +139,8 @@ class PyramidTransformer(ImageModel):
     position_resize = "bilinear"
 
     def __init__(self, config: PyramidConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.num_classes = config.num_classes
+        super().__init__(config, config.widths[-1])
         self.num_stages = len(config.depths)
-        self.num_features = config.widths[-1]
-        self.grad_checkpointing = config.grad_checkpointing
 
     def drop_path_rates(self) -> list[list[float]]:
         """Rates of the blocks of each stage."""
@@ -277,8 +264,4 @@ class PyramidTransformer(ImageModel):
     @torch.no_grad()
     def init_weights(self) -> None:
         """Reinitialises the weights as in timm: truncated normal 0.02 and zero biases in linear layers."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        init_linear(self)

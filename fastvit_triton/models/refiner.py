@@ -102,15 +102,7 @@ class LocalAttention(nn.Module):
 
 
 class ScaledMlp(Mlp):
-    """An MLP with LayerScale as its own parameter, which the block multiplies its output by (`RefinedBlock`).
-
-    Args:
-        dim: D, channels per token.
-        hidden: output features of fc1.
-        act: as for `Mlp`.
-        drop: dropout after the activation and after fc2.
-        init_values: initial factor.
-    """
+    """An MLP with LayerScale as its own parameter, which the block multiplies its output by (`RefinedBlock`)."""
 
     def __init__(self, dim: int, hidden: int, act: str, drop: float, init_values: float = 1e-5) -> None:
         super().__init__(dim, hidden, act, drop=drop)
@@ -187,7 +179,6 @@ class RefinedTransformer(TokenLabelingTransformer):
         self.blocks = RefinedBlocks(*self.blocks)
 
     def build_block(self, i: int, drop_path: float, attention: type[Attention]) -> Block:
-        """Creates block i."""
         config = self.config
         D = config.embed_dim
         a = config.skip_lam
@@ -205,7 +196,6 @@ VARIANTS: dict[str, Options] = {
     "refiner_vit_medium": dict(embed_dim=420, depth=32),
     "refiner_vit_large": dict(embed_dim=512, depth=32, num_heads=16),
 }
-ORACLE: dict[str, str] = {}  # see the equations in the tests
 
 # Counted by the authors' code.
 PARAMS = dict(zip(VARIANTS, (25_408_656, 55_450_932, 81_150_192), strict=True))

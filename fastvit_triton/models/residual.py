@@ -102,16 +102,13 @@ class ResidualNetwork(NamedStages):
 
     @property
     def feature_info(self) -> list[dict[str, Any]]:
-        """See `ImageModel.feature_info`."""
         reductions = self.config.reductions
         return [stage | dict(reduction=side) for stage, side in zip(super().feature_info, reductions, strict=True)]
 
     def make_head(self) -> nn.Module:
-        """A classifier, an Identity for no classes."""
         return nn.ModuleDict(dict(fc=super().make_head()))
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Regular expressions that assign parameters to layers, for timm's layer-wise learning rates."""
         return dict(stem=r"^stem", blocks=r"^stages\.(\d+)" if coarse else r"^stages\.(\d+)\.(\d+)")
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.renaming import CheckpointFormats, Layout
+from ..checkpoints.renaming import CheckpointFormats, Fitted, Layout
 from ..checkpoints.tensors import State
 from ..engine.body import normalize
 from ..layers.embed import sides
@@ -52,7 +52,6 @@ class SetrConfig(ViTConfig):
     global_pool: str = "none"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "aux_indices", tuple(self.aux_indices))
         super().__post_init__()
         if self.global_pool != "none":
             raise ValueError(f"global_pool is {self.global_pool!r}; every token is decoded, so use 'none'")
@@ -169,15 +168,7 @@ class Setr(VisionTransformer):
         super().prune(stages, norm, head)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replaces the last convolution of each decoder by a zero-initialised one; 0 removes the decoders.
-
-        Args:
-            num_classes: K.
-            global_pool: "none", as every token is decoded; None is the same.
-
-        Raises:
-            ValueError: the decoders were removed before, or another pooling is asked for.
-        """
+        """Replaces the last convolution of each decoder by a zero-initialised one; 0 removes the decoders for good."""
         self.config = self.config.replace(num_classes=num_classes, global_pool=global_pool)
         self.num_classes = num_classes
         if not num_classes:
@@ -208,7 +199,6 @@ VARIANTS: dict[str, Options] = {
         embed_dim=64, depth=4, num_heads=2, patch_size=4, img_size=32, in_chans=1, num_classes=11, decoder_dim=32
     ),  # for scenes of 32 x 32 pixels: ten digits and the background
 }
-ORACLE: dict[str, str] = {}
 
 
 def _parameters(size: Options, side: int, kernel: int, convs: int, auxiliary: int) -> int:
@@ -242,9 +232,7 @@ AUTHORS = Layout(
 )
 
 
-def fit_decoders(
-    model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str
-) -> tuple[list[str], str]:
+def fit_decoders(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> Fitted:
     """Makes a checkpoint of SETR or of a plain ViT fit the model."""
     decoders = ("decode_head.", "auxiliary_head.")
     useless = [key for key in state if key.startswith(("head.", "head_dist.", "fc_norm.", "pre_logits.", "dist_token"))]
@@ -260,15 +248,4 @@ def _differs(target: State, state: State, key: str) -> bool:
     return target[key].shape[1:] == state[key].shape[1:] and target[key].shape[:1] != state[key].shape[:1]
 
 
-def write(model: Any, state: State, layout: Layout) -> State:
-    """Converts our tensors to the authors' names."""
-    return layout.convert(state, model.head_names, model.config.num_classes)
-
-
-CHECKPOINTS = CheckpointFormats(
-    "SETR",
-    (AUTHORS,),
-    fit_decoders,
-    {"fudan-zvg": (AUTHORS,)},
-    write=write,
-)
+CHECKPOINTS = CheckpointFormats("SETR", (AUTHORS,), fit_decoders, {"fudan-zvg": (AUTHORS,)})

@@ -20,7 +20,6 @@ VARIANTS: dict[str, Options] = {
     "simplevit_small_patch16_224": dict(SMALL, **SIMPLE),
     "simplevit_base_patch16_224": dict(BASE, **SIMPLE),
 }
-ORACLE: dict[str, str] = {}  # vit-pytorch has the model, with other parameter names
 
 # Counted from the layer shapes: ViT's without class token and positions.
 PARAMS = {

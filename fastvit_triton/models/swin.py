@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..checkpoints.renaming import CheckpointFormats, Layout
+from ..checkpoints.renaming import CheckpointFormats, Fitted, Layout
 from ..checkpoints.tensors import State, WeightsError, variant
 from ..layers import Block, Blocks, Mlp, NormedPatchEmbed, PatchMerging, Window, WindowAttention
 from ..layers.embed import sides
@@ -99,7 +99,6 @@ class SwinTransformer(PyramidTransformer):
         return self.layers[i](x, self.recomputes)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Regular expressions that assign parameters to layers, for timm's layer-wise learning rates."""
         fine = [(r"^layers\.(\d+).downsample", (0,)), (r"^layers\.(\d+)\.\w+\.(\d+)", None), (r"^norm", (99999,))]
         return dict(stem=r"^patch_embed", blocks=r"^layers\.(\d+)" if coarse else fine)
 
@@ -210,9 +209,7 @@ SWIN_LAYOUTS = (
 SWIN_SAVED: dict[str, tuple[Layout, ...]] = {"timm": (TIMM_SWIN,), "transformers": (SWIN_LAYOUTS[1],)}
 
 
-def fit_tables(
-    model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str
-) -> tuple[list[str], str]:
+def fit_tables(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> Fitted:
     """Makes the bias tables of `state` fit the windows of a Swin; for the arguments see `fit.fit`."""
     notes = set()
     for key in [key for key in target if key.endswith(TABLE) and key in state]:
@@ -230,11 +227,7 @@ def fit_tables(
 
 
 def choose_swin(model: Any, layouts: tuple[Layout, ...]) -> Layout:
-    """The layout of timm, or that of transformers if all windows are those of transformers.
-
-    Raises:
-        WeightsError: they are not, or the layout does not support the model.
-    """
+    """The layout of timm, or that of transformers if all windows are those of transformers."""
     layout = fit.choose(model, layouts)
     if layout is not TIMM_SWIN:
         _check_windows(model)

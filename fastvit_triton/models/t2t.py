@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.renaming import CheckpointFormats, Layout
+from ..checkpoints.renaming import CheckpointFormats, Fitted, Layout
 from ..checkpoints.tensors import State
 from ..layers import Attention, Block, Blocks, Mlp, drop_path_rates, sincos1d
 from ..layers.embed import sides
@@ -68,13 +68,7 @@ class TokenTransformer(Fusable):
 
 
 class TokenPerformer(Fusable):
-    """As `TokenTransformer`, with linear attention by positive random features of keys and queries.
-
-    Args:
-        dim: K, channels of the input.
-        out: D.
-        drop: dropout after the attention's projection and after the MLP.
-    """
+    """As `TokenTransformer`, with linear attention by positive random features of keys and queries."""
 
     def __init__(self, dim: int, out: int, drop: float = 0.1) -> None:
         super().__init__()
@@ -113,15 +107,7 @@ class TokenPerformer(Fusable):
 
 
 class TokensToToken(Fusable):
-    """Three soft splits with two token layers between them, and a projection; [B, C, H, W] → [B, N, D].
-
-    Args:
-        kind: class of the token layers.
-        in_chans: C.
-        token_dim: channels of the token layers.
-        dim: D.
-        drop: their dropout.
-    """
+    """Three soft splits with two token layers between them, and a projection; [B, C, H, W] → [B, N, D]."""
 
     def __init__(self, kind: Any, in_chans: int, token_dim: int, dim: int, drop: float) -> None:
         super().__init__()
@@ -253,7 +239,6 @@ SIZES |= {"14_resnext": dict(SIZES["14"], num_heads=32), "14_wide": dict(embed_d
 CONFIG = T2tConfig
 MODEL = TokensToTokenViT
 VARIANTS: dict[str, Options] = {f"t2t_vit_{n}": size for n, size in SIZES.items()}
-ORACLE: dict[str, str] = {}  # timm has no such model; see the equations in the tests
 
 # Counted by the authors' code, with positions and random features, which are not trained.
 COUNTS: tuple[int, ...] = 4_310_222, 5_889_230, 6_941_902, 21_545_550, 39_177_422, 64_105_934, 21_541_070
@@ -265,7 +250,7 @@ PARAMS = dict(zip(VARIANTS, COUNTS, strict=True))
 T2T = Layout(name="T2T-ViT", mark="tokens_to_token.project.weight", resize="bicubic")
 
 
-def fit_t2t(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+def fit_t2t(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> Fitted:
     """Takes the model's fixed positions where those of `state` are for another size; see `fit.fit`."""
     pos = state.get("pos_embed")
     if pos is None or pos.shape == target["pos_embed"].shape or pos.shape[2:] != target["pos_embed"].shape[2:]:

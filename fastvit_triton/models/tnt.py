@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.renaming import CheckpointFormats, Layout
+from ..checkpoints.renaming import CheckpointFormats, Fitted, Layout
 from ..checkpoints.tensors import State
 from ..layers import DropPath, Mlp, PatchEmbed, drop_path_rates
 from ..layers.drop_path import add
@@ -30,15 +30,7 @@ from .tokens import TokenConfig, TokenModel
 
 
 class SplitAttention(Fusable):
-    """Multi-head self-attention whose queries and keys have one projection, and values another (section 3.1).
-
-    Args:
-        dim: D, channels.
-        num_heads: H.
-        qkv_bias: biases on both projections.
-        attn_drop: dropout on the attention probabilities.
-        proj_drop: dropout after the output projection.
-    """
+    """Multi-head self-attention whose queries and keys have one projection, and values another (section 3.1)."""
 
     def __init__(
         self, dim: int, num_heads: int, qkv_bias: bool = False, attn_drop: float = 0.0, proj_drop: float = 0.0
@@ -231,11 +223,9 @@ class TransformerInTransformer(TokenModel):
         return merged_pixels(pixels, self.pixel_embed.num_patches, self.norm1_proj, self.proj, self.norm2_proj)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters to exclude from weight decay, as in timm."""
         return {"patch_pos", "pixel_pos", "cls_token"}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Regular expressions that assign parameters to layers, for timm's layer-wise learning rates."""
         stem = r"^cls_token|patch_pos|pixel_pos|pixel_embed|norm[12]_proj|proj"
         return dict(stem=stem, blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))])
 
@@ -286,12 +276,13 @@ TIMM_TNT = Layout(name="timm", mark="patch_pos", resize="bicubic_antialias")
 TNT_LAYOUTS = Layout(name="TNT", mark="inner_pos", resize="bicubic", number=_from_tnt, read=_read_tnt), TIMM_TNT
 
 
-def fit_tnt(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+def fit_tnt(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> Fitted:
     """Makes the positions of `state` fit the grid of a TNT; for the arguments see `fit.fit`."""
     useless = ["outer_tokens"] * ("outer_tokens" in state)
     for key in useless:  # zeros, which the authors' code does not train
         del state[key]
-    return useless, fit_table(state, target, "patch_pos", model.pixel_embed.grid_size, 1, mode)
+    tables = {"patch_pos": (model.pixel_embed.grid_size, 1)}
+    return useless, fit_table(model, target, state, metadata, mode, tables)
 
 
 CHECKPOINTS = CheckpointFormats("TNT", TNT_LAYOUTS, fit_tnt, {"timm": (TIMM_TNT,)})

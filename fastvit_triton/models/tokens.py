@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.embed import sides
-from .base import ImageModel
-from .config import ALIASES, BaseConfig, check_positive, check_types
+from .base import ImageModel, init_linear
+from .config import BaseConfig, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +45,8 @@ class TokenConfig(BaseConfig):
     eps: ClassVar[float] = 1e-5  # of every LayerNorm
 
     def __post_init__(self) -> None:
-        check_types(self)
         super().__post_init__()
         object.__setattr__(self, "patch_size", sides(self.patch_size))
-        object.__setattr__(self, "global_pool", ALIASES.get(self.global_pool, self.global_pool))
-        if self.global_pool not in self.pools:
-            raise ValueError(f"global_pool is {self.global_pool!r}; use one of {', '.join(self.pools)}")
         check_positive(self)
 
 
@@ -67,11 +63,8 @@ class TokenModel(ImageModel):
     position_resize = "bicubic_antialias"
 
     def __init__(self, config: TokenConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.num_classes = config.num_classes
-        self.num_features = self.embed_dim = config.embed_dim
-        self.grad_checkpointing = config.grad_checkpointing
+        super().__init__(config, config.embed_dim)
+        self.embed_dim = config.embed_dim
         self.blocks: Any = nn.ModuleList()
 
     def build_head(self) -> None:
@@ -138,10 +131,6 @@ class TokenModel(ImageModel):
     @torch.no_grad()
     def init_weights(self) -> None:
         """Reinitialises the weights as in timm: truncated normal 0.02, zero biases in linear layers."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        init_linear(self)
         for name in sorted(self.no_weight_decay()):  # the order of a set differs between processes
             nn.init.trunc_normal_(self.get_parameter(name), std=0.02)

@@ -59,17 +59,13 @@ class VisionTransformer(ImageModel):
         patch_embed: PatchEmbed | None = None,
         attention: type[Attention] = Attention,
     ) -> None:
-        super().__init__()
         D = config.embed_dim
-        self.config = config
-        self.num_classes = config.num_classes
-        self.num_features = D
+        super().__init__(config, D)
         self.embed_dim = D
         self.cls_token = nn.Parameter(torch.empty(1, 1, D)) if config.class_token else None
         self.reg_token = nn.Parameter(torch.empty(1, config.reg_tokens, D)) if config.reg_tokens else None
         self.add_tokens()
         self.num_prefix_tokens = sum(t.shape[1] for t in self.prefix())
-        self.grad_checkpointing = config.grad_checkpointing
 
         self.patch_embed = patch_embed or STEMS[config.patch_embed](
             sides(config.img_size),
@@ -193,7 +189,6 @@ class VisionTransformer(ImageModel):
         self.config = self.config.replace(final_norm=any(norms), fc_norm=norms[1], **changes)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Regular expressions that assign parameters to layers, for timm's layer-wise learning rates."""
         stem = r"^cls_token|reg_token|dist_token|pos_embed|patch_embed|norm_pre"
         return dict(stem=stem, blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))])
 
@@ -212,25 +207,15 @@ class VisionTransformer(ImageModel):
         return x if pre_logits else self.head(x)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters to exclude from weight decay, as in timm."""
         tokens = {"pos_embed", "cls_token", "reg_token", "dist_token"}
         positions = {name for name, _ in self.named_parameters() if "pos_embed." in name or ".position." in name}
         return tokens | positions
 
     def poolings(self) -> list[str]:
-        """The values of global_pool that `reset_classifier` takes."""
         return [name for name in super().poolings() if name != "map" or self.attn_pool is not None]
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replaces the head by a zero-initialised one (ViT paper, section 3.2) without pre-logits; 0 removes it.
-
-        Args:
-            num_classes: outputs of the new head.
-            global_pool: the pooling from now on, see `ViTConfig`; None leaves it. The norms stay where they are.
-
-        Raises:
-            ValueError: the model lacks what the pooling needs.
-        """
+        """Replaces the head as `ImageModel.reset_classifier` does; pre-logits are removed, and the norms stay."""
         if global_pool == "map" and self.attn_pool is None:
             raise ValueError("global_pool is 'map', but the model has no attention pooling; create it with that option")
         super().reset_classifier(num_classes, global_pool)

@@ -74,7 +74,6 @@ class Twins(PyramidTransformer):
         return self.blocks[i](x, (self.pos_block[i],), self.recomputes)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Regular expressions that assign parameters to layers, for timm's layer-wise learning rates."""
         norm = (r"^norm", (99999,))
         coarser = (r"^(?:blocks|patch_embeds|pos_block)\.(\d+)", None)
         fine = [(r"^blocks\.(\d+)\.(\d+)", None), (r"^(?:patch_embeds|pos_block)\.(\d+)", (0,)), norm]

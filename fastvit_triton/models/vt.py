@@ -47,12 +47,6 @@ class Tokenizer(OneHead):
 
     W [L, C] is learned (filters) or, if `recurrent`, computed from the tokens before, T R. V is learned if tokens have
     another number of channels than the map.
-
-    Args:
-        dim: C, channels of the map.
-        tokens: L.
-        token_dim: D, channels of a token.
-        recurrent: compute W.
     """
 
     def __init__(self, dim: int, tokens: int, token_dim: int, recurrent: bool) -> None:
@@ -74,12 +68,7 @@ class Tokenizer(OneHead):
 
 
 class TokenAttention(OneHead):
-    """softmax(T K (T Q)ᵀ) T, without a projection of the values (equation 3).
-
-    Args:
-        token_dim: D, channels of a token.
-        key_dim: channels of a query.
-    """
+    """softmax(T K (T Q)ᵀ) T, without a projection of the values (equation 3)."""
 
     def __init__(self, token_dim: int, key_dim: int) -> None:
         super().__init__()
@@ -91,13 +80,7 @@ class TokenAttention(OneHead):
 
 
 class Projector(OneHead):
-    """softmax(X Q (T K)ᵀ) T V, a weighted mean of the tokens for each pixel (equation 5).
-
-    Args:
-        dim: C, channels of the map.
-        token_dim: D, channels of a token.
-        key_dim: channels of a query.
-    """
+    """softmax(X Q (T K)ᵀ) T V, a weighted mean of the tokens for each pixel (equation 5)."""
 
     def __init__(self, dim: int, token_dim: int, key_dim: int) -> None:
         super().__init__()
@@ -220,7 +203,6 @@ class VisualTransformerResNet(ResidualNetwork):
         return super().to_map(x, image, output_fmt)[0], tokens
 
     def prune(self, stages: int, norm: bool, head: bool) -> None:
-        """See `PyramidTransformer.prune`."""
         width = self.num_features if stages == self.num_stages else self.config.widths[stages - 1]
         super().prune(stages, norm, head)
         self.num_features = width
@@ -229,7 +211,6 @@ class VisualTransformerResNet(ResidualNetwork):
 CONFIG = VtConfig
 MODEL = VisualTransformerResNet
 VARIANTS: dict[str, Options] = {"vt_resnet18": {}}
-ORACLE: dict[str, str] = {}  # see the equations in the tests
 PARAMS = {"vt_resnet18": 11_807_272}  # by the equations in the tests; the paper says 11.7 M
 
 # Key layout of our own checkpoints; the authors published no weights.

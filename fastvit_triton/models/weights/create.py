@@ -4,13 +4,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ... import models
 from ...checkpoints.locations import Location
 from ...checkpoints.reading import read, unwrap
 from ...checkpoints.tensors import State, WeightsError
+from .. import catalogue
+from ..features import FeatureGetterNet
 from ..transformer import VisionTransformer
 from . import pretrained as table
-from .describe import Description, describe
+from .describe import Description, describe, with_size
 from .load import _load, load_weights
 from .pretrained import find_location, find_tagged
 from .rebuild import compare
@@ -61,18 +62,14 @@ def create_model(
 
 def build(found: Description, overrides: Mapping[str, Any]) -> VisionTransformer:
     """The model of a description, with random weights."""
-    model = models.create_model(found.name, **{**found.options, **overrides})
-    backbone = model.model if isinstance(model, models.FeatureGetterNet) else model
+    model = catalogue.create_model(found.name, **{**found.options, **overrides})
+    backbone = model.model if isinstance(model, FeatureGetterNet) else model
     backbone.pretrained_cfg = found.pretrained_cfg
     return model
 
 
 def build_pretrained(location: Location, found: Description, overrides: Mapping[str, Any]) -> VisionTransformer:
-    """The model of a description with the weights of a location.
-
-    Raises:
-        WeightsError: there are no weights, or they are not those of the model.
-    """
+    """The model of a description with the weights of a location."""
     tensors, metadata = read(location.weights(), True)
     try:
         if not location.cfg:  # a config.json may ask for anything
@@ -82,10 +79,10 @@ def build_pretrained(location: Location, found: Description, overrides: Mapping[
     theirs = found.pretrained_cfg.get("input_size", (3,))[0]
     model = build(found, overrides)
     if overrides.get("in_chans", theirs) == theirs:
-        _load(model, tensors, metadata, None, True)
+        _load(model, tensors, with_size(metadata, found), None, True)
     else:
         source = build(found, {**overrides, "in_chans": theirs})
-        _load(source, tensors, metadata, None, True)
+        _load(source, tensors, with_size(metadata, found), None, True)
         model.load_state_dict(_fit_channels(source.state_dict(), model.state_dict()))
     return model
 
@@ -100,7 +97,7 @@ def _resolve(name: str, weights: bool) -> tuple[Location | None, Description]:
     if "/" in name:
         raise WeightsError(f"name is {name!r}; use hf-hub:{name} for the Hub, or local-dir:{name} for a folder")
     base, tag = table.split_tag(name)
-    models.family_of(base)
+    catalogue.family_of(base)
     cfg = table.pretrained_cfg(name)
     options = {"num_classes": cfg["num_classes"]} if cfg and (tag or weights) else {}
     return find_tagged(name, {}) if weights else None, Description(base, options, cfg)

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from ...checkpoints.locations import Location
+from ...checkpoints.reading import kind_of
 from ...checkpoints.tensors import WeightsError
-from .. import CATALOGUE
+from ..catalogue import CATALOGUE
 from . import timm_config, transformers_config
 
 
@@ -27,11 +28,7 @@ class Description(NamedTuple):
 
 
 def describe(location: Location) -> Description | None:
-    """The description of the checkpoint at a location; downloads no weights. None if nothing describes it.
-
-    Raises:
-        WeightsError: its config.json is not of timm or transformers, or describes no model of ours.
-    """
+    """The description of the checkpoint at a location; downloads no weights. None if nothing describes it."""
     if location.cfg:
         return Description(location.cfg["architecture"], {"num_classes": location.cfg["num_classes"]}, location.cfg)
     if (description := _from_header(location)) is not None or (config := location.config()) is None:
@@ -52,11 +49,7 @@ def describe(location: Location) -> Description | None:
 
 
 def from_metadata(metadata: Mapping[str, str]) -> Description | None:
-    """The description in the header of a file of `save_weights`; None if it has none.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """The description in the header of a file of `save_weights`; None if it has none."""
     if not {"variant", "config"} <= metadata.keys():
         return None
     options, cfg = (json.loads(metadata.get(key, "{}")) for key in ("config", "pretrained_cfg"))
@@ -65,12 +58,20 @@ def from_metadata(metadata: Mapping[str, str]) -> Description | None:
     return Description(metadata["variant"], options, timm_config.tuples(cfg))
 
 
+def with_size(metadata: Mapping[str, str], description: Description | None) -> Mapping[str, str]:
+    """The metadata of a file with the size of its model's images, from a description beside it if it states none."""
+    if "config" in metadata or description is None:
+        return metadata
+    size = description.options.get("img_size") or description.pretrained_cfg.get("input_size", ())[1:]
+    return {**metadata, "config": json.dumps({"img_size": size})} if size else metadata
+
+
 def _from_header(location: Location) -> Description | None:
     """Reads the header of a local safetensors file, without its tensors."""
     path = location.file or location.find("model.safetensors") if location.is_local else None
-    if path is None or path.suffix != ".safetensors":
-        return None
     try:
+        if path is None or kind_of(path) != "safetensors":
+            return None
         with safe_open(path, "pt") as file:
             return from_metadata(file.metadata() or {})
     except (OSError, SafetensorError, ValueError, RecursionError):

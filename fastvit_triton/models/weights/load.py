@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ...checkpoints.reading import CHECKSUM, checksum, is_finite, read, unwrap, why_unusable
-from ...checkpoints.renaming import CheckpointFormats, Layout
+from ...checkpoints.renaming import CheckpointFormats, Layout, give_trunk, take_trunk
 from ...checkpoints.tensors import (
     TOKENS,
     State,
@@ -33,14 +33,15 @@ from ...checkpoints.tensors import (
     split,
     variant,
 )
-from ...checkpoints.trunk import give_trunk, take_trunk
 from ...checkpoints.writing import write_tensors
 from ...files import replacing
 from ...layers.embed import INTERPOLATION
-from .. import FAMILIES, plain
+from ...preparation import bare
+from .. import plain
+from ..catalogue import FAMILIES
 from ..features import FeatureGetterNet
 from ..transformer import VisionTransformer
-from .describe import describe, from_metadata
+from .describe import describe, from_metadata, with_size
 from .pretrained import find_location
 from .rebuild import build_model
 
@@ -55,7 +56,7 @@ class LoadReport:
     Attributes:
         family: layout of the checkpoint, and the entry of the file that contained it.
         tensors: number of the model's tensors that were loaded.
-        positions: changes to the position table; empty if there were none.
+        positions: changes to the position table, and a grid that was assumed; empty if there were none.
         reinitialised: head tensors that were set to zero.
         dropped: unused keys of the checkpoint.
         initial: head tensors that keep their initial values.
@@ -82,13 +83,16 @@ def load_weights(
 ) -> LoadReport:
     """Copies a checkpoint of any supported library into a model; keeps the model's dtype, device and `requires_grad`.
 
-    Positions are interpolated to the model's grid as in the checkpoint's library. The head is set to zero if the
+    Positions are interpolated to the model's grid as in the checkpoint's library, from the grid that the file or a
+    config.json beside it states. The head is set to zero if the
     checkpoint has none or one for a different number of classes (ViT, arXiv:2010.11929, section 3.2), or keeps its
     initial values if the model's `zero_missing_heads` is False.
 
     Args:
-        model: a model from `create_model`; one with `features_only=True` takes what its backbone kept.
-        source: a `.safetensors`, `.pt`, `.pth`, `.bin` or `.npz` file, a state dict, or another source of `load_model`.
+        model: a model from `create_model`, also in torch.compile or DataParallel; one with `features_only=True` takes
+            what its backbone kept.
+        source: a file of safetensors, torch.save, torch.jit.save or NumPy, whatever its suffix; a state dict; or
+            another source of `load_model`.
         resize: interpolation mode of `resize_pos_embed`; None uses that of the checkpoint's library.
         verify: compare the checksums of the file, require finite values, and refuse files whose contents are out of
             proportion.
@@ -97,20 +101,22 @@ def load_weights(
         A printable report: the layout, and tensors that were resized, zeroed or dropped.
 
     Raises:
-        WeightsError: the file is missing, damaged, or a pickle that would run code; the checkpoint has an unknown
+        WeightsError: the file is missing, damaged, or names classes whose code would run; the checkpoint has an unknown
             layout, a different architecture or different shapes, or values that are not finite. The model is then
             unchanged.
     """
     if isinstance(source, Mapping):
         return _load(model, source, {}, resize, verify)
     location = find_location(source)
-    loaded = _load(model, *read(location.weights(), verify), resize, verify)
-    with suppress(WeightsError):  # the weights fit, whatever a config.json beside them says
+    tensors, metadata = read(location.weights(), verify)
+    description = None
+    with suppress(WeightsError):  # the weights may fit, whatever a config.json beside them says
         description = describe(location)
-        backbone: Any = _backbone(model)
-        # a file may lie beside the description of another model
-        if description is not None and (location.file is None or description.name == variant(backbone)):
-            backbone.pretrained_cfg = description.pretrained_cfg
+    loaded = _load(model, tensors, with_size(metadata, description), resize, verify)
+    backbone: Any = _backbone(model)
+    # a file may lie beside the description of another model
+    if description is not None and (location.file is None or description.name == variant(backbone)):
+        backbone.pretrained_cfg = description.pretrained_cfg
     return loaded
 
 
@@ -151,9 +157,9 @@ def load_model(
     if description is None:
         raise WeightsError(
             f"{location.text} does not say which model it holds: save_weights did not write it, and no config.json is "
-            "beside it; use create_model(name, checkpoint_path=…)"
+            "beside it; use create_model(name, checkpoint_path=…), or fastvit-triton train --weights"
         )
-    loaded = _load(model, tensors, metadata, None, verify)
+    loaded = _load(model, tensors, with_size(metadata, description), None, verify)
     if missing := loaded.reinitialised or loaded.initial:
         raise WeightsError(f"{location.text} has no {missing[0]}, which its configuration needs")
     model.pretrained_cfg = description.pretrained_cfg
@@ -216,7 +222,7 @@ def _load(model: Any, checkpoint: Mapping, metadata: Mapping[str, str], resize: 
     formats = _formats(model)
     tensors, wrapper = unwrap(checkpoint)
     tensors, beside = take_trunk(tensors, model.head_names)
-    layout, state, original_keys = _translate(tensors, formats)
+    layout, state, original_keys, outside = _translate(tensors, formats)
     family, mode = layout.name, layout.resize
     if metadata.get("layout") == "fastvit_triton":
         family, mode = "fastvit_triton", model.position_resize
@@ -226,7 +232,8 @@ def _load(model: Any, checkpoint: Mapping, metadata: Mapping[str, str], resize: 
     fill_counts(target, state)
     dropped += fit_head(model.head_names, target, state)
     useless, positions = formats.fit(model, target, state, metadata, resize or mode)
-    dropped += useless
+    dropped += [*useless, *(key for key in outside if key in state and key not in target)]
+    state = {key: tensor for key, tensor in state.items() if key in target or key not in outside}
     heads = tuple(f"{name}." for name in model.head_names)
     new = tuple(key for key in target if key.startswith(heads) and key not in state)
     zeroed = model.zero_missing_heads
@@ -245,7 +252,8 @@ def _load(model: Any, checkpoint: Mapping, metadata: Mapping[str, str], resize: 
 
 
 def _backbone(model: nn.Module) -> nn.Module:
-    """The model inside a feature extractor, or the model itself."""
+    """The model inside wrappers and a feature extractor, or the model itself."""
+    model = bare(model)
     return model.model if isinstance(model, FeatureGetterNet) else model
 
 
@@ -274,8 +282,10 @@ def _recognise(keys: Collection[str], layouts: tuple[Layout, ...]) -> tuple[Layo
     return None
 
 
-def _translate(tensors: State, formats: CheckpointFormats) -> tuple[Layout, State, dict[str, str]]:
-    """The layout, the tensors under our names, and a map from our names to the checkpoint's keys."""
+def _translate(tensors: State, formats: CheckpointFormats) -> tuple[Layout, State, dict[str, str], list[str]]:
+    """The layout, the tensors under our names, a map from our names to the checkpoint's keys, and our names of those
+    outside the model's prefix: its head, or what belongs to the loss, an average or a profiler.
+    """
     dotted = {key.replace("/", "."): key for key in tensors}
     if (match := _recognise(dotted, formats.layouts)) is None:
         raise WeightsError(
@@ -288,6 +298,8 @@ def _translate(tensors: State, formats: CheckpointFormats) -> tuple[Layout, Stat
     for key, tensor in tensors.items():
         if (why := why_unusable(tensor)) is not None:
             raise WeightsError(f"the checkpoint's {key} {why}; save it as a dense tensor of numbers")
+    outside = {original for key, original in dotted.items() if not key.startswith(prefix)}
+    dotted = {key: dotted[key] for key in sorted(dotted, key=lambda key: key.startswith(prefix))}  # what is inside wins
     state = {key.removeprefix(prefix): tensors[original] for key, original in dotted.items()}
     leaf = re.compile(r"\b(kernel|scale)$")  # JAX's names for weight
     original_keys = {
@@ -301,4 +313,4 @@ def _translate(tensors: State, formats: CheckpointFormats) -> tuple[Layout, Stat
     for key in (*TOKENS, "pos_embed"):
         if key in state:
             state[key] = state[key].reshape((1,) * (3 - state[key].dim()) + state[key].shape)
-    return layout, state, original_keys
+    return layout, state, original_keys, [key for key, original in original_keys.items() if original in outside]

@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import nn
 
-from ... import models
 from ...checkpoints import locations
 from ...checkpoints.locations import Location, Repository
 from ...checkpoints.tensors import WeightsError
+from ...preparation import bare
+from .. import catalogue
 
 TABLE = Path(__file__).with_name("pretrained.json")
 FIGURES = Path(__file__).with_name("figures.json")
@@ -31,12 +32,7 @@ def _table() -> dict[str, dict[str, dict[str, Any]]]:
 
 @functools.cache
 def figures() -> dict[str, dict[str, Any]]:
-    """What `python -m benchmarks.figures` wrote.
-
-    Returns:
-        "sizes": name → parameters, and FLOPs of one image / 1e9 or None; "top1": name with tag → published accuracy on
-        ImageNet-1k in %.
-    """
+    """What `python -m benchmarks.figures` wrote."""
     return json.loads(FIGURES.read_text(encoding="utf-8"))
 
 
@@ -49,7 +45,7 @@ def list_models(pattern: str = "*", pretrained: bool = False) -> list[str]:
             the default tag of a name comes first.
     """
     if not pretrained:
-        return models.list_models(pattern)
+        return catalogue.list_models(pattern)
     entries = ((name, tag, row) for name, rows in sorted(_table().items()) for tag, row in rows.items())
     tagged = [(name, f"{name}.{tag}") for name, tag, row in entries if row["hf_hub_id"]]
     return [full for name, full in tagged if fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(full, pattern)]
@@ -62,11 +58,7 @@ def split_tag(name: str) -> tuple[str, str]:
 
 
 def pretrained_cfg(name: str) -> dict[str, Any]:
-    """The configuration of a name with a tag, or of its default tag, with timm's keys; {} if timm has no such name.
-
-    Raises:
-        WeightsError: the name has no such tag.
-    """
+    """The configuration of a name with a tag, or of its default tag, with timm's keys; {} if timm has no such name."""
     name, tag = split_tag(name)
     rows = _table().get(name, {})
     if tag and tag not in rows:
@@ -81,18 +73,10 @@ def pretrained_cfg(name: str) -> dict[str, Any]:
 
 
 def find_location(source: str | os.PathLike, **options: Any) -> Location:
-    """The location that a source names, see `load_model` for its forms; downloads nothing.
-
-    Args:
-        source: as for `locations.find_location`, also a name of the table, with or without a tag.
-        **options: of `huggingface_hub.hf_hub_download`.
-
-    Raises:
-        WeightsError, TypeError: as `locations.find_location`, or the name has no weights.
-    """
+    """The location that a source names, see `load_model` for its forms; downloads nothing."""
 
     def named(text: str) -> Location | None:
-        return find_tagged(text, options) if split_tag(text)[0] in models.CATALOGUE else None
+        return find_tagged(text, options) if split_tag(text)[0] in catalogue.CATALOGUE else None
 
     location = locations.find_location(source, named, options)
     if isinstance(location, Repository) and not location.cfg:
@@ -103,11 +87,7 @@ def find_location(source: str | os.PathLike, **options: Any) -> Location:
 
 
 def find_tagged(name: str, options: dict[str, Any]) -> Location:
-    """The repository of a name with a tag, or of a name's default tag.
-
-    Raises:
-        WeightsError: it has no weights, or there is no such tag.
-    """
+    """The repository of a name with a tag, or of a name's default tag."""
     cfg = pretrained_cfg(name)
     if not cfg.get("hf_hub_id"):
         others = list_models(split_tag(name)[0], pretrained=True)
@@ -130,6 +110,7 @@ def class_names(model: nn.Module) -> tuple[str, ...] | None:
 
     They are those of its weights or, if these name none and have 1000 classes, as timm has it, those of ImageNet-1k.
     """
+    model = bare(model)
     cfg: Any = getattr(model, "pretrained_cfg", None) or {}
     names = cfg.get("label_names")
     classes = getattr(model, "num_classes", None)

@@ -16,36 +16,17 @@ from ...files import replacing
 from ...preparation import data_config
 from ..base import ImageModel
 from . import timm_config, transformers_config
+from .card import model_card
 from .create import build_pretrained
 from .describe import describe
 from .load import CHECKPOINT_FORMATS, check_layout, load_model, save_weights
 from .pretrained import class_names, find_location
 
-CARD = """\
----
-{front}
----
-
-# {title}
-
-{about}
-
-```python
-{usage}
-```
-"""
-USAGE = {
-    "fastvit_triton": """import fastvit_triton
-
-model = fastvit_triton.create_model("hf-hub:{repo}", pretrained=True).eval()
-transform = fastvit_triton.transforms(model)""",
-    "timm": """import timm
-
-model = timm.create_model("hf-hub:{repo}", pretrained=True).eval()""",
-    "transformers": """from transformers import AutoImageProcessor, AutoModelForImageClassification
-
-model = AutoModelForImageClassification.from_pretrained("{repo}")
-processor = AutoImageProcessor.from_pretrained("{repo}")""",
+LOGIN = "set HF_TOKEN to a token that may write, or run hf auth login"
+REFUSALS = {  # by HTTP status
+    401: f"the Hub does not know the token; {LOGIN}",
+    403: f"the token may not write there; use a name of your own, or {LOGIN}",
+    404: "no such user, organisation, repository or branch is on the Hub; check the name",
 }
 
 
@@ -73,26 +54,11 @@ def save_pretrained(
     metadata: Mapping[str, str] | None = None,
     layout: str = "fastvit_triton",
     repo: str | None = None,
+    license: str | None = None,
 ) -> None:
-    """Writes a folder of a model in a layout of `save_weights`.
-
-    Args:
-        model: from `create_model`.
-        folder: is created; its README.md stays as it is if it has one, as by huggingface_hub's mixin.
-        metadata: header of the file from which the model was loaded.
-        layout: "fastvit_triton" writes parameters under our names, which are timm's, and a config.json that both read.
-        repo: name on the Hub, for the model card.
-
-    Raises:
-        WeightsError: the layout does not support the model, or a file cannot be written.
-    """
-    try:
-        folder = Path(folder)
-        training = json.loads((metadata or {}).get("training", "{}"))
-    except ValueError as error:
-        raise WeightsError(
-            f"metadata's training is no JSON ({error}); give the header that load_model returns"
-        ) from error
+    """Writes a folder of a model in a layout of `save_weights`."""
+    folder = Path(folder)
+    training = _training(metadata)
     formats = check_layout(model, layout)
     names = training.get("classes") or class_names(model)
     cfg: dict[str, Any] = dict(model.pretrained_cfg) | data_config(model)
@@ -113,9 +79,20 @@ def save_pretrained(
                 temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         if not (folder / "README.md").exists():  # it may be the user's
             with replacing(folder / "README.md") as temporary:
-                temporary.write_text(model_card(model, title, cfg, training, layout), encoding="utf-8")
+                card = model_card(model, title, cfg, training, layout, license, repo)
+                temporary.write_text(card, encoding="utf-8")
     except OSError as error:
         raise WeightsError(f"cannot write {folder}: {error.strerror or error}") from error
+
+
+def _training(metadata: Mapping[str, str] | None) -> dict[str, Any]:
+    """The entry of a file's header that `train` wrote; {} if it has none."""
+    try:
+        return json.loads((metadata or {}).get("training", "{}"))
+    except ValueError as error:
+        raise WeightsError(
+            f"metadata's training is no JSON ({error}); give the header that load_model returns"
+        ) from error
 
 
 def _config(model: ImageModel, cfg: dict[str, Any], layout: str) -> dict[str, Any]:
@@ -139,44 +116,13 @@ def _config(model: ImageModel, cfg: dict[str, Any], layout: str) -> dict[str, An
     return config if layout == "timm" else {**config, "fastvit_triton": ours}
 
 
-def model_card(model: ImageModel, title: str, cfg: dict[str, Any], training: dict[str, Any], layout: str) -> str:
-    """A model card in markdown with the Hub's metadata: the model, its images and, if known, data and accuracy.
-
-    Args:
-        model: the model.
-        title: its name on the Hub.
-        cfg: its configuration.
-        training: entry of the file's header that `train` writes; {} if it has none.
-        layout: as for `save_pretrained`.
-    """
-    task = "image-classification" if model.num_classes else "image-feature-extraction"
-    front = [f"library_name: {layout}", f"pipeline_tag: {task}", "tags:", f"- {task}", "- vision-transformer"]
-    if not training and cfg.get("license"):
-        front.append(f"license: {cfg['license']}")
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    channels, height, width = cfg["input_size"]
-    rows = {"Architecture": variant(model), "Parameters": f"{parameters:,}", "Classes": model.num_classes or None}
-    rows |= {"Image": f"{channels} x {height} x {width}", "Mean": cfg["mean"], "Standard deviation": cfg["std"]}
-    rows |= {"Resampling": f"{cfg['interpolation']}, {cfg['crop_mode']} crop of {cfg['crop_pct']:.4g}"}
-    rows |= {"Pretrained weights": cfg.get("tag"), "Trained on": training.get("data") and Path(training["data"]).name}
-    rows |= {"Recipe": training.get("recipe"), "Batch size": training.get("batch_size")}
-    if training.get("test_accuracy") is not None:
-        rows["Test accuracy"] = f"{100 * training['test_accuracy']:.2f} %"
-    lines = [f"- {name}: {_words(value)}" for name, value in rows.items() if value is not None]
-    usage = USAGE[layout].format(repo=title)
-    return CARD.format(front="\n".join(front), title=title, about="\n".join(lines), usage=usage)
-
-
-def _words(value: Any) -> str:
-    return ", ".join(f"{item:.4g}" for item in value) if isinstance(value, (tuple, list)) else str(value)
-
-
 def push_to_hub(
     model: ImageModel,
     repo_id: str,
     metadata: Mapping[str, str] | None,
     token: str | None,
     private: bool | None,
+    license: str | None,
     commit: Mapping[str, Any],
 ) -> str:
     """Publishes a model, see `HubMethods.push_to_hub`; `commit` holds options of `HfApi.upload_folder`."""
@@ -185,11 +131,24 @@ def push_to_hub(
     api = client.HfApi(token=token, library_name="fastvit_triton")
     with TemporaryDirectory() as folder:
         try:
+            client.utils.validate_repo_id(repo_id)
+            if token is None and client.get_token() is None:
+                raise WeightsError(f"{repo_id} was not published: there is no token; {LOGIN}")
             repository = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # with the user's name
-            save_pretrained(model, folder, metadata, repo=repository)
+            save_pretrained(model, folder, _without_paths(metadata), repo=repository, license=license)
             return str(api.upload_folder(repo_id=repository, folder_path=folder, **commit))
         except errors.HFValidationError as error:
             raise WeightsError(f"repo_id is {repo_id!r}; use 'org/name', or 'name' for your own") from error
         except (*errors.HfHubHTTPError.__bases__, OSError) as error:
-            login = "check the name, and set HF_TOKEN to a token that may write, or run hf auth login"
-            raise WeightsError(f"{repo_id} was not published: {locations.reason(error)}; {login}") from error
+            status: Any = getattr(getattr(error, "response", None), "status_code", None)
+            refused = REFUSALS.get(status, f"{locations.reason(error)}; try again")
+            raise WeightsError(f"{repo_id} was not published: {refused}") from error
+
+
+def _without_paths(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    """The header of a file, whose training data and first weights are named without their folders on this machine."""
+    training = _training(metadata)
+    for key in {"data", "weights"} & training.keys():
+        path = str(training[key]).removeprefix("hf:").removeprefix("local-dir:")
+        training[key] = Path(path).name if Path(path).is_absolute() else training[key]
+    return {**(metadata or {}), **({"training": json.dumps(training)} if training else {})}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...checkpoints.tensors import check
-from .. import create_model
+from ..catalogue import create_model
 from ..transformer import VisionTransformer
 
 MAX_CONFIG = 65_536  # characters
@@ -30,15 +30,7 @@ def skeleton(name: str, **options: object) -> VisionTransformer:
 
 
 def build_model(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> VisionTransformer:
-    """Builds the model of a header, which may ask for anything, only if the file can fill it.
-
-    Args:
-        tensors: contents of the file.
-        metadata: its header.
-
-    Raises:
-        ValueError, TypeError, RuntimeError, ArithmeticError: there is no such model, or it is not that of the tensors.
-    """
+    """Builds the model of a header, which may ask for anything, only if the file can fill it."""
     name = metadata["variant"]
     text = metadata["config"]
     if len(name) + len(text) > MAX_CONFIG:

@@ -4,8 +4,8 @@ import dataclasses
 from typing import Any
 
 from ...checkpoints.tensors import WeightsError, variant
-from .. import CATALOGUE, model_config
 from ..base import ImageModel
+from ..catalogue import CATALOGUE, model_config
 from . import pretrained
 from .transformers_stages import square
 
@@ -59,15 +59,7 @@ def _names(layout: str) -> dict[str, Any]:
 
 
 def write(model: ImageModel, cfg: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of a model, in which timm finds all that differs from its architecture of that name.
-
-    Args:
-        model: from `create_model`.
-        cfg: `data_config(model)`, with `label_names` if known.
-
-    Raises:
-        WeightsError: timm has no such model.
-    """
+    """The config.json of a model, in which timm finds all that differs from its architecture of that name."""
     name = variant(model)
     is_timms = bool(pretrained.pretrained_cfg(name)) if name in CATALOGUE else False
     if not is_timms and model.layout != "vit":

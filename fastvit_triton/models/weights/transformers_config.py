@@ -1,16 +1,17 @@
-"""Reads and writes config.json and preprocessor_config.json of transformers, for the layouts of `plain.TRANSFORMERS`.
+"""Reads and writes config.json and preprocessor_config.json of transformers: plain ViTs, iGPT and detectors.
 
-Sources: the configuration classes of transformers 5.23, whose defaults a file may leave out.
+Sources: the configuration classes of transformers 5.23, whose defaults a file may leave out, and files of 4.x.
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from ...checkpoints.tensors import WeightsError
-from .. import CATALOGUE, model_config
+from ...checkpoints.tensors import WeightsError, variant
+from ..catalogue import CATALOGUE, model_config
 from ..config import sides
-from . import transformers_detectors, transformers_stages
-from .transformers_detectors import DETECTORS
+from ..detector import FROZEN
+from . import transformers_stages
 from .transformers_stages import STAGES, square
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "quick_gelu": "quick_gelu"}
@@ -75,16 +76,12 @@ KINDS = (
 
 
 def read(config: dict[str, Any], processor: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Our name, options and configuration of a checkpoint, from its config.json and preprocessor_config.json.
-
-    Raises:
-        ValueError: the model type, an activation or a head is none of ours.
-    """
+    """Our name, options and configuration of a checkpoint, from its config.json and preprocessor_config.json."""
     model_type = config["model_type"]
     if model_type == "imagegpt":
         return _read_igpt(config, processor)
     if model_type in DETECTORS:
-        return transformers_detectors.read(config, processor)
+        return _read_detector(config, processor)
     if model_type in STAGES:
         name, overrides = _nearest(*transformers_stages.read(config, processor))
         sizes = {"image_size": model_config(name, **overrides).img_size, "num_channels": config.get("num_channels", 3)}
@@ -144,11 +141,7 @@ def _read_igpt(config: dict[str, Any], processor: dict[str, Any]) -> tuple[str, 
         raise ValueError(f"{wrong[0]} is {entries[wrong[0]]!r}; our iGPT has no such models")
     wanted = {ours: entries[theirs] for theirs, ours in PIXELS.items()}
     wanted |= dict(n_colors=entries["vocab_size"] - 1, img_size=(side, side))
-    choices = []
-    for name in CATALOGUE["igpt_small"].VARIANTS:
-        ours = model_config(name)
-        choices.append((name, {key: value for key, value in wanted.items() if getattr(ours, key) != value}))
-    name, options = min(choices, key=lambda pair: len(pair[1]))
+    name, options = _closest(CATALOGUE["igpt_small"].VARIANTS, wanted)
     cfg = {"architecture": name, "num_classes": 0, "input_size": (3, side, side), "interpolation": "bilinear"}
     cfg |= {"clusters": processor["clusters"]} if processor.get("clusters") else {}
     return name, options, cfg
@@ -167,31 +160,90 @@ def _write_igpt(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return head | entries, dict(image_processor_type="ImageGPTImageProcessor", size=size, clusters=colours, **common)
 
 
+DETECTORS = {"detr": "detr_resnet50", "deformable_detr": "deformable_detr_resnet50"}
+DEPTHS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3), "resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3)}
+DETECTOR_FIELDS = {"d_model": "hidden_dim", "encoder_layers": "encoder_layers", "decoder_layers": "decoder_layers"}
+DETECTOR_FIELDS |= {"encoder_attention_heads": "num_heads", "encoder_ffn_dim": "mlp_dim", "num_queries": "num_queries"}
+DETECTOR_FIELDS |= {"dropout": "drop_rate", "num_channels": "in_chans", "dilation": "dilation"}
+LEVELS = {
+    "num_feature_levels": "num_levels",
+    "encoder_n_points": "encoder_points",
+    "decoder_n_points": "decoder_points",
+}
+LEVELS |= {"with_box_refine": "refine", "two_stage": "two_stage"}
+DETECTOR_FIXED = dict(activation_function="relu", position_embedding_type="sine")
+TWINS = {"decoder_attention_heads": "encoder_attention_heads", "decoder_ffn_dim": "encoder_ffn_dim"}
+
+
+def _read_detector(config: dict[str, Any], processor: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """As `read`, of DetrConfig and DeformableDetrConfig."""
+    base = DETECTORS[config["model_type"]]
+    family = CATALOGUE[base]
+    for key, value in DETECTOR_FIXED.items():
+        if config.get(key, value) != value:
+            raise ValueError(f"{key} is {config[key]!r}; our detectors have {value!r}")
+    for key, twin in TWINS.items():
+        if key in config and twin in config and config[key] != config[twin]:
+            raise ValueError(f"{key} is {config[key]} and {twin} {config[twin]}; our detectors have one for both")
+    fields = DETECTOR_FIELDS | (LEVELS if config["model_type"] == "deformable_detr" else {})
+    options: dict[str, Any] = {ours: config[theirs] for theirs, ours in fields.items() if theirs in config}
+    if options.get("two_stage") and "two_stage_num_proposals" in config:
+        options["num_queries"] = config["two_stage_num_proposals"]
+    classes = len(config.get("id2label") or ()) or config.get("num_labels", 2)
+    options |= _backbone(config) | dict(num_classes=classes)
+    size = processor.get("size", 800)
+    shortest = size.get("shortest_edge", 800) if isinstance(size, dict) else size
+    options["img_size"] = (shortest, shortest)
+    frozen = [name for name, given in family.VARIANTS.items() if family.CONFIG(**given).frozen]
+    name, options = _closest(frozen, options)
+    channels = config.get("num_channels", 3)
+    cfg: dict[str, Any] = {"architecture": name, "num_classes": classes}
+    cfg |= {"input_size": (channels, shortest, shortest), "interpolation": "bilinear", "crop_pct": 1.0}
+    cfg |= {"crop_mode": "squash", "mean": tuple(processor.get("image_mean", (0.485, 0.456, 0.406)))}
+    cfg |= {"std": tuple(processor.get("image_std", (0.229, 0.224, 0.225)))}
+    return name, options, cfg | _label_names(config, classes)
+
+
+def _backbone(config: dict[str, Any]) -> dict[str, Any]:
+    """Options of the ResNet: a name of timm's, or a configuration of transformers' own."""
+    inner = config.get("backbone_config") or {}
+    name = inner.get("backbone") or (None if inner else config.get("backbone")) or "resnet50"
+    if inner.get("model_type") != "resnet":
+        if name not in DEPTHS:
+            raise ValueError(f"backbone is {name!r}; known are {', '.join(DEPTHS)}")
+        dilated = {"dilation": True} if inner.get("output_stride") == 16 else {}
+        return dict(depths=DEPTHS[name], block=FROZEN[name in ("resnet18", "resnet34")]) | dilated
+    bottleneck = inner.get("layer_type", "bottleneck") == "bottleneck"
+    stem = inner.get("embedding_size", 64)
+    widths = [stem * (4 if bottleneck else 1) * 2**i for i in range(4)]
+    if list(inner.get("hidden_sizes", (256, 512, 1024, 2048))) != widths:
+        raise ValueError(f"hidden_sizes is {inner['hidden_sizes']}; our ResNets have {widths} after a stem of {stem}")
+    return dict(depths=tuple(inner.get("depths", (3, 4, 6, 3))), stem_dim=stem, block=FROZEN[not bottleneck])
+
+
 def _cfg(
     name: str, options: dict[str, Any], entries: dict[str, Any], config: dict[str, Any], processor: dict[str, Any]
 ) -> dict[str, Any]:
     """The configuration with timm's keys: images, classes and their names."""
-    labels = config.get("id2label") or {}
     classes = model_config(name, **options).num_classes
     cfg = {"architecture": name, "num_classes": classes, **_images(entries, processor)}
-    if len(labels) == classes and not str(next(iter(labels.values()), "LABEL_")).startswith("LABEL_"):
-        cfg["label_names"] = tuple(str(labels[key]) for key in sorted(labels, key=int))
-    return cfg
+    return cfg | _label_names(config, classes)
+
+
+def _label_names(config: dict[str, Any], classes: int) -> dict[str, tuple[str, ...]]:
+    """The names of the classes in the order of the outputs, as `label_names`; {} if they are unknown."""
+    labels = config.get("id2label") or {}
+    if len(labels) != classes or str(next(iter(labels.values()), "LABEL_")).startswith("LABEL_"):
+        return {}
+    return {"label_names": tuple(str(labels[key]) for key in sorted(labels, key=int))}
 
 
 def write(model: Any, layout: str, cfg: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """config.json and preprocessor_config.json of a model that `save_weights` writes in a layout.
-
-    Args:
-        model: the model.
-        layout: name of the layout.
-        cfg: `data_config(model)`, with `label_names` if known.
-
-    Raises:
-        WeightsError: its class has no such ratio of the MLP.
-    """
+    """config.json and preprocessor_config.json of a model that `save_weights` writes in a layout."""
     if model.layout == "igpt":
         return _write_igpt(model)
+    if model.layout in DETECTORS:
+        raise WeightsError(f"no config.json of transformers is written for {variant(model)}; use a .safetensors file")
     if model.layout in STAGES:
         labels = _labels(model.num_classes, cfg)
         return transformers_stages.write(model.layout, model.config) | labels, _processor(cfg)
@@ -241,6 +293,12 @@ def _labels(classes: int, cfg: dict[str, Any]) -> dict[str, Any]:
 def _gated(hidden: int) -> int:
     """Channels of gate and value together of a SwiGLU, each a multiple of 8, as in Dinov2SwiGLUFFN."""
     return 2 * ((int(hidden * 2 / 3) + 7) // 8 * 8)
+
+
+def _closest(names: Iterable[str], wanted: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Of these names the one that needs the fewest of the options wanted, and these options."""
+    choices = [(n, {k: v for k, v in wanted.items() if getattr(model_config(n), k) != v}) for n in names]
+    return min(choices, key=lambda pair: len(pair[1]))
 
 
 def _nearest(base: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -6,7 +6,7 @@ Sources: the configuration classes of transformers 5.23, whose defaults a file m
 from typing import Any, NamedTuple
 
 from ...checkpoints.tensors import WeightsError
-from .. import model_config
+from ..catalogue import model_config
 
 
 class Stages(NamedTuple):
@@ -61,11 +61,7 @@ STAGES = {
 
 
 def read(config: dict[str, Any], processor: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """One of our models of this type, and options; for the arguments see `transformers_config.read`.
-
-    Raises:
-        ValueError: our models have no such value, no such head, or one value for all stages.
-    """
+    """One of our models of this type, and options; for the arguments see `transformers_config.read`."""
     base, fields, fixed, headed = STAGES[config["model_type"]]
     for name, only in fixed.items():
         if config.get(name, only) != only:
@@ -89,11 +85,7 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> tuple[str, dict[s
 
 
 def write(model_type: str, config: Any) -> dict[str, Any]:
-    """config.json, but for the names of the classes, of a model with this configuration.
-
-    Raises:
-        WeightsError: the configuration class has no such ratio of the MLP.
-    """
+    """config.json, but for the names of the classes, of a model with this configuration."""
     entries: dict[str, Any] = {theirs: getattr(config, ours) for theirs, ours in STAGES[model_type].fields.items()}
     entries |= {key: square(entries[key]) for key in entries.keys() & {"image_size", "patch_size", "window_size"}}
     if model_type == "pvt":
