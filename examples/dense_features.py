@@ -11,7 +11,6 @@ import argparse
 
 import numpy as np
 import torch
-from PIL import Image
 
 import fastvit_triton
 
@@ -29,7 +28,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = fastvit_triton.create_model(args.model, pretrained=not args.random).eval().to(device)
     transform = fastvit_triton.transforms(model)
-    images = torch.stack([transform(Image.open(path)) for path in args.images]).to(device)
+    images = torch.stack([transform(path) for path in args.images]).to(device)
     with torch.no_grad():
         last, maps = model.forward_intermediates(images, indices=args.layers, norm=False)
     names = [info["module"] for info in model.feature_info[-args.layers :]]

@@ -1,4 +1,4 @@
-"""Exports a model to ONNX, and classifies images with onnxruntime from what the file holds, without PyTorch.
+"""Exports a model to ONNX, and classifies images with onnxruntime, prepared by the file's metadata.
 
     python examples/export_onnx.py photo.jpg                                          # pretrained weights, downloaded
     python examples/export_onnx.py photo.jpg --model vit_tiny_patch16_224 --random
@@ -13,7 +13,6 @@ import time
 
 import numpy as np
 import onnxruntime
-from PIL import Image
 
 import fastvit_triton
 
@@ -22,17 +21,10 @@ def classify(path: str, files: list[str]) -> tuple[list[str], float]:
     """(best class of each image, time of the network in ms)."""
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     held = {key: json.loads(text) for key, text in session.get_modelmeta().custom_metadata_map.items()}
-    channels, height, width = held["input_size"]
-    pixels = []
-    for file in files:
-        image = Image.open(file).convert("L" if channels == 1 else "RGB")
-        scale = held["crop_pct"] * min(image.width / width, image.height / height)  # the centre crop, in one resampling
-        x, y = (image.width - scale * width) / 2, (image.height - scale * height) / 2
-        box, filter = (x, y, x + scale * width, y + scale * height), Image.Resampling[held["interpolation"].upper()]
-        pixels.append(np.asarray(image.resize((width, height), filter, box=box)))
-    images = (np.reshape(pixels, (-1, height, width, channels)) / 255 - held["mean"]) / held["std"]
+    transform = fastvit_triton.transforms(held)  # decodes, crops, resizes and normalises as in training
+    images = np.stack([transform(file).numpy() for file in files])
     start = time.perf_counter()
-    (logits,) = session.run(["logits"], {"images": images.transpose(0, 3, 1, 2).astype(np.float32)})
+    (logits,) = session.run(["logits"], {"images": images})
     took = 1e3 * (time.perf_counter() - start)
     return [held["classes"][i] if "classes" in held else str(i) for i in logits.argmax(1)], took
 

@@ -15,8 +15,6 @@ import importlib
 import sys
 from pathlib import Path
 
-from .moved import install
-
 __version__ = "0.2.0.dev0"
 
 
@@ -27,7 +25,6 @@ def _declared() -> dict[str, str]:
     return {alias.name: f".{node.module or ''}" for node in imports for alias in node.names}
 
 
-install()
 _PUBLIC = _declared()
 __all__ = sorted(["__version__", *_PUBLIC])
 

@@ -4,11 +4,13 @@ from . import train as train
 from .convert import optimize as optimize
 from .convert import report as report
 from .convert import revert as revert
+from .convert.frozen import freeze as freeze
 from .deploy.cuda_graph import cuda_graph as cuda_graph
 from .deploy.export import export_model as export_model
 from .deploy.packed_graphs import cuda_graph_packed as cuda_graph_packed
+from .deploy.predict import predict as predict
+from .deploy.step_graph import cuda_graph_step as cuda_graph_step
 from .deploy.warm_up import warmup as warmup
-from .engine.freeze import freeze as freeze
 from .engine.freeze import unfreeze as unfreeze
 from .kernels.attention import attention as attention
 from .kernels.attention import varlen_attention as varlen_attention
@@ -37,5 +39,6 @@ from .models.weights.load import save_weights as save_weights
 from .models.weights.pretrained import list_models as list_models
 from .preparation import data_config as data_config
 from .train.data.model_input import transforms as transforms
+from .train.data.transform import read_image as read_image
 
 __version__: str

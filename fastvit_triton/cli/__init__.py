@@ -1,4 +1,10 @@
-"""The command line: one module per command. Only this package prints."""
+"""The command line: one module per command, which parses options, calls the package and prints; no other room prints.
+
+In go words; out come lines, files and an exit status (0, 1, or 2 for a wrong option). `arguments` has the options that
+commands share, `tasks` what train, predict and evaluate do with each kind of model, `loading` reads trained models.
+
+Begin with `predict`, a short command, then `parser`, which has the list of commands.
+"""
 
 import io
 import os
@@ -9,6 +15,7 @@ from . import (
     benchmark,
     check,
     convert,
+    data,
     doctor,
     evaluate,
     explain,
@@ -17,6 +24,7 @@ from . import (
     models,
     pack,
     predict,
+    push,
     restore,
     selftest,
     train,
@@ -26,20 +34,19 @@ from .console import print_error
 from .parser import Parser
 
 ON_IMAGES = (train, predict, generate, restore, explain, evaluate)
-COMMANDS = (*ON_IMAGES, models, check, benchmark, selftest, tune, doctor, convert, export, pack)
+COMMANDS = (*ON_IMAGES, data, models, check, benchmark, selftest, tune, doctor, convert, export, push, pack)
+
+EXAMPLES = (
+    "fastvit-triton train                                # handwritten digits",
+    "fastvit-triton train --data photos --val-split 0.2  # a folder for each class",
+    "fastvit-triton predict --checkpoint runs/photos a.jpg",
+    "fastvit-triton check --model timm:vit_base_patch16_224",
+    "fastvit-triton train --help                         # more examples",
+)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; without arguments, prints the list of commands.
-
-    Args:
-        argv: the arguments; None means `sys.argv[1:]`.
-
-    Returns:
-        Exit code: 0; 1 (disk, memory or another process failed, or a check of
-        `selftest`, or `check` has no result); 2 (invalid input); or 130
-        (Ctrl-C).
-    """
+    """Runs one command; without arguments, prints the list of commands."""
     # Idle threads sleep instead of spinning; on busy cores small models train up to 20 times faster.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -66,13 +73,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def build_parser() -> Parser:
-    """The parser of all commands. Each module of `COMMANDS` has `HELP`, `add_arguments(parser)` and `run(args)`."""
+    """The parser of all commands.
+
+    Each module of `COMMANDS` has `HELP`, `EXAMPLES`, `add_arguments(parser)` and `run(args)`.
+    """
     parser = Parser(prog="fastvit-triton", description="Vision Transformers on fused Triton kernels.")
-    parser.add_argument("--version", action="version", version=f"fastvit-triton {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.examples = EXAMPLES
+    parser.add_argument("-V", "--version", action="version", version=f"fastvit-triton {__version__}")
+    commands = parser.add_subparsers(required=True, title="commands", metavar="COMMAND")
     for module in COMMANDS:
         name = module.__name__.rpartition(".")[2]
         command = commands.add_parser(name, help=module.HELP, description=module.run.__doc__)
+        command.examples = module.EXAMPLES
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser

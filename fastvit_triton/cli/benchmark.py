@@ -1,15 +1,15 @@
 """`benchmark`: the speed of a model on this machine, against eager PyTorch, torch.compile and other libraries."""
 
 import argparse
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..files import replacing
-from .checks import at_least, check_output
-from .console import BENCH, add_device_option, print_line, select_device
+from .arguments import add_shared, check_output, select_device
+from .console import print_line
+from .model_by_name import BENCH
+from .results import write_json
 
 if TYPE_CHECKING:
     import torch
@@ -20,8 +20,11 @@ SECONDS = 600.0  # time limit after the imports, mostly for torch.compile; varia
 TIMING = 3.0  # seconds of measurement of each variant, beside the first
 COPIES = 2  # sets of images, used in turn
 WIDTH = 22  # characters of the first column of numbers
-DTYPES = ("float32", "bfloat16", "float16")
 HELP = "measure the speed of a model on this machine"
+EXAMPLES = (
+    "fastvit-triton benchmark",
+    "fastvit-triton benchmark --model vit_small_patch16_224 --batch 8",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,11 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = "a name that `models` lists, or of timm (default: ViT-B on a GPU, ViT-Ti elsewhere)"
     add("--model", check=_check_model, help=text)
-    add("--batch", type=int, check=at_least(1), help="images per batch (default: 64 on a GPU, 2 elsewhere)")
-    add("--dtype", choices=DTYPES, help="of weights and images (default: bfloat16 on a GPU, float32 elsewhere)")
+    add_shared(parser, "--batch", default="64 on a GPU, 2 elsewhere")
+    add_shared(parser, "--dtype")
     add("--train", action="store_true", help="forward and backward instead of inference")
     add("--out", type=Path, check=check_output, help="file for the rows as JSON")
-    add_device_option(parser)
+    add_shared(parser, "--device")
 
 
 def _check_model(option: str, name: str) -> None:
@@ -99,9 +102,9 @@ def _case(name: str, batch: int, training: bool, dtype: str, device: "torch.devi
     """The variants of a model: timm's eager model first if it is installed, compiled variants last."""
     import torch
 
-    from ..measure.model_cases import Run, case, least_bytes
+    from ..measure.model_cases import CaseRun, case, least_bytes
 
-    model_case = case(Run(name, batch, training), getattr(torch, dtype), device)
+    model_case = case(CaseRun(name, batch, training), getattr(torch, dtype), device)
     needed = least_bytes(model_case, COPIES)
     there = memory_of(device)
     if needed > there:
@@ -182,5 +185,4 @@ def _write(args: argparse.Namespace, rows: list[dict], gpu: bool) -> None:
     from ..measure.variants import without_times
 
     kept = rows if gpu else without_times(rows)
-    with replacing(args.out) as temporary:
-        temporary.write_text(json.dumps(provenance() | dict(rows=kept), indent=1) + "\n")
+    write_json(args.out, provenance() | dict(rows=kept))

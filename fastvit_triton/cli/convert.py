@@ -3,24 +3,31 @@
 import argparse
 from pathlib import Path
 
-from .checks import at_least, check_checkpoint, check_output, check_tagged_model
+from .arguments import add_shared, at_least, check_checkpoint, check_output
 from .console import print_line
+from .model_by_name import check_tagged_model
 
 HELP = "rewrite a checkpoint for another library"
+EXAMPLES = (
+    "fastvit-triton convert runs/photos photos.safetensors --to timm",
+    "fastvit-triton convert runs/photos folder --to transformers --license mit",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `convert`."""
     text = "our checkpoint, timm/NAME or hf-hub:ORG/NAME of the Hub, NAME.TAG, or with --model any known layout"
-    parser.add_argument("checkpoint", check=check_checkpoint, help=text)
+    parser.add_argument("checkpoint", metavar="RUN", check=check_checkpoint, help=text)
     text = "file to write, ending in .safetensors; or a folder, with config.json and a model card"
-    parser.add_argument("out", type=Path, check=_check_new, help=text)
+    parser.add_argument("out", type=Path, metavar="FILE", check=_check_new, help=text)
     layouts = ("fastvit_triton", "timm", "transformers", "open_clip", "open_clip_visual", "open_clip_trunk")
-    parser.add_argument("--to", required=True, choices=layouts, help="library whose parameter names to use")
+    text = f"library whose parameter names to use: {', '.join(layouts)}"
+    parser.add_argument("--to", required=True, choices=layouts, metavar="LIBRARY", help=text)
     text = "name of the model that another library's checkpoint holds; with a tag, its images are prepared as the tag's"
     parser.add_argument("--model", check=check_tagged_model, help=text)
     text = "with --model: outputs of the checkpoint's head (default: those of the name; 0 for no head)"
     parser.add_argument("--num-classes", type=int, check=at_least(0), help=text)
+    add_shared(parser, "--license")
 
 
 def _check_new(option: str, path: Path) -> None:
@@ -56,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out.suffix == ".safetensors":
         save_weights(model, args.out, layout=args.to, metadata=header)
     else:
-        save_pretrained(model, args.out, header, args.to)
+        save_pretrained(model, args.out, header, args.to, license=args.license)
     print_line(f"{args.out} holds {model.variant} with the parameter names of {args.to}")
     if model.pretrained_cfg and "training" not in header:
         used = data_config(model)

@@ -10,21 +10,27 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from .. import __version__
-from .checks import at_least, check_size, image_size
-from .console import print_line, select_device
+from .arguments import add_shared, dtype_name, select_device
+from .console import print_line
 from .model_by_name import PREFIXES, NamedModel, build_model, check_name
-from .platforms import next_step, this_machine
+from .platforms import next_step, step_on_a_cpu, this_machine
 
 if TYPE_CHECKING:
+    import torch
+
     from ..expected.count import Prediction
     from ..expected.gpus import Gpu
 
 HELP = "show which kernels run on this machine, or predict the cost of a model on a GPU"
+EXAMPLES = (
+    "fastvit-triton doctor",
+    "fastvit-triton doctor --gpu 4090 --model timm:vit_small_patch16_224",
+)
 MODES = ("default", "max-autotune")
-MEDIUM = """
-Another way to faster linear layers on a CPU is torch.set_float32_matmul_precision("medium"): PyTorch may then compute \
-float32 products in bfloat16, on CPUs with such instructions, with lower precision; those by oneDNN keep float32."""
 VIT = "vit_base_patch16_224"  # assumed without --model
+VITS = {"ViT-Ti": 192, "ViT-S": 384, "ViT-B": 768}  # name → width, smallest first
+IN_PHASE = {"inference": "in inference", "frozen": "frozen", "training": "in training"}
+TOKENS = 197  # of an image of 224 × 224 in patches of 16 × 16
 BATCHES = (1, 8, 64, 256)
 NOTES = """
 Nothing here was measured. Launches and bytes are counted from shapes: an operator that writes memory is one launch, \
@@ -47,19 +53,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", check=check_name, help=f"{PREFIXES} (default, with other options: timm:{VIT})")
     add("--gpu", check=_check_gpu, help="h200, a100, 4090, … (default: the GPU of this machine, else h200)")
-    text = "image side in pixels, or HEIGHTxWIDTH (default: the model's)"
-    add("--img-size", "--image-size", type=image_size, check=check_size, metavar="SIZE", help=text)
-    text = f"images per batch (default: {', '.join(map(str, BATCHES))})"
-    add("--batch", type=int, check=at_least(1), help=text)
+    add_shared(parser, "--img-size")
+    add_shared(parser, "--batch", default=", ".join(map(str, BATCHES)))
     add("--train", action="store_true", help="a training step without optimiser, not inference")
     text = "autocast to it, bfloat16 if no dtype follows (default: no autocast, weights in bfloat16)"
-    add("--amp", nargs="?", const="bfloat16", choices=("bfloat16", "float16"), help=text)
+    add("--amp", nargs="?", const="bfloat16", type=dtype_name, choices=("bfloat16", "float16"), help=text)
     add("--mode", choices=MODES, help="of torch.compile (default: both)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints versions and whether each op's kernel runs here, or why not; with options, predicts a model's cost."""
+    """Prints versions and what runs here, or why not, and the next step; with options, predicts a model's cost."""
     import torch
+
+    from ..kernels import measured
+
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
 
     if args.model is None and any((args.gpu, args.img_size, args.batch, args.train, args.amp, args.mode)):
         args.model = _default_model()
@@ -71,12 +79,10 @@ def run(args: argparse.Namespace) -> int:
         _predict(build_model(args.model, args.img_size), args, gpu)
         return 0
 
-    from ..kernels import OPS
     from ..kernels.backend import backend, why_not
     from ..kernels.tile import MISSING
 
     device = select_device("auto")
-    dtypes = (torch.float32, torch.float16, torch.bfloat16)
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     installed = importlib.util.find_spec("triton") is not None
     facts = {
@@ -86,40 +92,62 @@ def run(args: argparse.Namespace) -> int:
         "triton": importlib.metadata.version("triton") if installed else "not installed",
         "python": f"{platform.python_version()} on {platform.platform()}",
         "backend": f"{backend()} (FASTVIT_TRITON_BACKEND)",
+        "kernels": _by_dtype({d: f"not used: {why}" if (why := why_not(device, d)) else "run here" for d in dtypes}),
     }
-    paths = {dtype: f"PyTorch path: {why}" if (why := why_not(device, dtype)) else "kernel" for dtype in dtypes}
-    same = len(set(paths.values())) == 1
     if device.type == "cpu":
-        facts["oneDNN"] = _onednn(dtypes)
-    for op in OPS:
-        facts[op.name] = paths[dtypes[0]] if same else "; ".join(f"{dtype}: {path}" for dtype, path in paths.items())
-        if device.type == "cpu" and op.name in ("linear", "mlp"):
-            facts[op.name] = f"oneDNN's products where the line above says so, else the {facts[op.name]}"
-    facts["next step"] = next_step(this_machine(MISSING is None, why_not(device, torch.bfloat16)))
+        facts["oneDNN"] = f"on {measured.cpu_name()}, for linear layers of one image"
+        facts |= {f"  {names}": fact for fact, names in _said({dtype: _onednn(dtype) for dtype in dtypes}).items()}
+    step = next_step(this_machine(MISSING is None, why_not(device, torch.bfloat16)))
+    facts |= {"next step": step} if device.type != "cpu" else {"next step": step_on_a_cpu(), "for a GPU": step}
     width = max(map(len, facts))
     for name, fact in facts.items():
         print_line(f"{name:{width}}  {fact}")
-    if device.type == "cpu":
-        print_line(MEDIUM)
     return 0
 
 
-def _onednn(dtypes: tuple) -> str:
-    """Which products run by oneDNN on this CPU, and what it cannot do, by dtype."""
+def _by_dtype(facts: "dict[torch.dtype, str]") -> str:
+    """The facts; without dtypes if all are equal."""
+    said = _said(facts)
+    return next(iter(said)) if len(said) == 1 else "; ".join(f"{names}: {text}" for text, names in said.items())
+
+
+def _said(facts: "dict[torch.dtype, str]") -> dict[str, str]:
+    """Fact → the dtypes that have it."""
+    said: dict[str, list[str]] = {}
+    for dtype, text in facts.items():
+        said.setdefault(text, []).append(str(dtype).removeprefix("torch."))
+    return {text: ", ".join(names) for text, names in said.items()}
+
+
+def _onednn(dtype: "torch.dtype") -> str:
+    """When products in this dtype run by oneDNN on this CPU, and what it cannot do."""
     import torch
 
     from ..kernels import measured, onednn
 
-    said: dict[str, list[str]] = {}
-    for dtype in dtypes:
-        runs, why = onednn.rule(torch.device("cpu"), dtype)
-        text = f"linear layers run by it {why}" if runs else f"not used, {why}"
-        if onednn.why_not(torch.device("cpu"), dtype) is None:
-            operations = (*onednn.BINARY, *onednn.POST_OPERATIONS, "packed")
-            refused = [reason for name in operations if (reason := onednn.refusal(dtype, name)) is not None]
-            text = "; ".join([text, *refused])
-        said.setdefault(text, []).append(str(dtype).removeprefix("torch."))
-    return f"{measured.cpu_name()}: " + "; ".join(f"{', '.join(names)}: {text}" for text, names in said.items())
+    cpu = torch.device("cpu")
+    rule = onednn.rule(cpu, dtype)
+    if not rule.runs:
+        text = f"not used, {rule.why}"
+    elif onednn.forced() or "onednn" in measured.of(cpu).ways.values():
+        text = f"used {rule.why}"
+    else:
+        smallest = {phase: _smallest(dtype, phase) for phase in onednn.PHASES}
+        used = [f"{IN_PHASE[phase]} from {name} on" for phase, name in smallest.items() if name is not None]
+        text = f"used {', '.join(used)}" if used else f"not used up to {list(VITS)[-1]}"
+    if onednn.why_not(cpu, dtype) is None:
+        operations = (*onednn.BINARY, *onednn.POST_OPERATIONS, "packed")
+        refused = [reason for name in operations if (reason := onednn.refusal(dtype, name)) is not None]
+        text = "; ".join([text, *refused])
+    return text
+
+
+def _smallest(dtype: "torch.dtype", phase: str) -> str | None:
+    """The first of `VITS` for which oneDNN's products are faster, for one image; None if they are for none."""
+    from ..kernels import onednn
+
+    products = {name: 3 * TOKENS * width**2 for name, width in VITS.items()}  # the mean of qkv, proj, fc1 and fc2
+    return next((name for name, macs in products.items() if onednn.pays(dtype, macs, phase)), None)
 
 
 def _check_gpu(option: str, name: str) -> None:
@@ -144,8 +172,9 @@ def _predict(named_model: NamedModel, args: argparse.Namespace, gpu: "Gpu") -> N
     import torch
 
     from ..convert import optimize
+    from ..convert.captured import replaced_parts
     from ..convert.chosen import located, with_ways
-    from ..convert.flop_shares import Subject
+    from ..convert.flop_shares import CountedModel
     from ..convert.reporting import NOTHING
     from ..expected.count import predict
     from ..expected.gpus import gpus
@@ -167,7 +196,7 @@ def _predict(named_model: NamedModel, args: argparse.Namespace, gpu: "Gpu") -> N
     make = partial(torch.empty, dtype=dtype, device="meta")
     model.to(dtype)
     positional, named = named_model.inputs(1, make)
-    report = dataclasses.replace(report, subject=Subject(model, named or positional))
+    report = dataclasses.replace(report, subject=CountedModel(model, named or positional, replaced_parts))
     amp = torch.autocast("cpu", getattr(torch, args.amp)) if args.amp else contextlib.nullcontext()  # counted on a CPU
     numbers = f"autocast to {args.amp}" if args.amp else "bfloat16"
     phase = "training step" if args.train else "inference"

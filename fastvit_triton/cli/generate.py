@@ -4,43 +4,46 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .checks import at_least
-from .console import add_device_option, add_max_pixels_option, print_line, select_device
-from .loading import add_checkpoint_option, load_trained, save_pixels, trained_for
+from .arguments import add_checkpoint, add_shared, at_least
+from .console import print_line
+from .images import save_pixels
+from .loading import load_for
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 HELP = "draw images from a model of pixels"
+EXAMPLES = (
+    "fastvit-triton generate --checkpoint runs/pixels --out samples.png",
+    "fastvit-triton generate --checkpoint runs/pixels --out 7.png --class 7",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `generate`."""
-    add_checkpoint_option(parser)
+    add_checkpoint(parser)
     parser.add_argument("--out", type=Path, required=True, help="image file to write: a sheet of all images")
     parser.add_argument("--count", type=int, default=16, check=at_least(1), help="number of images (default: 16)")
     text = "name or number of the class of all images (default: the classes in turn, if the model has any)"
     parser.add_argument("--class", dest="label", help=text)
     text = "image file whose upper rows are kept (default: nothing is given)"
-    parser.add_argument("--prefix", type=Path, metavar="IMAGE", help=text)
+    parser.add_argument("--prefix", type=Path, help=text)
     parser.add_argument("--rows", type=int, check=at_least(1), help="number of rows kept of --prefix (default: half)")
     parser.add_argument("--temperature", type=float, default=1.0, help="divides the logits (default: 1)")
     parser.add_argument("--top-k", type=int, check=at_least(1), help="draw from the most likely values only")
     parser.add_argument("--scale", type=int, default=4, check=at_least(1), help="enlarges the sheet (default: 4)")
     parser.add_argument("--seed", type=int, default=0, check=at_least(0), help="seed of the draws (default: 0)")
-    add_device_option(parser)
-    add_max_pixels_option(parser)
+    add_shared(parser, "--device", "--levels", "--max-pixels")
 
 
 def run(args: argparse.Namespace) -> int:
     """Draws images from a model of pixels, and writes a sheet of them."""
     import torch
 
-    trained = trained_for("generate", load_trained(args.checkpoint, args.mean, args.std), args.checkpoint)
-    device = select_device(args.device)
-    model: Any = trained.model.to(device).eval()
+    trained = load_for(args, "generate")
+    model, device = trained.model, trained.device
     classes = _classes(args.label, trained.classes, model.num_classes, args.count)
-    prefix = None if args.prefix is None else _prefix(args, model)
+    prefix = None if args.prefix is None else _prefix(args, model, trained.transform.levels)
     codes = model.generate(
         args.count,
         prefix=None if prefix is None else prefix.to(device),
@@ -70,19 +73,19 @@ def _classes(label: str | None, names: tuple[str, ...], count: int, images: int)
     return torch.full((images,), names.index(label) if label in names else int(label))
 
 
-def _prefix(args: argparse.Namespace, model: Any) -> "Tensor":
+def _prefix(args: argparse.Namespace, model: Any, levels: float | None) -> "Tensor":
     """The codes [1, n] of the upper rows of an image file, resized to the model's images."""
     from ..models.config import sides
     from ..train.data.transform import Transform, find_defect, read_image
 
-    if defect := find_defect(args.prefix, True, args.max_pixels):
+    if defect := find_defect(args.prefix, True, args.max_pixels, levels):
         raise ValueError(f"--prefix {args.prefix} cannot be read as an image: {defect}")
     height, width = sides(model.config.img_size)
     rows = args.rows or height // 2
     if rows > height:
         raise ValueError(f"--rows is {rows}; an image of this model has {height} rows")
     half = (0.5,) * model.config.in_chans
-    image = Transform((height, width), half, half)(read_image(args.prefix, args.max_pixels))
+    image = Transform((height, width), half, half)(read_image(args.prefix, args.max_pixels, levels))
     return model.encode(image[None].to(next(model.parameters())))[:, : rows * model.grid[1]]
 
 

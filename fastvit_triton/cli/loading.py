@@ -1,77 +1,27 @@
-"""Loads trained models and finds the image files in a command's arguments."""
+"""Loads trained models, and what a new run takes over from weights."""
 
 import argparse
-import glob
-import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from ..files import replacing
-from .checks import channels, check_channels, check_checkpoint
-from .console import print_skipped, print_warning
+from .arguments import channels, select_device
+from .console import print_warning
+from .tasks import TASKS, task_of
+from .tasks.task import TrainedModel
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
     from ..models.transformer import VisionTransformer
-    from ..train.data import Batches
-    from ..train.data.split import Split
     from ..train.data.transform import Transform
 
 
-DECODING_THREADS = 4  # each holds one decoded image, of at most --max-pixels
 RUN = ("img_size", "in_chans", "num_classes", "grad_checkpointing", "weight_init")  # options that each run chooses
 
 
-class TrainedModel(NamedTuple):
-    """A model with the training settings that evaluation needs; missing settings have defaults.
-
-    Attributes:
-        model: on the CPU.
-        classes: names, in the order of the logits.
-        transform: from an image file to the model's input.
-        data: training data, "digits" or a path; None if the file does not name it.
-        batch_size: batch size of the training.
-        skip_bad_images: unreadable images were skipped in training.
-        split: how the training data were divided; None if they have test images of their own.
-        tested: digest of the test images of a split.
-    """
-
-    model: "nn.Module"
-    classes: tuple[str, ...]
-    transform: "Transform"
-    data: str | None
-    batch_size: int
-    skip_bad_images: bool
-    split: "Split | None" = None
-    tested: str | None = None
-
-
-def add_checkpoint_option(parser: argparse.ArgumentParser) -> None:
-    """Adds the required --checkpoint, and --mean and --std, which `load_trained` reads."""
-    text = "output folder of a run, a file, timm/NAME or hf-hub:ORG/NAME of the Hub, or NAME.TAG"
-    parser.add_argument("--checkpoint", required=True, check=check_checkpoint, help=text)
-    for option in ("mean", "std"):
-        text = f"{option} of each channel, such as 0.5,0.5,0.5 (default: that of the checkpoint)"
-        parser.add_argument(f"--{option}", check=check_channels, help=text)
-
-
 def load_trained(source: str, mean: str | None = None, std: str | None = None) -> TrainedModel:
-    """Loads a checkpoint that says which model it holds; a NaFlex model as the plain ViT for images of one size.
-
-    Args:
-        source: as for `load_model`.
-        mean: replaces the mean of the checkpoint, such as "0.5,0.5,0.5"; a warning names both.
-        std: likewise.
-
-    Raises:
-        ValueError: there is no checkpoint, its checksum is wrong, or its header is not what `train` writes.
-    """
+    """Loads a checkpoint that says which model it holds; a NaFlex model as the plain ViT for images of one size."""
     from ..models.naflex import NaFlexVisionTransformer
     from ..models.weights.load import load_model
     from ..models.weights.pretrained import find_location
@@ -102,29 +52,15 @@ def load_trained(source: str, mean: str | None = None, std: str | None = None) -
     return trained._replace(transform=_override(trained.transform, statistics, source))
 
 
-def save_pixels(image: "Tensor", path: Path) -> None:
-    """Writes an image [C, H, W] of pixels in [0, 1] to a file; ValueError if its suffix is that of no image."""
-    from PIL import Image
-
-    pixels = (255 * image.clamp(0, 1)).round().byte().movedim(0, -1)
-    try:
-        with replacing(path) as temporary:
-            Image.fromarray(pixels.squeeze(-1).numpy()).save(temporary)
-    except ValueError as error:
-        raise ValueError(f"--out is {path}, which is no image file; use a name such as {path.stem}.png") from error
-
-
-def trained_for(task: str, trained: TrainedModel, source: str) -> TrainedModel:
-    """The trained model, whose task is this one.
-
-    Raises:
-        ValueError: it is another one; the message names the command for it.
-    """
-    commands = {"classify": "predict", "detect": "predict", "generate": "generate", "restore": "restore"}
-    trained_task = getattr(trained.model, "task", "classify")
-    if trained_task != task:
-        use = f"; use fastvit-triton {commands[trained_task]}" if trained_task in commands else ""
-        raise ValueError(f"{source} holds a {type(trained.model).__name__}, whose task is to {trained_task}{use}")
+def load_for(args: argparse.Namespace, name: str | None = None) -> TrainedModel:
+    """The trained model of --checkpoint on --device, in evaluation mode; if a task is named, of this task."""
+    trained = load_trained(args.checkpoint, args.mean, args.std)
+    task = task_of(trained.model)
+    if name is not None and task is not TASKS[name]:
+        task.refuse(trained, args.checkpoint)
+    if args.levels is not None:
+        trained = trained._replace(transform=replace(trained.transform, levels=args.levels))
+    trained.model.to(select_device(args.device)).eval()
     return trained
 
 
@@ -154,10 +90,6 @@ def warn_of_clash(name: str, values: tuple[float, ...], own: tuple[float, ...]) 
 def follow_weights(source: str, given: dict[str, Any]) -> dict[str, Any]:
     """Adds what a new run needs to start from weights: their model, mean and std and, without a recipe, their image
     size, crop and interpolation. Options that were given stay; a warning names a mean or std that differs.
-
-    Args:
-        source: as for `load_weights`.
-        given: options of `resolve_settings`.
     """
     from ..models import model_config
     from ..models.config import sides
@@ -218,8 +150,7 @@ def _read_training(model: "VisionTransformer", text: str) -> tuple[TrainedModel,
     transform = Transform(**entries["transform"]) if "transform" in entries else transform_of(data_config(model))
     if len(classes) != config.num_classes and config.num_classes:  # pre-training saves no head
         raise ValueError(f"it names {len(classes):,} classes, and the head has {config.num_classes:,}")
-    tiles = getattr(model, "task", "classify") == "restore"  # its images are larger than the tiles that it restores
-    if (transform.size != size and not tiles) or len(transform.mean) != channels:
+    if (transform.size != size and not task_of(model).has_tiles) or len(transform.mean) != channels:
         images = f"its images have size {transform.size} and {len(transform.mean)} channels"
         raise ValueError(f"{images}, the model's {size} and {channels}")
     rest = entries.get("data"), entries.get("batch_size", 64), entries.get("skip_bad_images", False)
@@ -229,130 +160,3 @@ def _read_training(model: "VisionTransformer", text: str) -> tuple[TrainedModel,
         check("seed", division.get("seed"), Seed)
         split, tested = Split(division["val_split"], division["seed"]), str(division.get("test"))
     return TrainedModel(model, classes, transform, *rest, split, tested), entries.get("crc32")
-
-
-def find_images(paths: list[Path]) -> list[Path]:
-    """The given files, and all image files inside given folders in sorted order, recursively.
-
-    A path that does not exist may be a pattern (`*`, `?`, `[…]`, and `**` for folders in between); what it matches is
-    taken in sorted order.
-
-    Raises:
-        ValueError: there are no files, or a folder cannot be read.
-    """
-    from ..train.data.folder import list_images
-
-    matches = [match for path in paths for match in _matches(path)]
-    files = [file for path in matches for file in (list_images(path) if path.is_dir() else [path])]
-    if not files:
-        raise ValueError(f"there is no image in {', '.join(map(str, paths))}")
-    return files
-
-
-def _matches(path: Path) -> list[Path]:
-    """What a pattern matches, without hidden files; the path itself if it exists, is no pattern or matches nothing."""
-    if path.exists() or not glob.has_magic(str(path)):
-        return [path]
-    return sorted(map(Path, glob.glob(str(path), recursive=True))) or [path]
-
-
-def _unreadable(file: Path, defect: str) -> str:
-    """A sentence on a file that is no image, or on a pattern that matches nothing."""
-    if glob.has_magic(str(file)) and not file.exists():
-        return f"no file matches {file}"
-    return f"{file} cannot be read as an image: {defect}"
-
-
-def readable_images(files: Iterable[Path], max_pixels: int) -> Iterator[Path]:
-    """Yields the files that can be decoded; prints one line on stderr for each of the others."""
-    from ..train.data.transform import find_defect
-
-    for file in files:
-        if defect := find_defect(file, True, max_pixels):
-            print_skipped(_unreadable(file, defect))
-        else:
-            yield file
-
-
-def decoded(
-    files: Iterable[Path], read: Callable[[Path], "Tensor"], size: int, max_pixels: int
-) -> Iterator[tuple[list[Path], "Tensor"]]:
-    """Yields files that can be decoded and their inputs [B, C, H, W], in the given order, at most `size` at a time.
-
-    Prints one line on stderr for each of the other files.
-
-    Args:
-        files: image files.
-        read: from a file to the model's input [C, H, W], called in threads; raises one of `DECODE_ERRORS`.
-        size: images in a batch.
-        max_pixels: larger images are refused before they are read.
-    """
-    import torch
-
-    from ..train.data.transform import DECODE_ERRORS, find_defect, reason_of
-
-    def attempt(file: Path) -> "Tensor | str":
-        try:
-            return find_defect(file, max_pixels=max_pixels) or read(file)
-        except DECODE_ERRORS as error:
-            return reason_of(error)
-
-    rest = iter(files)
-    with ThreadPoolExecutor(DECODING_THREADS) as pool:
-        while chosen := list(itertools.islice(rest, size)):
-            good = []
-            for file, result in zip(chosen, pool.map(attempt, chosen), strict=True):
-                if isinstance(result, str):
-                    print_skipped(_unreadable(file, result))
-                else:
-                    good.append((file, result))
-            if good:
-                yield [file for file, _ in good], torch.stack([image for _, image in good])
-
-
-def test_images(trained: TrainedModel, data: str | None, options: dict[str, Any]) -> "Batches":
-    """The test images of a data set: those of the run's split, if the data are those that it divided.
-
-    Args:
-        trained: from `load_trained`.
-        data: a name for `train.data.load`; None means that of the training.
-        options: workers, skip_bad_images and max_pixels of `load_test`.
-
-    Raises:
-        ValueError: as for `load_test`, or nothing says any more which of the images were not trained on.
-    """
-    from ..train.data import load_test
-    from ..train.data.hf import absolute, is_hf
-    from ..train.data.split import SPLIT
-
-    name = data or trained.data
-    assert name is not None
-    arguments = name, classes_in(trained, name), trained.transform, trained.batch_size
-    if trained.split is None:
-        return load_test(*arguments, **options)
-    same = data is None or trained.data == (absolute(data) if is_hf(data) else str(Path(data).resolve()))
-    try:
-        test = load_test(*arguments, **options, split=trained.split)
-        unchanged = test.digest() == trained.tested
-    except ValueError:
-        if same:
-            raise
-        unchanged = False
-    if not same and not unchanged:  # other data: all their test images
-        return load_test(*arguments, **options)
-    if not unchanged and trained.split.test is None:
-        raise ValueError(f"the images of {name!r} have changed since training divided them; restore them, or {SPLIT}")
-    if not unchanged:
-        print_warning(f"the test images of {name!r} have changed since training ({trained.tested})")
-    return test
-
-
-def classes_in(trained: TrainedModel, data: str) -> tuple[str, ...]:
-    """The names of the model's classes as the folders of the data have them: ImageNet's are named by WordNet synset."""
-    from ..models.weights.pretrained import imagenet_classes
-
-    names = imagenet_classes()
-    places = [Path(data) / "val", Path(data)]
-    if trained.classes == tuple(names.values()) and any((place / name).is_dir() for place in places for name in names):
-        return tuple(names)
-    return trained.classes

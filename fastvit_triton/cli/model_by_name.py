@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .console import BENCH
+from .arguments import check_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+BENCH = "pip install 'fastvit_triton[bench]'"  # has timm
 Size = tuple[int, int]  # height and width in pixels
 
 PREFIXED = "timm:NAME, torchvision:NAME and hf-config:PATH_OR_CLASS"
@@ -24,37 +25,22 @@ PREFIXES = f"{PREFIXED.replace(' and', ',')}, or a name that `fastvit-triton mod
 
 
 class Patches(NamedTuple):
-    """How a tower takes images: as rows of patches, of all images in one sequence, and their grids.
+    """How a tower takes images: as rows of patches, of all images in one sequence, and their grids."""
 
-    Attributes:
-        names: of forward's arguments for the patches [T, K] and for the grids (frames, rows, columns) [B, 3].
-        side: pixels of a side of a patch.
-        frames: of a patch.
-        merged: patches of a side of a token; rows and columns of a grid are its multiples.
-    """
-
-    names: tuple[str, str]
-    side: int
-    frames: int
-    merged: int
+    names: tuple[str, str]  # of forward's arguments: patches [T, K], and grids (frames, rows, columns) [B, 3]
+    side: int  # pixels of a side of a patch
+    frames: int  # of a patch
+    merged: int  # patches of a side of a token; rows and columns of a grid are its multiples
 
 
 class NamedModel(NamedTuple):
-    """A model with random weights, or without storage on the meta device.
+    """A model with random weights, or without storage on the meta device."""
 
-    Attributes:
-        model: in evaluation mode.
-        shape: shape of an image, [C, H, W].
-        input: name of forward's argument for images; None if it is the first positional argument.
-        ours: the model is from `create_model` and calls the kernels without conversion.
-        patches: how it takes images if not as a tensor [B, C, H, W], else None.
-    """
-
-    model: "nn.Module"
-    shape: tuple[int, int, int]
-    input: str | None = None
-    ours: bool = False
-    patches: Patches | None = None
+    model: "nn.Module"  # in evaluation mode
+    shape: tuple[int, int, int]  # shape of an image, [C, H, W]
+    input: str | None = None  # name of forward's argument for images; None if it is the first positional argument
+    ours: bool = False  # the model is from `create_model` and calls the kernels without conversion
+    patches: Patches | None = None  # how it takes images if not as a tensor [B, C, H, W], else None
 
     def inputs(self, batch: int, make: "Callable[..., torch.Tensor]") -> "tuple[tuple[torch.Tensor, ...], dict]":
         """(positional, named) arguments of a call; `make(*shape)` makes images [B, C, H, W], or rows of patches."""
@@ -96,17 +82,63 @@ def check_name(option: str, name: str) -> None:
         raise ValueError(f"{option} {name} begins with {prefix!r}; use {PREFIXES}")
 
 
+def is_other(name: str | None) -> bool:
+    """True for a model of timm or transformers: timm:NAME, hf:FOLDER and hf:NAME."""
+    return bool(name) and str(name).startswith(("timm:", "hf:"))
+
+
+def check_other(option: str, name: str) -> None:
+    """Raises ValueError if there is no such model, or its package is not installed; downloads nothing."""
+    from ..checkpoints.locations import REPOSITORY
+
+    kind, _, rest = name.partition(":")
+    if kind == "timm":
+        check_name(option, name)
+        return
+    package("transformers")
+    folder = Path(rest)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ValueError(f"{option} {name} is a folder without config.json; give one that transformers saved")
+    if not folder.is_dir() and (folder.parent.is_dir() or not REPOSITORY.fullmatch(rest)):
+        raise ValueError(f"{option} {name} is no folder, and no name on the Hub such as hf:google/vit-base-patch16-224")
+
+
+def check_model(option: str, name: str) -> None:
+    """Raises ValueError if `train` knows no such model, or its package is not installed; downloads nothing."""
+    from ..models import model_config
+    from ..models.weights.pretrained import split_tag
+
+    if is_other(name):
+        check_other(option, name)
+        return
+    base, tag = split_tag(name)
+    model_config(base)
+    if tag:
+        raise ValueError(f"{option} is {name}; use --weights {name} for pretrained weights, or {option} {base}")
+
+
+def check_tagged_model(option: str, name: str) -> None:
+    """Raises ValueError if `create_model` knows no such name, or if the name has no such tag."""
+    from ..models import model_config
+    from ..models.weights.pretrained import pretrained_cfg, split_tag
+
+    model_config(split_tag(name)[0])
+    pretrained_cfg(name)
+
+
+def absolute_other(name: str) -> str:
+    """The name with an absolute path, if it is that of a folder."""
+    folder = Path(name.removeprefix("hf:"))
+    return f"hf:{folder.resolve()}" if name.startswith("hf:") and folder.is_dir() else name
+
+
+def check_weights(option: str, source: str) -> None:
+    """As `check_checkpoint`; weights may also be those of a model of timm or transformers, by its name."""
+    (check_other if is_other(source) else check_checkpoint)(option, source)
+
+
 def build_model(name: str, size: Size | None = None, device: "torch.device | str" = "meta") -> NamedModel:
-    """Builds a model by name, without downloading weights.
-
-    Args:
-        name: timm:NAME, torchvision:NAME, hf-config:PATH_OR_CLASS, or one of `list_models()`.
-        size: height and width of images in pixels; None means the model's own.
-        device: device to build it on; on "meta" it has no weights.
-
-    Raises:
-        ValueError: the name is unknown, the package is not installed, or the image size does not fit.
-    """
+    """Builds a model by name, without downloading weights."""
     import torch
 
     prefix, colon, rest = name.partition(":")
@@ -200,7 +232,7 @@ def _packed(cls: Any, config: Any, size: Size | None) -> NamedModel:
     """A tower that takes rows of patches; sizes are rounded to whole tokens, as its image processor does."""
     import torch
 
-    from ..expected.values import weightless
+    from ..expected.count import weightless
 
     on_meta = torch.empty(0).is_meta
     with weightless() if on_meta else contextlib.nullcontext():  # its rotary positions are computed from values

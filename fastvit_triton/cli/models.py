@@ -6,6 +6,11 @@ from .console import print_line
 
 FIGURES = ("params, M", "GFLOPs", "top-1")
 HELP = "list the models by name"
+EXAMPLES = (
+    "fastvit-triton models",
+    "fastvit-triton models 'vit_*_224'",
+    "fastvit-triton models --pretrained deit3",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,15 +88,8 @@ def _list_pretrained(typed: str, pattern: str) -> int:
     rows: list[tuple[str, ...]] = [("name", "image", "classes", "licence", "top-1")]
     for name in list_models(pattern, pretrained=True):
         cfg = pretrained_cfg(name)
-        rows.append(
-            (
-                name,
-                "×".join(map(str, cfg["input_size"][1:])),
-                str(cfg["num_classes"]),
-                cfg["license"] or "-",
-                _top1(name),
-            )
-        )
+        size = "×".join(map(str, cfg["input_size"][1:]))
+        rows.append((name, size, str(cfg["num_classes"]), cfg["license"] or "-", _top1(name)))
     if len(rows) == 1:
         raise ValueError(f"no pretrained weights match {typed!r}; leave it out to list all")
     _print_table(rows)

@@ -14,15 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.locations import Location
-from ..checkpoints.reading import CHECKSUM, checksum, read
+from ..checkpoints.reading import CHECKSUM, checksum, kind_of, read
 from ..checkpoints.tensors import WeightsError
 from ..checkpoints.writing import write_tensors
 from ..files import replacing
+from ..train.data.transform import Transform
 from ..train.drop_path import set_drop_path
 from ..train.frozen import heads
-from .checks import check_other, is_other
 from .console import print_warning
-from .model_by_name import check_name, package, read_config
+from .model_by_name import check_name, check_other, is_other, package, read_config
+from .tasks.classify import Classify
+from .tasks.task import prepared
 
 if TYPE_CHECKING:
     from ..train.recipes import Recipe
@@ -52,7 +54,7 @@ def check_run(settings: dict, recipe: "Recipe") -> None:
     """Raises ValueError if the model cannot be trained by this recipe, or its package is not installed."""
     name = recipe.model
     check_other("--model", name)
-    if recipe.loss not in ("softmax", "sigmoid", "bce"):
+    if recipe.loss not in Classify.labelled:
         raise ValueError(f"{name} is trained as a classifier, and not by loss {recipe.loss!r}; pass another --recipe")
     if recipe.mixtoken:
         raise ValueError(f"--mixtoken is for models of this package, not for {name}; use --mixup or --cutmix")
@@ -63,27 +65,16 @@ def check_run(settings: dict, recipe: "Recipe") -> None:
 
 
 class Start(NamedTuple):
-    """What a run takes over from the weights that it starts from.
+    """What a run takes over from the weights that it starts from."""
 
-    Attributes:
-        model: its name.
-        options: of the model, besides classes and size of images.
-        size: height and width of images.
-        preprocessing: with timm's keys; without those that are unknown.
-    """
-
-    model: str
-    options: dict[str, Any]
-    size: tuple[int, int]
-    preprocessing: dict[str, Any]
+    model: str  # its name
+    options: dict[str, Any]  # of the model, besides classes and size of images
+    size: tuple[int, int]  # height and width of images
+    preprocessing: dict[str, Any]  # with timm's keys; without those that are unknown
 
 
 def start_of(source: str) -> Start | None:
-    """What a new run takes over from weights; None if they are not those of another package.
-
-    Args:
-        source: timm:NAME, hf:FOLDER or hf:NAME, whose package says how images are prepared, or a run of such a model.
-    """
+    """What a new run takes over from weights; None if they are not those of another package."""
     from ..models.weights.pretrained import find_location
 
     if is_other(source):
@@ -92,17 +83,9 @@ def start_of(source: str) -> Start | None:
     if (recorded := origin_of(find_location(source))) is None:
         return None
     origin, header = recorded
-    transform = json.loads(header["training"])["transform"]
-    names = {
-        "mean": "mean",
-        "std": "std",
-        "crop_pct": "crop",
-        "crop_mode": "crop_mode",
-        "interpolation": "interpolation",
-    }
+    transform = Transform(**json.loads(header["training"])["transform"])
     options = {key: value for key, value in origin["options"].items() if key not in (*NEEDED, "drop_path_rate")}
-    preprocessing = {theirs: transform[ours] for theirs, ours in names.items()}
-    return Start(origin["model"], options, tuple(transform["size"]), preprocessing)
+    return Start(origin["model"], options, transform.size, prepared(transform))
 
 
 def _preprocessing(name: str) -> dict[str, Any]:
@@ -124,19 +107,7 @@ def _preprocessing(name: str) -> dict[str, Any]:
 def build_other(
     recipe: "Recipe", classes: Sequence[str], channels: int, weights: str | None, checkpointing: bool
 ) -> Any:
-    """The model of a run, on the CPU, with fused forwards where its modules are known.
-
-    Args:
-        recipe: names the model, its options, drop-path rate and the side of images.
-        classes: their names.
-        channels: of an image.
-        weights: the model's own name for the weights that its package downloads or reads; a file or folder of a run,
-            from which the head is taken if it has this shape; or None for random weights.
-        checkpointing: recompute activations.
-
-    Raises:
-        ValueError: the package cannot build it so, or the weights are those of another model.
-    """
+    """The model of a run, on the CPU, with fused forwards where its modules are known."""
     name = recipe.model
     kind, _, rest = name.partition(":")
     options: dict[str, Any] = {"num_classes": len(classes), "in_chans": channels, "img_size": recipe.img_size}
@@ -183,9 +154,9 @@ def origin_of(location: Location) -> tuple[dict[str, Any], dict[str, str]] | Non
     if not location.is_local:
         return None
     path = location.weights()
-    if path.suffix != ".safetensors":
-        return None
     try:
+        if kind_of(path) != "safetensors":
+            return None
         with safe_open(path, "pt") as file:
             header = file.metadata() or {}
         origin = json.loads(header[ORIGIN]) if ORIGIN in header else None
@@ -195,11 +166,7 @@ def origin_of(location: Location) -> tuple[dict[str, Any], dict[str, str]] | Non
 
 
 def load_other(location: Location, origin: dict[str, Any]) -> Any:
-    """The model of a run, with its weights, in float32 on the CPU.
-
-    Raises:
-        WeightsError: the file is damaged, or the package that is installed builds another model from its header.
-    """
+    """The model of a run, with its weights, in float32 on the CPU."""
     name = str(origin.get("model"))
     options = origin.get("options")
     complete = isinstance(options, dict) and all(isinstance(options.get(key), int) for key in NEEDED)

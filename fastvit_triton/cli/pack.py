@@ -3,10 +3,14 @@
 import argparse
 from pathlib import Path
 
-from .checks import at_least, check_folder
+from .arguments import at_least, check_folder
 from .console import print_line
 
 HELP = "write an image folder as webdataset shards"
+EXAMPLES = (
+    "fastvit-triton pack photos shards",
+    "fastvit-triton train --data shards",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

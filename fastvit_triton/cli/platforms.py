@@ -5,23 +5,15 @@ from typing import NamedTuple
 
 
 class Here(NamedTuple):
-    """What `next_step` needs to know of a machine.
+    """What `next_step` needs to know of a machine."""
 
-    Attributes:
-        system, release, machine: of Python's `platform`.
-        build: what PyTorch was built for: "CUDA", "ROCm" or "" for neither.
-        gpu: PyTorch finds a GPU of CUDA or ROCm.
-        triton: Triton can be imported.
-        why: why the kernels do not run; None if they do.
-    """
-
-    system: str
+    system: str  # this and the next two: of Python's `platform`
     release: str
     machine: str
-    build: str
-    gpu: bool
-    triton: bool
-    why: str | None
+    build: str  # what PyTorch was built for: "CUDA", "ROCm" or "" for neither
+    gpu: bool  # PyTorch finds a GPU of CUDA or ROCm
+    triton: bool  # Triton can be imported
+    why: str | None  # why the kernels do not run; None if they do
 
 
 def this_machine(triton: bool, why: str | None) -> Here:
@@ -33,8 +25,27 @@ def this_machine(triton: bool, why: str | None) -> Here:
     return Here(*names, build, torch.cuda.is_available(), triton, why)
 
 
+def step_on_a_cpu() -> str:
+    """What to do next on this machine's CPU: lower precision where it was measured to gain, else to measure."""
+    import torch
+
+    from ..convert import on_cpu
+    from ..kernels import onednn
+    from ..kernels.backend import backend
+
+    if backend() == "torch":
+        return "unset FASTVIT_TRITON_BACKEND, so that linear layers can run by oneDNN"
+    gains = on_cpu.gains()
+    limits = on_cpu.span(gains, "bf16")
+    if limits is None or not on_cpu.pays(gains, "bf16") or onednn.why_not(torch.device("cpu"), torch.bfloat16):
+        return "run `fastvit-triton check`, which measures on this CPU and says which to use"
+    gain = f"{limits[0]:.2f} to {limits[1]:.2f} × eager PyTorch in float32, measured on this kind of CPU"
+    frozen = 'freeze(create_model("vit_small_patch16_224"), precision="bf16")'
+    return f"{frozen} where bfloat16 is accurate enough, for models of others after optimize: {gain}"
+
+
 def next_step(here: Here) -> str:
-    """What to do next on a machine, in one sentence."""
+    """What to do next on a machine for a GPU, in one sentence."""
     wsl = here.system == "Linux" and "microsoft" in here.release.lower()
     jetson = here.system == "Linux" and "tegra" in here.release.lower()
     if here.gpu and here.why is None:

@@ -1,11 +1,12 @@
-"""Options of `train` that choose a recipe or replace its values, and the list of all recipes for --help."""
+"""Options of `train` that choose a recipe or replace its values, and the list of all recipes."""
 
 import argparse
 import textwrap
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from .checks import check_channels, check_model, check_other, is_other
+from .arguments import add_shared
+from .model_by_name import check_model
 from .parser import Parser
 
 if TYPE_CHECKING:
@@ -39,16 +40,15 @@ RECIPE_OPTIONS = {
 
 
 def add_recipe_options(parser: Parser) -> None:
-    """Adds --recipe and an option for each of `RECIPE_OPTIONS`; --help ends with the recipes."""
-    text = "one of those below (default: digits; for a folder photos, or with --model or --weights folder)"
-    parser.add_argument("--recipe", check=_check_recipe, help=text)
-    group = parser.add_argument_group("options that replace the recipe's values, which are listed below")
+    """Adds --recipe, --list-recipes, and an option for each of `RECIPE_OPTIONS`."""
+    group = parser.add_argument_group("recipe, and options that replace its values")
+    text = "model and training schedule (default: that of the data; for a folder photos or, with boxes, boxes-tiny; "
+    text += "with --model or --weights folder or boxes)"
+    group.add_argument("--recipe", check=_check_recipe, help=text)
+    group.add_argument("--list-recipes", action="store_true", help="print the values of each recipe and exit")
     for name, (kind, about) in RECIPE_OPTIONS.items():
         group.add_argument(f"--{name}", type=kind, check=_check_field, help=about)
-    for name in ("mean", "std"):
-        text = f"{name} of each channel, such as 0.5,0.5,0.5 (default: that of --weights, or of ImageNet)"
-        group.add_argument(f"--{name}", check=check_channels, help=text)
-    parser.more = _recipes
+    add_shared(group, "--mean", "--std", default="that of --weights, or of ImageNet")
 
 
 def _check_recipe(option: str, name: str) -> None:
@@ -67,9 +67,7 @@ def _check_field(option: str, value: Any) -> None:
 
     name = option.removeprefix("--").replace("-", "_")
     check(option, value, Recipe.__annotations__[name])
-    if name == "model" and is_other(value):
-        check_other(option, value)
-    elif name == "model":
+    if name == "model":
         check_model(option, value)
     if name == "policy":
         policy_by_name(value)
@@ -87,14 +85,14 @@ def _check_optimizer(option: str, value: str) -> None:
         raise ValueError(f"{option} is {value!r}; use {', '.join(map(repr, OPTIMIZERS))}, or module:Class")
 
 
-def _recipes() -> str:
-    """The values of each recipe as options, for --help."""
+def recipes() -> str:
+    """The values of each recipe as options."""
     from ..train.recipes import Recipe
     from ..train.settings import RECIPES
 
     usual = {name: field.default for name, field in Recipe.__dataclass_fields__.items()}
     common = argparse.Namespace(**usual | dict(model=None, batch_size=None, lr=None))
-    lines = ["recipes:", *_paragraph("every recipe, unless it lists another value", _values(common, {}))]
+    lines = [*_paragraph("every recipe, unless it lists another value", _values(common, {}))]
     for name, recipe in RECIPES.items():
         lines += _paragraph(name, _values(recipe, usual))
     return "\n".join(lines)

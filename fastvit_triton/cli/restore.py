@@ -2,25 +2,28 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from .checks import at_least
-from .console import add_device_option, add_max_pixels_option, print_line, select_device
-from .loading import add_checkpoint_option, load_trained, save_pixels, trained_for
+from .arguments import add_checkpoint, add_shared, at_least
+from .console import print_line
+from .images import save_pixels
+from .loading import load_for
 
 HELP = "enlarge or denoise an image file"
+EXAMPLES = (
+    "fastvit-triton restore --checkpoint runs/noise photo.jpg --out clean.png",
+    "fastvit-triton restore --checkpoint runs/x2 a.jpg --out large.png --task x2",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `restore`."""
     parser.add_argument("image", type=Path, help="image file, of at least the size of the model's tiles")
-    add_checkpoint_option(parser)
+    add_checkpoint(parser)
     parser.add_argument("--out", type=Path, required=True, help="image file to write")
     parser.add_argument("--task", help="one of the model's tasks, such as x2 (default: its first)")
     text = "pixels that neighbouring tiles share (default: a quarter of a tile)"
     parser.add_argument("--overlap", type=int, check=at_least(0), help=text)
-    add_device_option(parser)
-    add_max_pixels_option(parser)
+    add_shared(parser, "--device", "--levels", "--max-pixels")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -29,12 +32,12 @@ def run(args: argparse.Namespace) -> int:
 
     from ..train.data.transform import Transform, find_defect, read_image
 
-    trained = trained_for("restore", load_trained(args.checkpoint, args.mean, args.std), args.checkpoint)
-    device = select_device(args.device)
-    model: Any = trained.model.to(device).eval()
-    if defect := find_defect(args.image, True, args.max_pixels):
+    trained = load_for(args, "restore")
+    model, device = trained.model, trained.device
+    levels = trained.transform.levels
+    if defect := find_defect(args.image, True, args.max_pixels, levels):
         raise ValueError(f"{args.image} cannot be read as an image: {defect}")
-    image = read_image(args.image, args.max_pixels)
+    image = read_image(args.image, args.max_pixels, levels)
     channels = model.config.in_chans
     pixels = Transform((image.height, image.width), (0.0,) * channels, (1.0,) * channels)(image)
     with torch.no_grad():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import replacing
-from .checks import check_output
+from .arguments import check_output
 
 SUFFIXES = (".csv", ".json", ".parquet")
 
@@ -31,15 +31,14 @@ def check_results(option: str, path: Path) -> None:
     check_output(option, path)
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]], whole: Any = None, columns: Sequence[str] = ()) -> None:
-    """Writes a table atomically: the file is complete, or as it was before.
+def write_json(path: Path, content: object) -> None:
+    """Writes JSON atomically."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
-    Args:
-        path: the suffix chooses the format; in CSV, None is an empty cell.
-        rows: with the same keys, which are the columns.
-        whole: what a JSON file holds; None for the rows.
-        columns: names of the columns, needed if there may be no rows.
-    """
+
+def write_rows(path: Path, rows: list[dict[str, Any]], whole: Any = None, columns: Sequence[str] = ()) -> None:
+    """Writes a table atomically: the file is complete, or as it was before."""
     suffix = path.suffix.lower()
     with replacing(path) as temporary:
         if suffix == ".parquet":

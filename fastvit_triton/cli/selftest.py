@@ -1,24 +1,26 @@
 """`selftest`: checks that the kernels are correct on this machine's GPU."""
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-from ..files import replacing
-from .checks import check_output
-from .console import add_device_option, print_line, select_device
+from .arguments import add_shared, check_output, number, select_device
+from .console import print_line, progress
+from .results import write_json
 
 if TYPE_CHECKING:
     import torch
 
 HELP = "check that the kernels are correct on this machine"
+EXAMPLES = (
+    "fastvit-triton selftest",
+    "fastvit-triton selftest --interpret       # without a GPU",
+)
 OUT = Path("fastvit-triton-selftest.json")
 MOST = 86_400  # seconds
 
@@ -26,19 +28,18 @@ MOST = 86_400  # seconds
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `selftest`."""
     add = parser.add_argument
-    add("--seconds", type=float, default=60.0, check=_check_seconds, help="time limit (default: 60)")
+    limit = number(lambda value: 0 < value <= MOST, f"give a number above 0, at most {MOST}")
+    add("--seconds", type=float, default=60.0, check=limit, help="time limit (default: 60)")
     add("--out", type=Path, default=OUT, check=check_output, help=f"file for the results as JSON (default: {OUT})")
     parser.add_argument("--interpret", action="store_true", help="tiny shapes on the CPU, in Triton's interpreter")
-    add_device_option(parser)
+    add_shared(parser, "--device")
 
 
 def run(args: argparse.Namespace) -> int:
     """Checks every op and its gradients against float64 on a GPU, repeatability, streams, CUDA graphs and memory."""
     check_output("--out", args.out)
     checks = Checks(_device(args))
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
         stage = bar.add_task("compiling and checking", total=len(checks.names))
         try:
             checks.run(args.seconds, lambda: bar.update(stage, advance=1))
@@ -51,23 +52,14 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass
 class Checks:
-    """The checks of a device, and their results so far.
+    """The checks of a device, and their results so far."""
 
-    Attributes:
-        device: where the kernels run; on a CPU in Triton's interpreter.
-        names: of the checks to run, most important first; empty means all.
-        rows: one for each finished check, in the order of the names.
-        notes: why the run ended early, if it did.
-        not_reached: names of checks without a row.
-        seconds: how long it took.
-    """
-
-    device: "torch.device"
-    names: list[str] = field(default_factory=list)
-    rows: list[dict] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    not_reached: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    device: "torch.device"  # where the kernels run; on a CPU in Triton's interpreter
+    names: list[str] = field(default_factory=list)  # of the checks to run, most important first; empty means all
+    rows: list[dict] = field(default_factory=list)  # one for each finished check, in the order of the names
+    notes: list[str] = field(default_factory=list)  # why the run ended early, if it did
+    not_reached: list[str] = field(default_factory=list)  # names of checks without a row
+    seconds: float = 0.0  # how long it took
 
     def __post_init__(self) -> None:
         from ..measure.selftest import planned
@@ -75,26 +67,18 @@ class Checks:
         self.names = self.names or list(planned(self.device))
 
     def run(self, seconds: float, on_row: Callable[[], object] = lambda: None) -> None:
-        """Runs the checks in processes of their own; those not finished after `seconds` are stopped.
-
-        Args:
-            seconds: time limit.
-            on_row: called after each check.
-
-        Raises:
-            ChildProcessError: no process starts.
-        """
+        """Runs the checks in processes of their own; those not finished after `seconds` are stopped."""
         from functools import partial
 
         from ..measure.timeout import Deadline
-        from ..measure.workers import Run, Worker, count
+        from ..measure.workers import Worker, WorkerRun, count
 
         def add(row: dict) -> None:
             self.rows.append(row)
             on_row()
 
         start = time.monotonic()
-        work = Run(self.names, Deadline(seconds), add, partial(Worker, self.device))
+        work = WorkerRun(self.names, Deadline(seconds), add, partial(Worker, self.device))
         try:
             work.run(count(self.device))
         except ChildProcessError as error:  # a check made the device unusable for all processes
@@ -126,18 +110,8 @@ class Checks:
         return "; ".join([_sentence(self.rows, self.passed(), len(self.not_reached), where), *self.notes])
 
 
-def _check_seconds(option: str, value: float) -> None:
-    """Raises ValueError if it is no time limit."""
-    if not 0 < value <= MOST:
-        raise ValueError(f"{option} is {value:g}; give a number above 0, at most {MOST}")
-
-
 def _device(args: argparse.Namespace) -> "torch.device":
-    """The device to check.
-
-    Raises:
-        ValueError: the kernels do not run on it.
-    """
+    """The device to check."""
     import torch
 
     from ..kernels.backend import using_backend, why_not
@@ -191,6 +165,4 @@ def _write(path: Path, checks: Checks) -> None:
     """Writes rows with their provenance as JSON."""
     from ..measure.machine import provenance
 
-    content = provenance() | checks.facts() | dict(rows=checks.rows)
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(path, provenance() | checks.facts() | dict(rows=checks.rows))

@@ -13,18 +13,22 @@ from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .checks import at_least, check_output, check_size, image_size
-from .console import add_device_option, print_line, select_device
+from .arguments import add_shared, check_output, number, select_device
+from .console import print_line, progress
 from .model_by_name import PREFIXES, NamedModel, check_name, random_model
 
 if TYPE_CHECKING:
     from ..measure.tune import Tuned
 
 HELP = "measure the fastest way to run a model on this machine, and save it for later processes"
-DTYPES = dict(bf16="bfloat16", fp16="float16", fp32="float32")
+EXAMPLES = (
+    "fastvit-triton tune --model timm:vit_base_patch16_224 --batch 64",
+    "fastvit-triton tune --model vit_tiny_patch16_224 --train",
+    "fastvit-triton tune --show",
+)
 MODEL = "vit_base_patch16_224"
 SECONDS = 60
 DRY_SECONDS = 600  # the interpreter is slow, and a dry run ends when every step was executed
@@ -37,15 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = f"{PREFIXES} (default: {MODEL}, or a tiny one with --dry-run)"
     add("--model", check=check_name, help=text)
-    add("--batch", type=int, check=at_least(1), help="images per batch (default: 64 on a GPU, 1 elsewhere)")
-    text = "image side in pixels, or HEIGHTxWIDTH (default: the model's)"
-    add("--img-size", "--image-size", type=image_size, check=check_size, metavar="SIZE", help=text)
-    add("--dtype", choices=DTYPES, help="of weights and images (default: bf16 on a GPU, fp32 elsewhere)")
+    add_shared(parser, "--batch", default="64 on a GPU, 1 elsewhere")
+    add_shared(parser, "--img-size", "--dtype")
     phases = parser.add_mutually_exclusive_group()
     phases.add_argument("--train", action="store_true", help="training steps instead of inference")
     phases.add_argument("--freeze", action="store_true", help="inference of a frozen model")
     text = f"approximate seconds to measure (default: {SECONDS}, or {DRY_SECONDS} with --dry-run)"
-    add("--seconds", type=float, check=_check_seconds, help=text)
+    add("--seconds", type=float, check=number(lambda value: value > 0, "give a number above 0"), help=text)
     files = parser.add_mutually_exclusive_group()
     files.add_argument("--show", action="store_true", help="print this machine's saved measurements and exit")
     files.add_argument("--clear", action="store_true", help="remove this machine's saved measurements")
@@ -59,13 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="import measurements exported on an identical machine",
     )
     files.add_argument("--dry-run", action="store_true", help="execute every step on the CPU, in Triton's interpreter")
-    add_device_option(parser)
-
-
-def _check_seconds(option: str, value: float) -> None:
-    """Raises ValueError if it is no duration."""
-    if not value > 0:
-        raise ValueError(f"{option} is {value:g}; give a number above 0")
+    add_shared(parser, "--device")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,9 +96,9 @@ def _tune(args: argparse.Namespace) -> int:
     from ..measure.tune import tune
 
     device = select_device(args.device)
-    dtype_name, batch = ("bf16", 64) if device.type == "cuda" else ("fp32", 1)
+    dtype_name, batch = ("bfloat16", 64) if device.type == "cuda" else ("float32", 1)
     dtype_name, batch = args.dtype or dtype_name, args.batch or batch
-    dtype = getattr(torch, DTYPES[dtype_name])
+    dtype = getattr(torch, dtype_name)
     name = args.model or MODEL
     built = random_model(name, args.img_size, device, dtype, args.train)
     images, named = built.inputs(batch, partial(torch.randn, device=device, dtype=dtype))
@@ -113,9 +109,7 @@ def _tune(args: argparse.Namespace) -> int:
                 "--freeze is for a CPU; on a GPU frozen blocks run as those that were measured in inference"
             )
         optimize(built.model, freeze=True)
-    columns = TextColumn("{task.description:40.40}"), BarColumn(), TimeElapsedColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with progress(TextColumn("{task.description:40.40}"), BarColumn(), TimeElapsedColumn()) as bar:
         stage = bar.add_task("building the model", total=1.0)
 
         def on_progress(what: str, done: float) -> None:
@@ -127,7 +121,7 @@ def _tune(args: argparse.Namespace) -> int:
             raise ValueError(f"--batch {batch} does not fit into memory; lower it") from error
     phase = "training" if args.train else "inference, frozen" if args.freeze else "inference"
     place = tuned.facts[kind_of(tuned.facts)]
-    _report(tuned, f"{name}, {phase}, {DTYPES[dtype_name]}, batch {batch}, on {place}", True)
+    _report(tuned, f"{name}, {phase}, {dtype_name}, batch {batch}, on {place}", True)
     return 0
 
 
@@ -137,7 +131,7 @@ def _dry_run(args: argparse.Namespace) -> int:
     Without --model, of a tiny model; with a large one the steps that are not reached in time are named.
     """
     if os.environ.get(DRY) is None:
-        words = ["--dry-run", "--dtype", "fp16", *["--train"] * args.train]
+        words = ["--dry-run", "--dtype", "float16", *["--train"] * args.train]
         words += ["--seconds", f"{args.seconds:g}"] if args.seconds else []
         words += ["--batch", str(args.batch)] if args.batch else []
         words += ["--model", args.model] if args.model else []

@@ -58,7 +58,7 @@ class GraphedModel:
         self._graphs: OrderedDict[tuple, Captured] = OrderedDict()
         self._seen: set[tuple] = set()
         self._lock = threading.Lock()
-        self._pool = _pool()
+        self._pool = pool()
         self._done: torch.cuda.Event | None = None
         self._weights = self._state()
         for size in self.batch_sizes[-max_graphs:]:
@@ -70,10 +70,6 @@ class GraphedModel:
         """Runs the model on tensors [B, ...].
 
         A new batch size runs without a graph the first time and is captured the second time.
-
-        Raises:
-            RuntimeError: the model is in training mode.
-            ValueError: the inputs have different numbers of rows.
         """
         check(self.model, inputs)
         with self._lock:
@@ -200,18 +196,32 @@ def can_capture(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def capture(run: Callable[[], object], pool: Any) -> tuple[Any, Callable[[], None]]:
-    """Captures `run`: (its result, with static tensors; a function that launches the graph)."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARMUPS):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
+def capture(
+    run: Callable[[], object], pool: Any, warmups: int = WARMUPS, stream: Any = None
+) -> tuple[Any, Callable[[], None]]:
+    """Captures `run` on a stream: (its result, with static tensors; a function that launches the graph).
+
+    Args:
+        run: the calls to capture.
+        pool: of the graph's memory.
+        warmups: calls of `run` before the capture.
+        stream: None for a new one.
+    """
+    stream = stream or new_stream()
+    on_stream(lambda: [run() for _ in range(warmups)], stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         outputs = run()
     return outputs, graph.replay
+
+
+def on_stream(run: Callable[[], Any], stream: Any) -> Any:
+    """The result of a call on a stream that waits for the current one, which then waits for it."""
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        result = run()
+    torch.cuda.current_stream().wait_stream(stream)
+    return result
 
 
 @contextlib.contextmanager
@@ -225,8 +235,14 @@ def without_cached_casts() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def _pool() -> Any:
+def pool() -> Any:
+    """A handle of memory for graphs; None without a GPU."""
     return torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
+
+
+def new_stream() -> Any:
+    """A stream; None without a GPU."""
+    return torch.cuda.Stream() if torch.cuda.is_available() else None
 
 
 def key_of(rows: int, inputs: tuple[Tensor, ...]) -> tuple:

@@ -34,11 +34,6 @@ class GraphedPackedModel(graphs.GraphedModel):
         """Runs the model on tensors [T, ...], cu_seqlens [B + 1] and max_seqlen.
 
         Calls with more tokens or images than captured run without a graph.
-
-        Raises:
-            RuntimeError: the model is in training mode.
-            TypeError: the last two inputs are not cu_seqlens and max_seqlen.
-            ValueError: the other inputs have different numbers of tokens.
         """
         graphs.check(self.model, _tokens(inputs))
         with self._lock:

@@ -1,10 +1,16 @@
-"""Visualises attention, tokens, positions, patch filters and costs of a ViT, without disabling its fused kernels."""
+"""What a ViT looks at: attention, tokens, positions, patch filters and costs, from the fused path.
+
+A model and images go in; figures and an HTML page come out. `recording` sees attention as it is called, so no model
+needs code of its own.
+
+Begin with `report`, which makes the figures; the modules that it calls compute their data.
+"""
 
 from .costs import Cost, cost_table, image_cost
 from .gradients import Contribution, contributions
 from .layer import AttentionLayer
 from .maps import attention_distance, class_relevance, entropy, gradient_rollout, rollout
-from .page import Panel, write_report
+from .page import Absent, Panel, write_report
 from .queries import QueryView, query_panels, query_views
 from .recording import Recording, capture
 from .report import explain, explain_run, published_tables
@@ -23,6 +29,7 @@ from .tokens import (
 )
 
 __all__ = [
+    "Absent",
     "AttentionLayer",
     "Contribution",
     "Cost",

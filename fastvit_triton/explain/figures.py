@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 HEAT = "magma"
 WIDTH = NARROW  # inches: on a phone, which shows it 358 pixels wide, 9 points are 11 pixels
 GREEN = "#2f9e6e"
+COLD, HOT = 0.35, 0.8  # opacity of the lowest and of the highest value of a map over a picture
 
 
 def mosaic(tiles: Tensor) -> np.ndarray:
@@ -50,10 +51,65 @@ def draw_predictions(picture: Tensor, chances: Tensor, classes: tuple[str, ...],
     return page
 
 
+def draw_why(pictures: Tensor, heats: Tensor, titles: list[tuple[str, str, str]]) -> "Figure":
+    """Plots each image beside itself under its heat map."""
+    columns = min(2, len(pictures))
+    rows = -(-len(pictures) // columns)
+    points = 9 * columns  # letters of one size on a phone, which shows the figure as wide as its screen
+    gap = 0.08 * columns  # inches, as all lengths here
+    side = (WIDTH - 0.24) / 2
+    tall = side * pictures.shape[2] / pictures.shape[3]
+    line = 1.3 * points / 72
+    height = 3 * line + tall + gap
+    page = figure(columns * WIDTH, rows * height, constrained=False)
+    letters = int(2 * side * 72 / (0.62 * points))  # of a line; 0.62 is the mean width of bold letters
+    for i, (picture, heat, texts) in enumerate(zip(pictures, heats, titles, strict=True)):
+        x = i % columns * WIDTH + 0.08
+        y = (rows - 1 - i // columns) * height + gap / 2
+        for number, shown in enumerate((None, heat)):
+            place = (x + number * (side + 0.08)) / (columns * WIDTH), y / (rows * height)
+            axes = page.add_axes((*place, side / (columns * WIDTH), tall / (rows * height)))
+            if shown is None:
+                _picture(axes, picture)
+            else:
+                _overlay(axes, picture, shown)
+        styles: tuple[dict[str, Any], ...] = ({"color": MUTED}, {"color": INK, "weight": "bold"}, {"color": MUTED})
+        for number, (text, style) in enumerate(zip(texts, styles, strict=True)):
+            place = x / (columns * WIDTH), (y + tall + (2.3 - number) * line) / (rows * height)
+            page.text(*place, _line(text, letters), fontsize=points, parse_math=False, **style)
+    return page
+
+
+def _line(text: str, letters: int) -> str:
+    """The text, or its beginning and "…" if it has more letters."""
+    return text if len(text) <= letters else f"{text[: letters - 1].rstrip()}…"
+
+
+def _overlay(axes: "Axes", picture: Tensor, heat: Tensor) -> None:
+    """Draws a picture [C, H, W] in gray under a smooth heat map [h, w], the more transparent the colder.
+
+    Under the coldest places the picture is dimmed, so that hot ones stand out; under a uniform map it is as it is.
+    """
+    from matplotlib import colormaps
+
+    _picture(axes, picture.mean(0, keepdim=True))
+    heat = heat.double().cpu()
+    if heat.max() == heat.min():
+        return
+    size = [max(n, 256) for n in picture.shape[1:]]
+    smooth = F.interpolate((heat - heat.min())[None, None], size, mode="bicubic")[0, 0].clamp_min(0)
+    shares = (smooth / smooth.max()).numpy()
+    colours = colormaps["inferno"](shares)
+    colours[..., 3] = COLD + (HOT - COLD) * shares  # without a step to the places where bicubic values were negative
+    extent = (-0.5, picture.shape[2] - 0.5, picture.shape[1] - 0.5, -0.5)
+    axes.imshow(colours, extent=extent, interpolation="bilinear")
+
+
 def draw_attention(maps: Tensor, labels: list[str]) -> "Figure":
-    """Plots maps [layers, H, h, w] as a grid of layers by heads; each map is scaled by its maximum, NaN is blank."""
+    """Plots maps [layers, H, h, w], layers by heads, each from its smallest to its largest value; NaN is blank."""
     H = maps.shape[1]
-    tiles = mosaic(maps / maps.amax((-1, -2), keepdim=True).clamp_min(1e-30))
+    low, high = maps.amin((-1, -2), keepdim=True), maps.amax((-1, -2), keepdim=True)
+    tiles = mosaic((maps - low) / (high - low).clamp_min(1e-30))
     width = min(WIDTH, 1 + 1.1 * H)
     page = figure(width, 0.6 + (width - 1) * tiles.shape[0] / tiles.shape[1])
     axes = page.subplots()
@@ -75,20 +131,13 @@ def draw_overlays(picture: Tensor, heats: dict[str, Tensor]) -> "Figure":
     _picture(grid[0], picture)
     grid[0].set_title("picture", color=INK, fontsize=10)
     for axes, (title, heat) in zip(grid[1:], heats.items(), strict=False):
-        heat = (heat - heat.min()) / (heat.max() - heat.min()).clamp_min(1e-30)
-        _picture(axes, picture.mean(0, keepdim=True))
-        extent = (-0.5, picture.shape[2] - 0.5, picture.shape[1] - 0.5, -0.5)
-        axes.imshow(heat.cpu().numpy(), cmap=HEAT, alpha=0.65, extent=extent, interpolation="bilinear", vmin=0, vmax=1)
+        _overlay(axes, picture, heat)
         axes.set_title(title, color=INK, fontsize=10)
     return page
 
 
 def draw_layers(panels: dict[str, tuple[dict[int, Tensor], str]]) -> "Figure":
-    """Scatter plots of values per layer and head, with a line through each layer's mean.
-
-    Args:
-        panels: title → (number of the layer → values [heads], unit).
-    """
+    """Scatter plots of values per layer and head, with a line through each layer's mean."""
     page = figure(WIDTH, 2.4 * len(panels))
     for axes, (title, (values, unit)) in zip(
         page.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True

@@ -1,4 +1,4 @@
-"""Contribution of each token to a logit, by the gradient, for models whose layers attend to different tokens.
+"""Contribution of each token to a logit, by the gradient, for any model whose blocks return tokens or maps.
 
 Math      cₙ = Σ_d x[n, d] · ∂logit/∂x[n, d]    for the tokens x that a block returns
 
@@ -9,16 +9,16 @@ Source    Draelos & Carin, Use HiResCAM instead of Grad-CAM, arXiv:2011.08891. G
           takes the mean of the gradient over tokens first.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .maps import logits_of
-from .readers import reader
-from .recording import block_of
+from .recording import record
 from .tokens import Geometry, channels_first, grid_of
+
+ENOUGH = 7  # patches on a side, as Grad-CAM shows of a ResNet at 224 pixels
 
 
 class Contribution(NamedTuple):
@@ -40,8 +40,9 @@ class Contribution(NamedTuple):
 def contributions(model: nn.Module, images: Tensor, classes: Tensor | None = None) -> list[Contribution]:
     """Contributions to a logit, from one forward and backward pass; parameters get no gradient.
 
-    Blocks are the modules around attention layers that return tokens or a map of patches. Those whose patches do not
-    reach the logit, such as the last block before a class token is read, are left out.
+    Blocks are the modules around attention layers that return tokens or a map of patches; without attention, modules
+    with parts that return a map of the shape that they take. Those whose patches do not reach the logit, such as the
+    last block before a class token is read, are left out.
 
     Args:
         model: from images to logits [B, K], or to an object with `logits`; in eval mode.
@@ -55,23 +56,14 @@ def contributions(model: nn.Module, images: Tensor, classes: Tensor | None = Non
         ValueError: the model returns no logits.
     """
     images = images.detach().clone().requires_grad_()
-    modules = dict(model.named_modules())
-    blocks = {block_of(path, modules)[0] for path, module in modules.items() if path and reader(module) is not None}
-    returned: dict[str, list[Tensor]] = {}
-    handles = [modules[path].register_forward_hook(partial(_keep, returned, path)) for path in sorted(blocks - {""})]
-    try:
-        with torch.enable_grad():
-            logits = logits_of(model(images))
-            classes = logits.argmax(1) if classes is None else classes
-            fitting = {
-                path: [t for t in ts if t.requires_grad and len(t) == len(images)] for path, ts in returned.items()
-            }
-            maps = {path: tensors[0] for path, tensors in fitting.items() if len(tensors) == 1}
-            chosen = logits.gather(1, classes[:, None]).sum()
-            grads = torch.autograd.grad(chosen, list(maps.values()), allow_unused=True) if maps else ()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.enable_grad(), record(model) as seen:
+        logits = logits_of(model(images))
+        classes = logits.argmax(1) if classes is None else classes
+        returned = {path: ys for path, (_, ys) in seen.blocks.items()} if seen.layers else seen.maps
+        fitting = {path: [y for y in ys if y.requires_grad and len(y) == len(images)] for path, ys in returned.items()}
+        maps = {path: ys[0] for path, ys in fitting.items() if len(ys) == 1}
+        chosen = logits.gather(1, classes[:, None]).sum()
+        grads = torch.autograd.grad(chosen, list(maps.values()), allow_unused=True) if maps else ()
     found = []
     for (path, y), grad in zip(maps.items(), grads, strict=True):
         if grad is None:
@@ -87,16 +79,15 @@ def contributions(model: nn.Module, images: Tensor, classes: Tensor | None = Non
     return found
 
 
+def finest(found: list[Contribution]) -> Contribution:
+    """The last block with at least ENOUGH rows and columns of patches, else the last of those with most patches."""
+    enough = [c for c in found if min(c.where.grid) >= ENOUGH]
+    return enough[-1] if enough else max(reversed(found), key=lambda c: c.where.count)
+
+
 def by_grid(found: list[Contribution]) -> list[Contribution]:
     """The last block of each grid of patches; the first, middle and last one if all have the same."""
     last = {c.where.grid: c for c in found}
     if len(last) > 1:
         return list(last.values())
     return [found[i] for i in dict.fromkeys((0, (len(found) - 1) // 2, len(found) - 1))]
-
-
-def _keep(returned: dict, path: str, module: nn.Module, inputs: tuple, output: object) -> None:
-    """Forward hook of a block: stores the tokens that it returns."""
-    parts = output if isinstance(output, (tuple, list)) else (output,)
-    returned.pop(path, None)  # a repeated call moves to the end
-    returned[path] = [part for part in parts if isinstance(part, Tensor) and part.dim() in (3, 4)]

@@ -103,16 +103,12 @@ def class_relevance(model: nn.Module, images: Tensor, classes: Tensor | None = N
         logits = logits_of(model(images))
         classes = logits.argmax(1) if classes is None else classes
         torch.autograd.grad(logits.gather(1, classes[:, None]).sum(), images)
-    layers = [layer for layer in seen.layers if layer.output_grad is not None]
+    layers = [layer for layer in seen.layers if layer.grad is not None]
     return gradient_rollout(layers, (layer.map_grad() for layer in layers))
 
 
 def logits_of(output: object) -> Tensor:
-    """Logits [B, K] in a model's output, which is a tensor or an object with `logits`.
-
-    Raises:
-        ValueError: the output has no logits.
-    """
+    """Logits [B, K] in a model's output, which is a tensor or an object with `logits`."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor) or logits.dim() != 2:
         raise ValueError("the model returns no logits [B, classes]; explain a model with a classification head")
@@ -177,7 +173,7 @@ def _whole(attention: Tensor | AttentionLayer) -> tuple[Tensor, bool]:
     if isinstance(attention, AttentionLayer):
         if attention.why_not_whole is not None:
             raise ValueError(f"{attention.why_not_whole}; rollout needs maps over all tokens of an image")
-        if attention.heads.halves:
+        if attention.halves:
             return attention.map(), True
         attention = attention.map()
     N, M = attention.shape[-2:]

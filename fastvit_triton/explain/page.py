@@ -1,13 +1,15 @@
 """Writes a report: each figure as a PNG, and one self-contained HTML page with all figures."""
 
 import base64
+import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 from io import BytesIO
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..files import replacing, write_failure
 
@@ -27,6 +29,7 @@ class Panel:
         figure: the matplotlib figure.
         table: rows of the table below the figure; the first is the header.
         image: name of the image that the figure is about, if the report has several.
+        folded: shown on the page only when the reader opens its last part, "Diagnostics".
     """
 
     name: str
@@ -36,41 +39,110 @@ class Panel:
     figure: "Figure"
     table: tuple[tuple[str, ...], ...] = ()
     image: str = ""
+    folded: bool = False
 
 
-def write_report(panels: Iterable[Panel], out: Path, title: str) -> Path:
-    """Writes each panel as a PNG and all of them to `report.html`, after a table of contents; returns its path.
+class Absent(NamedTuple):
+    """A figure that is left out, because it would show nothing.
+
+    Attributes:
+        title: the figure's.
+        reason: why, as words after "because".
+    """
+
+    title: str
+    reason: str
+
+
+def write_report(panels: Iterable[Panel | Absent], out: Path, title: str) -> Path:
+    """Writes each panel as a PNG, and all to `report.html`: first those that are not folded; returns its path.
+
+    An earlier report there is replaced; of its figures, files that were changed stay. Nothing is written before all
+    panels are drawn.
 
     Args:
-        panels: figures of the report; a generator keeps one at a time in memory.
-        out: a folder; created if it does not exist.
+        panels: figures of the report, and what is left out; a generator keeps one at a time in memory.
+        out: a folder that is empty or holds an earlier report; created if it does not exist.
         title: title of the page.
 
     Raises:
+        ValueError: the folder holds other files and no report, or a file of the name of a figure that is not the
+            earlier report's.
         OSError: the folder cannot be created.
     """
+    holds_report(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(f"{out} cannot be created: {write_failure(error)}; give another folder") from error
+    page = out / "report.html"
+    earlier = _figures_of(page)
+    drawn: dict[str, bytes] = {}
     entries = []
-    sections = []
+    sections: dict[bool, list[str]] = {False: [], True: []}
+    absent = []
     for panel in panels:
+        if isinstance(panel, Absent):
+            absent.append(panel)
+            continue
         buffer = BytesIO()
         panel.figure.savefig(buffer, format="png", dpi=DPI)
-        with replacing(out / f"{panel.name}.png") as temporary:
-            temporary.write_bytes(buffer.getvalue())
-        entries.append((panel.image, panel.name, panel.title))
-        sections.append(_section(panel, base64.b64encode(buffer.getvalue()).decode()))
-    page = out / "report.html"
-    with replacing(page) as temporary:
-        temporary.write_text(
-            PAGE.format(title=escape(title), contents=_contents(entries), body="\n".join(sections)), encoding="utf-8"
-        )
+        drawn[panel.name] = buffer.getvalue()
+        if panel.folded:
+            entries.append((panel.image, panel.name, panel.title))
+        sections[panel.folded].append(_section(panel, base64.b64encode(buffer.getvalue()).decode()))
+    body = sections[False]
+    if sections[True]:
+        body += ["<details>\n<summary>Diagnostics</summary>", _contents(entries), *sections[True], "</details>"]
+    body += [f"<p>{escape(line)}.</p>" for line in sentences(absent)]
+    for name, data in drawn.items():
+        if not _is_one_of(out / f"{name}.png", (data, earlier.get(name))):
+            raise ValueError(f"{out / name}.png is not of the report in this folder; move it, or give another folder")
+    for name, data in earlier.items():
+        if _is_one_of(out / f"{name}.png", (data,)):
+            (out / f"{name}.png").unlink(missing_ok=True)
+    with replacing(page) as temporary:  # first, so that it lists the figures if one cannot be written
+        temporary.write_text(PAGE.format(mark=MARK, title=escape(title), body="\n".join(body)), encoding="utf-8")
+    for name, data in drawn.items():
+        with replacing(out / f"{name}.png") as temporary:
+            temporary.write_bytes(data)
     return page
 
 
+def holds_report(out: Path, name: str = "out") -> bool:
+    """True if a folder holds a report, False if it is empty or absent; ValueError if it holds other files only."""
+    held = sorted(path.name for path in out.iterdir() if not path.name.startswith(".")) if out.is_dir() else []
+    if held and MARK not in _text_of(out / "report.html"):
+        what = f"{', '.join(held[:3])}{' and more' * (len(held) > 3)}, but no report of explain"
+        raise ValueError(f"{name} {out} holds {what}; give a new or empty folder, or that of an earlier report")
+    return bool(held)
+
+
+def _is_one_of(path: Path, contents: Iterable[bytes | None]) -> bool:
+    """True if there is no such file, or if it has one of these contents."""
+    return not os.path.lexists(path) or (path.is_file() and path.read_bytes() in contents)
+
+
+def _text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8", errors="replace") if page.is_file() else ""
+
+
+def _figures_of(page: Path) -> dict[str, bytes]:
+    """Names of the figures of an earlier report and their PNGs; empty if there is none."""
+    pattern = r'<section id="([\w-]+)">.*?src="data:image/png;base64,([^"]+)"'
+    return {name: base64.b64decode(data) for name, data in re.findall(pattern, _text_of(page), re.DOTALL)}
+
+
+def sentences(absent: Iterable[Absent]) -> list[str]:
+    """What is left out, one line for each reason."""
+    reasons: dict[str, dict[str, None]] = {}
+    for figure in absent:
+        reasons.setdefault(figure.reason, {})[figure.title] = None
+    return [f"left out, because {reason}: {'; '.join(titles)}" for reason, titles in reasons.items()]
+
+
 DPI = 200  # of the files
+MARK = '<meta name="generator" content="fastvit_triton.explain">'  # of a report
 SCREEN = 118  # pixels per inch on the page, where 10 points are 16 pixels as in the text; a phone shows 85
 
 PAGE = """<!doctype html>
@@ -78,11 +150,13 @@ PAGE = """<!doctype html>
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+{mark}
 <title>{title}</title>
 <style>
 body {{ margin: 0 auto; padding: 1rem; max-width: 52rem; font: 1rem/1.5 system-ui, sans-serif; color: #1f2933; }}
 h1 {{ font-size: 1.5rem; overflow-wrap: anywhere; }}
 h2 {{ font-size: 1.15rem; margin: 2.5rem 0 0.25rem; overflow-wrap: anywhere; }}
+summary {{ font-size: 1.15rem; font-weight: bold; margin: 2.5rem 0 0.5rem; cursor: pointer; }}
 h2 small {{ font-weight: normal; color: #52606d; }}
 p {{ margin: 0.25rem 0 0.75rem; color: #52606d; }}
 a {{ color: #2f6fde; }}
@@ -98,7 +172,6 @@ th:first-child, td:first-child {{ text-align: left; }}
 </head>
 <body>
 <h1>{title}</h1>
-{contents}
 {body}
 </body>
 </html>
@@ -106,7 +179,7 @@ th:first-child, td:first-child {{ text-align: left; }}
 
 
 def _contents(entries: list[tuple[str, str, str]]) -> str:
-    """Links to the panels, from (image, name, title): one line each, or one line for all panels of an image."""
+    """Links to the folded panels, from (image, name, title): one line each, or one line for all panels of an image."""
     lines = []
     for image, group in groupby(entries, key=lambda entry: entry[0]):
         if image:

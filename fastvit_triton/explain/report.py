@@ -1,4 +1,4 @@
-"""The figures of a report, each with a sentence on how to read it."""
+"""The figures of a report, each with a sentence on how to read it; those without information are left out and named."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,43 +7,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..convert.forwards import Forward, forward_for
 from ..train.loop import Score
 from ..train.plots import curves
 from . import figures, tokens
 from .costs import Cost, cost_table
-from .gradients import Contribution, by_grid, contributions
+from .gradients import Contribution, by_grid, contributions, finest
 from .layer import AttentionLayer
 from .maps import attention_distance, class_relevance, entropy, logits_of, rollout
-from .page import Panel
+from .page import Absent, Panel
 from .published import SOURCE
-from .recording import Recording, capture
+from .recording import Recording, record
 
-CONTRIBUTIONS = "contributions"  # panel of a model without rollout
 HALVED = "↓"  # marks layers that halve the grid
+FEWEST = 4  # rows and columns of patches below which a map is no picture
+FLAT = 0.02  # range of a map relative to its mean, up to which it is uniform
+LACKS = "the model has no such part"
+UNIFORM = "the map is uniform"
+WHY = "Why"
 
 
 def can_explain(model: nn.Module, images: Tensor) -> bool:
-    """True if `explain` takes the model: attention over all tokens of an image, or contributions of its patches.
-
-    Args:
-        model: in eval mode, on the device of the images.
-        images: [B, C, H, W].
-    """
+    """True if `explain` takes the model: attention over all tokens of an image, or contributions of patches."""
     try:
-        with torch.no_grad(), capture(model) as seen:
+        with torch.no_grad(), record(model) as seen:
             model(images)
         return _is_whole(seen, len(images)) or bool(contributions(model, images))
-    except ValueError:  # no attention, or no logits
+    except ValueError:  # no logits
         return False
 
 
 def _is_whole(seen: Recording, images: int) -> bool:
     """True if each layer attends to all tokens of an image, those that the layer before it returned."""
-    N = seen.layers[0].heads.k.shape[2]
+    if not seen.layers:
+        return False
+    N = seen.layers[0].shape[3]
     for layer in seen.layers:
-        if layer.why_not_whole or layer.heads.k.shape[2] != N or len(layer.heads.q) != images:
+        if layer.why_not_whole or layer.shape[3] != N or layer.shape[0] != images:
             return False
-        N = layer.queries
+        N = layer.shape[2]
     return True
 
 
@@ -54,8 +56,12 @@ def explain(
     names: list[str],
     classes: tuple[str, ...] | None = None,
     query: int | None = None,
-) -> Iterator[Panel]:
+    targets: list[int | None] | None = None,
+) -> Iterator[Panel | Absent]:
     """Yields the panels for a model and some images, from a forward pass and, if there are logits, a backward pass.
+
+    The first one shows where the predicted classes come from. What would show nothing is yielded as `Absent`: maps of
+    fewer than 4 × 4 patches, uniform ones, and what the model does not have.
 
     Args:
         model: in eval mode, on the device of the images.
@@ -64,18 +70,19 @@ def explain(
         names: names of the images.
         classes: names of the logits; None numbers them.
         query: index of the token whose attention to show; None means the class token or, without one, all patches.
+        targets: numbers of the true classes, None where it is not known; shown where another one is predicted.
 
     Raises:
-        ValueError: no attention could be recorded; layers differ in number of tokens other than by halving the grid
-            between stages, and there are no logits or no patches that reach them; or `query` is out of range or given
-            for such layers.
+        ValueError: there is no attention, or layers differ in number of tokens other than by halving the grid between
+            stages, and there are no logits or no patches that reach them; or `query` is out of range or given for such
+            models.
     """
-    with torch.no_grad(), capture(model) as seen:
+    with torch.no_grad(), record(model) as seen:
         output = model(images)
     if not _is_whole(seen, len(images)):
-        yield from _by_gradient(model, seen, output, images, pictures, names, classes, query)
+        yield from _by_gradient(model, seen, output, images, pictures, names, classes, query, targets)
         return
-    counts = list(dict.fromkeys(layer.heads.k.shape[2] for layer in seen.layers) | {seen.layers[-1].queries: None})
+    counts = list(dict.fromkeys(layer.shape[3] for layer in seen.layers) | {seen.layers[-1].shape[2]: None})
     N = counts[0]
     if query is not None and len(counts) > 1:
         raise ValueError(f"query is {query}, but stages have {', '.join(map(str, counts))} tokens; leave it out")
@@ -85,46 +92,77 @@ def explain(
         places = {count: tokens.stage_geometry(images, count) for count in counts}
     else:
         places = {N: tokens.geometry(model, images, N)}
-    where, last = places[N], places[counts[-1]]
+    where = places[N]
     try:
         logits = logits_of(output)
     except ValueError:
         logits = None
-    relevance = None if logits is None else class_relevance(model, images)
+        yield Absent(WHY, "the model returns no logits")
     query = 0 if query is None and where.prefix else query
-    heats = {f"rollout, {heads} of heads": rollout(seen.layers, heads) for heads in ("mean", "max", "min")}
-    heats["rollout, mean,\nsmallest half discarded"] = rollout(seen.layers, "mean", 0.5)
-    if relevance is not None:
-        heats["gradient-weighted,\npredicted class"] = relevance
-    rows = _tiles([_query(layer, query) for layer in seen.layers], places)  # [B, L, H, h, w]
-    numbers = [f"{n + 1}{HALVED * layer.heads.halves}" for n, layer in enumerate(seen.layers)]
+    flows = {f"rollout, {heads} of heads": rollout(seen.layers, heads) for heads in ("mean", "max", "min")}
+    flows["rollout, mean,\nsmallest half discarded"] = rollout(seen.layers, "mean", 0.5)
+    if logits is not None:
+        relevance = class_relevance(model, images)
+        if len(counts) == 1:  # without what each token has of itself, which is the same for all
+            relevance = relevance - torch.eye(N, dtype=relevance.dtype, device=relevance.device)
+        flows["gradient-weighted,\npredicted class"] = relevance
+        heat = _heats(relevance, 0 if where.prefix else None, where)
+        how = "Attention of all layers, weighted by positive gradients."
+        yield _why(logits, heat, pictures, names, classes, how, targets)
+    heats = {title: _heats(flow, query, where) for title, flow in flows.items()}
+    if min(where.grid) < FEWEST:
+        yield Absent("attention rollout", _few(where))
+        heats = {}
+    for title in [title for title, maps in heats.items() if _is_flat(maps)]:
+        del heats[title]
+        yield Absent(title.replace("\n", " "), UNIFORM)
+    rows = [_query(layer, query) for layer in seen.layers]
+    drawn = []
+    for n, row in enumerate(rows):
+        of_row = places[row.shape[2]]
+        if min(of_row.grid) < FEWEST:
+            yield Absent(f"attention of layer {n + 1}", _few(of_row))
+        elif _is_flat(row[..., of_row.prefix :].unflatten(-1, of_row.grid)):
+            yield Absent(f"attention of layer {n + 1}", UNIFORM)
+        else:
+            drawn.append(n)
+    tiles = _tiles([rows[n] for n in drawn], places) if drawn else None  # [B, L, H, h, w]
+    numbers = [f"{n + 1}{HALVED * seen.layers[n].halves}" for n in drawn]
     halved = f" Layers with {HALVED} halve the grid, so later maps have larger patches."
-    final = seen.stream[-1] if seen.stream else seen.layers[-1].x
-    colours = tokens.feature_colours(final, last)
+    stream = [(x, places[x.shape[1]]) for x in seen.stream if x.shape[1] in places]
+    final, last = next((pair for pair in reversed(stream) if min(pair[1].grid) >= FEWEST), (None, where))
+    if final is None:
+        yield Absent("output tokens", _few(where))
+    colours = None if final is None else tokens.feature_colours(final, last)
     target = "all patches" if query is None else "the class token" if query == 0 else f"token {query}"
     for i, name in enumerate(names):
         tag, image = (f"{i + 1:02d}-", name) if len(names) > 1 else ("", "")
         if logits is not None:
             yield _prediction(tag, image, name, pictures[i], logits[i], classes)
-        yield Panel(
-            f"{tag}attention",
-            f"Attention of {target} by layer",
-            "Each tile is one head's attention over the image; brighter patches get more. Tiles are scaled separately."
-            + halved * (len(places) > 1),
-            f"A mosaic of {rows.shape[1]} layers by {rows.shape[2]} heads of attention maps over {name}",
-            figures.draw_attention(rows[i], numbers),
-            image=image,
-        )
-        yield Panel(
-            f"{tag}rollout",
-            "Attention rollout",
-            f"Rollout multiplies attention through all layers: bright regions contribute most to {target}. The last "
-            "map weights attention by the positive gradients of the predicted class.",
-            f"{name} under {len(heats)} heat maps of attention rollout",
-            figures.draw_overlays(pictures[i], {t: _heat(m[i], query, where) for t, m in heats.items()}),
-            image=image,
-        )
-        yield _tokens(tag, image, name, pictures[i], final[i], colours[i], last)
+        if tiles is not None:
+            yield Panel(
+                f"{tag}attention",
+                f"Attention of {target} by layer",
+                "Each tile is one head's attention over the image; brighter patches get more. Each tile is scaled from "
+                "its smallest to its largest value." + halved * (len(places) > 1),
+                f"A mosaic of {tiles.shape[1]} layers by {tiles.shape[2]} heads of attention maps over {name}",
+                figures.draw_attention(tiles[i], numbers),
+                image=image,
+                folded=True,
+            )
+        if heats:
+            yield Panel(
+                f"{tag}rollout",
+                "Attention rollout",
+                f"Rollout multiplies attention through all layers: bright regions contribute most to {target}. The "
+                "gradient-weighted map counts attention by the positive gradients of the predicted class.",
+                f"{name} under {len(heats)} heat maps of attention rollout",
+                figures.draw_overlays(pictures[i], {title: maps[i] for title, maps in heats.items()}),
+                image=image,
+                folded=True,
+            )
+        if final is not None and colours is not None:
+            yield _tokens(tag, image, name, pictures[i], final[i], colours[i], last)
     yield from _layers(seen, places, len(images))
     yield from _model(model, seen, where, images)
 
@@ -138,9 +176,11 @@ def _by_gradient(
     names: list[str],
     classes: tuple[str, ...] | None,
     query: int | None,
-) -> Iterator[Panel]:
-    """Yields the panels for a model whose layers attend to different tokens: contributions instead of rollout."""
+    targets: list[int | None] | None,
+) -> Iterator[Panel | Absent]:
+    """Yields the panels for a model without rollout, whose layers attend to different tokens, or which has none."""
     different = "the model's layers have different tokens (windows, stages or class tokens)"
+    different = different if seen.layers else "the model has no attention that can be recorded"
     if query is not None:
         raise ValueError(f"query is {query}, but {different}; leave it out, or use explain.capture in Python")
     try:
@@ -153,35 +193,99 @@ def _by_gradient(
             f"{different}, and no block returns patches that reach the logits; explain LeViT, Swin, PVT or a plain "
             "ViT, such as vit_tiny_patch16_224, or use explain.capture in Python"
         )
-    shown, final = by_grid(found), found[-1]
-    colours = tokens.feature_colours(final.x, final.where)
+    best = finest(found)
+    how = f"Gradient times value of the {best.where.grid[0]} × {best.where.grid[1]} patches that {best.path} returns."
+    yield _why(logits, best.values.clamp_min(0), pictures, names, classes, how, targets)
+    shown = [c for c in by_grid(found) if min(c.where.grid) >= FEWEST]
+    for part in by_grid(found):
+        if part not in shown:
+            yield Absent(f"contributions at {part.path}", _few(part.where))
+    final = next((c for c in reversed(found) if min(c.where.grid) >= FEWEST), None)
+    if final is None:
+        yield Absent("output tokens", _few(found[-1].where))
+    colours = None if final is None else tokens.feature_colours(final.x, final.where)
     for i, name in enumerate(names):
         tag, image = (f"{i + 1:02d}-", name) if len(names) > 1 else ("", "")
         yield _prediction(tag, image, name, pictures[i], logits[i], classes)
-        heats = {_depth(c, i): c.values[i].clamp_min(0) for c in shown}
+        if shown:
+            heats = {_depth(c, i): c.values[i].clamp_min(0) for c in shown}
+            yield Panel(
+                f"{tag}contributions",
+                "Contribution to the predicted class",
+                "Bright patches, as a block returns them, contribute most to the class: the logit grows with their "
+                "size (gradient times value; what speaks against the class is dark). Each map is scaled separately.",
+                f"{name} under {len(heats)} heat maps of contributions",
+                figures.draw_overlays(pictures[i], heats),
+                image=image,
+                folded=True,
+            )
+        if final is not None and colours is not None:
+            yield _tokens(tag, image, name, pictures[i], final.x[i], colours[i], final.where)
+    if seen.layers:
+        spread = {number: entropy(layer.blocks()).mean(0) for number, layer in enumerate(seen.layers, 1)}
+        over = f"over {len(images)} image{'s' if len(images) > 1 else ''}"
         yield Panel(
-            f"{tag}{CONTRIBUTIONS}",
-            "Contribution to the predicted class",
-            "Bright patches, as a block returns them, contribute most to the class: the logit grows with their size "
-            "(gradient times value; what speaks against the class is dark). Each map is scaled separately. Layers "
-            "attend to different tokens here, so there is no rollout.",
-            f"{name} under {len(heats)} heat maps of contributions",
-            figures.draw_overlays(pictures[i], heats),
-            image=image,
+            "layers",
+            "Attention entropy",
+            "Each dot is a head. A low entropy means attention to few tokens; uniform attention has the logarithm of "
+            f"the number of keys, which differs by layer (means {over}).",
+            f"Attention entropy in nats of each head in {len(spread)} layers",
+            figures.draw_layers({"Attention entropy": (spread, "nats")}),
+            folded=True,
         )
-        yield _tokens(tag, image, name, pictures[i], final.x[i], colours[i], final.where)
-    spread = {number: entropy(layer.blocks()).mean(0) for number, layer in enumerate(seen.layers, 1)}
-    yield Panel(
-        "layers",
-        "Attention entropy",
-        "Each dot is a head. A low entropy means attention to few tokens; uniform attention has the logarithm of the "
-        f"number of keys, which differs by layer (means over {len(images)} image{'s' if len(images) > 1 else ''}).",
-        f"Attention entropy in nats of each head in {len(spread)} layers",
-        figures.draw_layers({"Attention entropy": (spread, "nats")}),
-    )
     filters = tokens.patch_filters(model, images.shape[1])
     if filters is not None:
         yield _filters(filters)
+    reason = (
+        "layers attend to different tokens (explain.capture has their maps in Python)" if seen.layers else different
+    )
+    for title in ("attention by head", "rollout", "attention distance", "similarity by depth", "positions", "cost"):
+        yield Absent(title, reason)
+
+
+def _why(
+    logits: Tensor,
+    heats: Tensor,
+    pictures: Tensor,
+    names: list[str],
+    classes: tuple[str, ...] | None,
+    how: str,
+    targets: list[int | None] | None = None,
+) -> Panel | Absent:
+    """The first panel: each image beside the map [h, w] of its predicted class over it."""
+    if min(heats.shape[1:]) < FEWEST:
+        return Absent(WHY, f"the map has {heats.shape[1]} × {heats.shape[2]} patches, fewer than {FEWEST} × {FEWEST}")
+    labels = classes or tuple(map(str, range(logits.shape[1])))
+    chances = logits.softmax(1)
+    order = chances.topk(min(2, logits.shape[1])).indices
+    flat = [_is_flat(heat) for heat in heats]
+    titles = []
+    known = targets or [None] * len(names)
+    for name, values, at, true, uniform in zip(names, chances.tolist(), order.tolist(), known, flat, strict=True):
+        answers = [f"{labels[k]} {100 * values[k]:.1f} %" for k in at]
+        other = f"then {answers[1]}" if len(answers) > 1 else ""
+        if true is not None and true != at[0]:
+            other = f"true: {labels[true]} {100 * values[true]:.1f} %"
+        titles.append((name, answers[0], f"{other}{'; the map is uniform' * uniform}"))
+    return Panel(
+        "why",
+        WHY,
+        f"Bright: where the predicted class comes from. {how} The colours of each image reach from its smallest to its "
+        f"largest value; the map is as coarse as the model's patches, {heats.shape[1]} × {heats.shape[2]}. Below the "
+        "name are the predicted class and the next one or, if known and different, the true one, with probabilities.",
+        "; ".join(f"{name}: {best}, {other}" for name, best, other in titles),
+        figures.draw_why(pictures, heats * ~torch.tensor(flat, device=heats.device)[:, None, None], titles),
+    )
+
+
+def _few(where: tokens.Geometry) -> str:
+    return f"{where.grid[0]} × {where.grid[1]} patches are fewer than {FEWEST} × {FEWEST}"
+
+
+def _is_flat(maps: Tensor) -> bool:
+    """True if each map [..., h, w] is uniform."""
+    spread = maps.amax((-1, -2)) - maps.amin((-1, -2))
+    return not bool((spread > FLAT * maps.mean((-1, -2)).abs()).any())
 
 
 def _depth(found: Contribution, image: int) -> str:
@@ -205,6 +309,7 @@ def _prediction(
         f"{name}, predicted as {answer} with {100 * chances.max():.1f} %",
         figures.draw_predictions(picture, chances, labels),
         image=image,
+        folded=True,
     )
 
 
@@ -222,6 +327,7 @@ def _tokens(
             picture, lengths[where.prefix :].view(where.grid), colours, lengths[: where.prefix].tolist()
         ),
         image=image,
+        folded=True,
     )
 
 
@@ -234,6 +340,7 @@ def _filters(filters: Tensor) -> Panel:
         "colours and edges to which most channels respond.",
         f"The first {len(components)} principal components of the patch projection",
         figures.draw_filters(components),
+        folded=True,
     )
 
 
@@ -241,8 +348,8 @@ def _layers(seen: Recording, places: dict[int, tokens.Geometry], count: int) -> 
     """Yields the panels of values per layer."""
     far = {}
     for number, layer in enumerate(seen.layers, 1):
-        if not layer.heads.halves:  # whose queries are not all patches
-            where = places[layer.queries]
+        if not layer.halves:  # whose queries are not all patches
+            where = places[layer.shape[2]]
             far[number] = attention_distance(layer.blocks(), where.grid, where.patch).mean(0)
     spread = {number: entropy(layer.blocks()).mean(0) for number, layer in enumerate(seen.layers, 1)}
     left = "" if len(far) == len(spread) else " Layers that halve the grid have no distance."
@@ -254,6 +361,7 @@ def _layers(seen: Recording, places: dict[int, tokens.Geometry], count: int) -> 
         f"attention to few tokens, a high one uniform attention (means {over}).{left}",
         f"Mean attention distance in pixels and entropy in nats of each head in {len(spread)} layers",
         figures.draw_layers({"Attention distance": (far, "pixels"), "Attention entropy": (spread, "nats")}),
+        folded=True,
     )
     if len(seen.stream) > 1:
         values = [float(tokens.token_similarity(x).mean()) for x in seen.stream]
@@ -263,10 +371,11 @@ def _layers(seen: Recording, places: dict[int, tokens.Geometry], count: int) -> 
             f"Near 1 all tokens of an image are alike (over-smoothing), near 0 they differ (mean {over}).",
             f"Mean cosine similarity of tokens, {values[0]:.2f} before the first block and {values[-1]:.2f} at the end",
             figures.draw_similarity(values),
+            folded=True,
         )
 
 
-def _model(model: nn.Module, seen: Recording, where: tokens.Geometry, images: Tensor) -> Iterator[Panel]:
+def _model(model: nn.Module, seen: Recording, where: tokens.Geometry, images: Tensor) -> Iterator[Panel | Absent]:
     """Yields the panels that depend on weights and image size only."""
     table = tokens.position_table(model, where)
     if table is not None:
@@ -277,8 +386,11 @@ def _model(model: nn.Module, seen: Recording, where: tokens.Geometry, images: Te
             "and in its row and column means that the model has learned the grid.",
             f"Cosine similarity of the position embeddings of {where.grid[0]} by {where.grid[1]} patches",
             figures.draw_positions(tokens.position_similarity(table.float(), where.grid)),
+            folded=True,
         )
-    rope = getattr(getattr(seen.layers[0].parts, "between", None), "rope", None)
+    else:
+        yield Absent("similarity of position embeddings", LACKS)
+    rope = _rope(model, seen.layers[0].path, images[:1])
     if rope is not None and min(where.grid) > 1 and rope[0].shape[-2] == where.count:
         bands = tokens.rotary_bands(rope, where.grid)
         yield Panel(
@@ -287,17 +399,39 @@ def _model(model: nn.Module, seen: Recording, where: tokens.Geometry, images: Te
             "A high dot is a channel pair that distinguishes neighbours; a low one rotates slowly across the image.",
             "Rotation per patch of each rotary channel pair, downwards and to the right",
             figures.draw_bands(bands.flatten(0, -3)[0] if bands.dim() > 2 else bands),
+            folded=True,
         )
     filters = tokens.patch_filters(model, images.shape[1])
     if filters is not None:
         yield _filters(filters)
         yield _cost(seen, where, images, filters.shape[-1], len(filters))
+    else:
+        yield Absent("filters of the patch projection and cost by image size", LACKS)
+
+
+def _rope(model: nn.Module, path: str, image: Tensor) -> tuple[Tensor, Tensor, bool] | None:
+    """Rotary tables of the attention at `path`, as `optimize` reads them; None if it reads none."""
+    module = model.get_submodule(path)
+    forward = forward_for(module)
+    if not isinstance(forward, Forward) or forward.read is None:
+        return None
+    calls: list[tuple] = []
+    handle = module.register_forward_pre_hook(lambda _, inputs, named: calls.append((inputs, named)), with_kwargs=True)
+    try:
+        with torch.no_grad():
+            model(image)
+    finally:
+        handle.remove()
+    inputs, named = calls[-1]
+    parts = forward.read(module, *inputs[1:], **{n: v for n, v in named.items() if n not in ("hidden_states", "x")})
+    return getattr(getattr(parts, "between", None), "rope", None)
 
 
 def _cost(seen: Recording, where: tokens.Geometry, images: Tensor, patch: int, dim: int) -> Panel:
     """The panel of cost by image size."""
-    heads, head_dim = seen.layers[0].heads.q.shape[1::2]
-    shape = dict(dim=dim, depth=len(seen.layers), num_heads=heads, head_dim=head_dim, hidden=4 * dim)
+    first = seen.layers[0]
+    heads = dict(num_heads=first.shape[1], head_dim=first.head_dim)
+    shape = dict(dim=dim, depth=len(seen.layers), hidden=4 * dim, **heads)
     sides = tuple(sorted({images.shape[2], *((8, 16, 32, 64, 224) if images.shape[2] < 64 else (224, 384, 512, 1024))}))
     rows = cost_table(patch, sides, channels=images.shape[1], prefix=where.prefix, **shape)
     return Panel(
@@ -308,6 +442,7 @@ def _cost(seen: Recording, where: tokens.Geometry, images: Tensor, patch: int, d
         f"Arithmetic for {len(rows)} image sizes, up to {rows[-1].tokens:,} tokens with one per pixel",
         figures.draw_cost(rows),
         (("image", "tokens", "GFLOP", "N × N matrices per layer", "fused: q, k, v, o"), *map(_row, rows)),
+        folded=True,
     )
 
 
@@ -376,7 +511,7 @@ def _query(layer: AttentionLayer, query: int | None) -> Tensor:
     if query is not None:
         return layer.rows(query)[:, :, 0]
     total: Any = sum(rows.sum(2) for _, rows in layer.blocks())
-    return total / layer.queries
+    return total / layer.shape[2]
 
 
 def _tiles(rows: list[Tensor], places: dict[int, tokens.Geometry]) -> Tensor:
@@ -391,7 +526,7 @@ def _tiles(rows: list[Tensor], places: dict[int, tokens.Geometry]) -> Tensor:
     return torch.stack(maps, 1)
 
 
-def _heat(flow: Tensor, query: int | None, where: tokens.Geometry) -> Tensor:
-    """Heat map [h, w]: the query's row of a rollout [N', N], or the mean over rows, without prefix tokens."""
-    row = flow.mean(0) if query is None else flow[query]
-    return row[where.prefix :].view(where.grid)
+def _heats(flow: Tensor, query: int | None, where: tokens.Geometry) -> Tensor:
+    """Heat maps [B, h, w]: the query's row of a rollout [B, N', N], or the mean over rows, without prefix tokens."""
+    row = flow.mean(1) if query is None else flow[:, query]
+    return row[:, where.prefix :].unflatten(1, where.grid)

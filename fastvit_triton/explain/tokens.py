@@ -71,12 +71,7 @@ def stage_geometry(images: Tensor, tokens: int) -> Geometry:
 
 
 def grid_of(images: Tensor, x: Tensor) -> Geometry:
-    """Token layout of what a block returns: the grid of the map, or that whose shape is nearest to the image's.
-
-    Args:
-        images: [B, C, H, W].
-        x: tokens [B, N, D], of which the first or the first two may be prefix tokens, or a map [B, h, w, D].
-    """
+    """Token layout of what a block returns: the grid of the map, or that whose shape is nearest to the image's."""
     N = x[0, ..., 0].numel()
     whole = (x.shape[1], x.shape[2]) if x.dim() == 4 else _grid(images, N)
     return _nearest(images, [(whole, 0), *((_grid(images, N - prefix), prefix) for prefix in (1, 2) if N > prefix)])

@@ -1,12 +1,18 @@
-"""Candidate launch parameters, and the calls on which they are timed."""
-
-from dataclasses import dataclass
+"""Candidate launch parameters."""
 
 Config = dict[str, int]
 
 
 def _attention(*blocks: tuple[int, int, int, int]) -> tuple[Config, ...]:
     return tuple(dict(BLOCK_M=m, BLOCK_N=n, num_warps=w, num_stages=s) for m, n, w, s in blocks)
+
+
+def _whole(*blocks: tuple[int, int]) -> tuple[Config, ...]:
+    return tuple(dict(BLOCK_M=m, num_warps=w, num_stages=1) for m, w in blocks)
+
+
+def _by_descriptors(*blocks: tuple[int, int, int]) -> tuple[Config, ...]:
+    return tuple(dict(BLOCK_M=m, TMA=1, num_warps=w, num_stages=s) for m, w, s in blocks)
 
 
 def _product(columns: str, *blocks: tuple[int, ...]) -> tuple[Config, ...]:
@@ -28,10 +34,10 @@ def _convolution(*blocks: tuple[int, int, int, int]) -> tuple[Config, ...]:
     return tuple(dict(zip(names, block, strict=True)) | dict(num_stages=1) for block in blocks)
 
 
-# row name (for attention without its width suffix) → architectures → candidates besides the launch parameters in use,
-# best guesses first. For the shapes of `targets` none spills registers, and all fit into the shared memory of a block:
-# 227 KB on sm_90 and sm_100, 163 KB on sm_80, 99 KB on sm_86, sm_89 and sm_120, 64 KB on gfx942. Candidates for ANY are
-# tried on architectures that are not listed.
+# row name (for attention mostly without its width suffix) → architectures → candidates besides the launch parameters
+# in use, best guesses first. For the shapes of benchmarks/targets.py none spills registers, and all fit into the shared
+# memory of a block: 227 KB on sm_90 and sm_100, 163 KB on sm_80, 99 KB on sm_86, sm_89 and sm_120, 64 KB on gfx942.
+# Candidates for ANY are tried on every architecture.
 ANY = "any"
 CANDIDATES: dict[str, dict[str, tuple[Config, ...]]] = {
     "attention.fwd": {
@@ -42,6 +48,14 @@ CANDIDATES: dict[str, dict[str, tuple[Config, ...]]] = {
         "gfx942": _attention((128, 64, 4, 1), (128, 64, 8, 1), (64, 32, 4, 2)),
         ANY: _attention((64, 64, 4, 2), (64, 64, 4, 1)),
     },
+    # whole rows of scores; the loop over keys is in use. On architectures not listed here heads of 80 channels spill
+    "attention.fwd_whole.128": {
+        "sm_90": _by_descriptors((128, 8, 3), (128, 8, 2)),
+        "sm_90 sm_100 gfx942": _whole((64, 4)),
+        "sm_100": _whole((64, 8)),
+        ANY: _whole((32, 4)),
+    },
+    "attention.fwd_whole.160": {"sm_90 sm_100 gfx942": _whole((64, 4)), "sm_100": _whole((64, 8))},
     "attention.bwd": {  # BLOCK_N = 0: the two kernels below
         "sm_90": _attention((64, 128, 8, 2), (64, 128, 8, 1), (32, 128, 8, 1), (16, 256, 8, 1)),
         "sm_100": _attention((32, 128, 8, 1), (16, 128, 4, 1)),
@@ -144,57 +158,3 @@ CANDIDATES: dict[str, dict[str, tuple[Config, ...]]] = {
 def candidates(row: str, architecture: str) -> list[Config]:
     """Launch parameters to try for a row on an architecture such as "sm_90", best guesses first."""
     return [c for archs, configs in CANDIDATES[row].items() if {architecture, ANY} & {*archs.split()} for c in configs]
-
-
-@dataclass(frozen=True)
-class Target:
-    """An op call on which a row is tuned.
-
-    Attributes:
-        op: name of the op.
-        shape: a case of its `inputs`.
-        row: name of the row; for attention without its width suffix.
-        backward: True if the row belongs to a backward kernel.
-    """
-
-    op: str
-    shape: dict[str, int]
-    row: str
-    backward: bool = False
-
-
-def targets(dry: bool = False) -> list[Target]:
-    """Targets to tune, ordered by the time that ViTs spend in them; `dry` selects tiny shapes."""
-    B = 64 if not dry else 1
-    shrink = (lambda n: n) if not dry else (lambda n: max(n // 48 // 16, 1) * 16)
-    C = shrink(768)
-    N = shrink(197)
-    F = shrink(3072)
-    ordered = [Target("linear", dict(B=B, N=N, K=C, F=F, norm=1), "linear.fwd.half")]
-    two = ("bwd_dq", "bwd_dkdv")  # where a program cannot hold a whole head
-    attentions = ((64, N, ("fwd", "bwd")), (80, N, ("fwd", *two)), (64, 577, two))
-    for width, length, kernels in attentions if not dry else ((16, N, ("fwd", "bwd")), (48, N, two)):
-        case = dict(B=B, H=12 if not dry else 1, Nq=length, Nk=length, D=width, Dv=width)
-        for kernel in kernels:
-            ordered.append(Target("attention", case, f"attention.{kernel}", kernel != "fwd"))
-    patches = dict(
-        B=B, C=3, H=shrink(224) // 8 * 8, W=shrink(224) // 8 * 8, P=16 if not dry else 8, D=C, T=1, pos_prefix=1
-    )
-    ordered.append(Target("mlp", dict(B=B, N=N, D=C, F=shrink(2048), gated=0), "linear.fwd.gated"))
-    ordered.append(Target("mlp", dict(B=B, N=N, D=shrink(192), F=shrink(768), recompute=1), "mlp.fwd"))
-    ordered.append(Target("patch_embed", patches, "patch_embed.fwd.half"))
-    for side, window, kind in ((56, 7, ""), (48, 12, ".large")):
-        size, n, heads, D = (side, window, 3, 32) if not dry else (2 * window, window, 1, 16)
-        swin = dict(B=B, H=size, W=size, heads=heads, D=D, h=n, w=n, sy=n // 2, sx=n // 2, bias=1)
-        ordered.append(Target("window_attention", swin, f"window.fwd{kind}"))
-        ordered.append(Target("window_attention", swin, f"window.bwd{kind}", True))
-    ordered.append(Target("patch_embed", patches, "patch_embed.bwd.half", True))
-    grid = dict(B=B, H=28 if not dry else 5, W=28 if not dry else 5, C=shrink(512), K=3)
-    ordered.append(Target("depthwise", grid | dict(gelu=1), "depthwise.fwd.half"))
-    ordered.append(Target("depthwise", grid | dict(gelu=1), "depthwise.bwd.half", True))
-    maps = dict(B=B, Nq=300, H=8, D=32, P=4, h0=80, w0=80, h1=40, w1=40, h2=20, w2=20)
-    maps = maps if not dry else dict(B=B, Nq=3, H=1, D=16, P=2, h0=2, w0=2)
-    for kernel in ("fwd", "bwd", "bwd_value"):
-        ordered.append(Target("deformable_attention", maps, f"deformable.{kernel}", kernel != "fwd"))
-    classifier = dict(B=B, N=1, K=C, F=1000 if not dry else 20)
-    return [*ordered, Target("linear", classifier, "linear.fwd.odd")]

@@ -1,32 +1,39 @@
-"""Stages of `fastvit-triton check`: their time budgets, the comparison with torch.compile, the verdict and the file.
+"""Stages of `fastvit-triton check`: their time budgets, the comparisons, the verdict and the file.
 
 A stage that fails or does not end within its budget leaves the reason, and the next one runs. Speeds are ratios: the
 variants alternate in one process, host time included, and ratios are paired by round.
 """
 
 import copy
+import importlib.util
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..convert import optimize
+from ..deploy import export
+from ..deploy.export import export_model
 from ..kernels import launch
 from ..kernels.backend import using_backend
 from ..kernels.choose import Choice
 from ..kernels.settings import observing
-from .compare import Named
+from .compare import Named, leaves
 from .libraries import MEDIUM, ModelCall, build_variant, medium_variant, optimized_variant
+from .machine import busy_machine
 from .timeout import Deadline, capturing
 from .timing import Timing
 from .variants import Case, Variant, compiled, measure, without_times
 
 BUDGETS = {"selftest": 40.0, "tune": 80.0, "compare": 60.0, "max-autotune": 100.0}  # seconds
+ON_A_CPU = {"runtimes": 60.0}  # a stage more
 FORMAT = 1  # of contributed files, see benchmarks/results/community/schema.json
 COMPILE = "torch.compile"
 AUTOTUNE = "torch.compile max-autotune"
@@ -37,10 +44,16 @@ LESS = "a smaller --model or --batch, or an idle machine"  # what makes a stage 
 FEWEST = 3  # rounds of a ratio with a spread
 OURS = ("ours eager", "optimized by us")  # variants: a model of ours, and one of another package
 FROZEN = "ours frozen"
+# name → its package, what loads an ONNX file, and `--to` of its own file
+RUNTIMES: dict[str, tuple[str, Callable[..., export.Run | None], str]] = {
+    "ONNX Runtime": ("onnxruntime", export.load_onnx, "onnx"),
+    "OpenVINO": ("openvino", export.load_openvino, "openvino"),
+}
+AUTO = partial(using_backend, "auto")
 
 
 @dataclass(frozen=True)
-class Stage:
+class CheckStage:
     """A step of the command.
 
     Attributes:
@@ -56,22 +69,12 @@ class Stage:
 
 
 def run_stages(
-    stages: Iterable[Stage],
+    stages: Iterable[CheckStage],
     say: Callable[[str], object],
     on_end: Callable[[dict[str, dict]], object] = lambda rows: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, dict]:
-    """Runs stages one after another, also after one that failed or ran out of time; the last is one that Ctrl-C ends.
-
-    Args:
-        stages: what to run.
-        say: called with one line when a stage starts, and one when it ends.
-        on_end: called with the rows so far when a stage ends.
-        clock: seconds.
-
-    Returns:
-        Name → row: what the stage returned, or "error"; its "budget" and the "seconds" that it took.
-    """
+    """Runs stages one after another, also after one that failed or was late; the last is one that Ctrl-C ends."""
     rows: dict[str, dict] = {}
     for stage in stages:
         if any(row.get("error") == STOPPED for row in rows.values()):
@@ -113,7 +116,7 @@ def _not_in(seconds: float) -> str:
 
 
 @dataclass(frozen=True)
-class Subject:
+class CheckedModel:
     """A model, and how it is called.
 
     Attributes:
@@ -136,22 +139,9 @@ class Subject:
     ours: bool
 
 
-def compare(subject: Subject, mode: str | None, deadline: Deadline, seconds: float, budget: float) -> dict:
-    """Compares eager PyTorch, ours and torch.compile with float64, and times those that match side by side.
-
-    Args:
-        subject: the model.
-        mode: of torch.compile.
-        deadline: of comparisons and timing.
-        seconds: at the end, in which torch.compile must be ready and the variants are timed.
-        budget: of the stage, for messages.
-
-    Returns:
-        "rows" by variant; "ratios": other variant → median and quartiles of ours' speed relative to it; "missing":
-        variant → why it has none; "ways": how the blocks of ours run, most frequent first; and "said". On a CPU also
-        "beside": `FROZEN` and `MEDIUM` → median and quartiles of their speed relative to eager PyTorch.
-    """
-    case = _case(subject, mode)
+def compare(subject: CheckedModel, mode: str | None, deadline: Deadline, seconds: float, budget: float) -> dict:
+    """Compares eager PyTorch, ours and torch.compile with float64, and times those that match side by side."""
+    case = _case(subject, _compilers(subject, mode))
     ours = case.variants[1]
     share = max(1 - seconds / max(deadline.left, 1e-9), 0.0)
     measured = measure(case, case.phases[0], subject.device, deadline, seconds, 2, latency=True, share=share)
@@ -164,47 +154,118 @@ def compare(subject: Subject, mode: str | None, deadline: Deadline, seconds: flo
     ways = _ways(ours.call, subject) if ours.name in measured.samples else []
     samples = {name: times for name, times in measured.samples.items() if name not in (FROZEN, MEDIUM)}
     result = dict(rows=rows, ratios=_ratios(samples, ours.name), missing=missing, ways=ways)
-    beside = {name: measured.samples[name] for name in (FROZEN, MEDIUM) if name in measured.samples}
-    if beside:
-        eager = measured.samples.get(case.variants[0].name, ())
-        result["beside"] = {
-            name: ratio for name, times in beside.items() if (ratio := _ratio(eager, times)) is not None
-        }
+    if subject.device.type == "cpu":
+        speeds = _speeds(measured.samples, case.variants[0].name)
+        result["beside"] = {name: speed for name, speed in speeds.items() if name in (FROZEN, MEDIUM)}
     return result | dict(said=_compared(result))
 
 
-def _case(subject: Subject, mode: str | None) -> Case:
-    """The variants, torch.compile last, because it takes longest."""
+def runtimes_skipped(train: bool, dtype: str) -> str | None:
+    """Why `runtimes` has nothing to measure, for the name of a dtype; None if it has."""
+    if train:
+        return "ONNX Runtime and OpenVINO are for inference"
+    if dtype != "float32":
+        return "ONNX Runtime and OpenVINO are compared in float32"
+    if not any(map(importlib.util.find_spec, (package for package, *_ in RUNTIMES.values()))):
+        return "no other runtime is installed; pip install 'fastvit_triton[export]' 'fastvit_triton[openvino]'"
+    return None
+
+
+def runtimes(subject: CheckedModel, deadline: Deadline, seconds: float, budget: float) -> dict:
+    """Times ONNX Runtime and OpenVINO beside eager PyTorch and ours, in float32 and with PyTorch's number of threads.
+
+    Each runs the program that `export_model` writes, and is compared with float64 first.
+    """
+    eager, ours, *_ = (case := _case(subject, _other_runtimes(subject))).variants
+    measured = measure(case, "forward", subject.device, deadline, seconds, 2, latency=True)
+    samples = measured.samples
+    speeds = _speeds(samples, eager.name)
+    best = max((name for name in (ours.name, FROZEN) if name in speeds), key=lambda name: speeds[name][0], default=None)
+    ratios = {} if best is None else {name: ratio for name, ratio in _speeds(samples, best).items() if name in RUNTIMES}
+    rows = list(measured.rows.values())
+    missing = {row["arm"]: why for row in rows if row["arm"] in RUNTIMES and (why := _why_missing(row, budget))}
+    said = [f"{_who(name)} is {_speed(speed, ' eager PyTorch')}" for name, speed in speeds.items()]
+    said += [f"{name} {why}" for name, why in missing.items()]
+    result = dict(rows=rows, best=best, speeds=speeds, ratios=ratios, missing=missing)
+    if (busy := busy_machine()) is not None:
+        result["note"] = busy
+    return result | dict(said="; ".join([*said, busy] if busy else said))
+
+
+def _case(subject: CheckedModel, more: Iterable[Variant]) -> Case:
+    """Eager PyTorch, ours and more variants."""
     model, training = subject.model, subject.model.training
     _remove_chance(model)
     model.requires_grad_(training)
-    plain = partial(using_backend, "torch")
-    auto = partial(using_backend, "auto")
-    contexts = (plain,) if subject.ours else ()
-    eager = Variant(_eager(subject.name), None, ModelCall(model, *contexts))
-    ours = Variant(OURS[0], None, ModelCall(model, auto)) if subject.ours else optimized_variant(model)
-    compiling = ModelCall(model, *contexts, run=compiled(model, mode, fullgraph=False))
-    variants = [eager, ours, Variant(AUTOTUNE if mode else COMPILE, None, compiling)]
-    if subject.device.type == "cpu" and mode is None and launch.target is None:
-        variants[2:2] = _on_a_cpu(subject, contexts, auto)
-    truth = ModelCall(copy.deepcopy(model).double(), *contexts)
+    eager = Variant(_eager(subject.name), None, ModelCall(model, *_plain(subject)))
+    ours = Variant(OURS[0], None, ModelCall(model, AUTO)) if subject.ours else optimized_variant(model)
+    variants = [eager, ours, *more]
+    truth = ModelCall(copy.deepcopy(model).double(), *_plain(subject))
     facts = dict(model=subject.name, batch=subject.batch)
     phase = "training" if training else "forward"
     name = f"{subject.name} batch {subject.batch}"
     return Case(name, subject.dtype, subject.inputs, variants, truth, (phase,), facts, deep=True, learning=_learning)
 
 
-def _on_a_cpu(subject: Subject, contexts: tuple, auto: Callable) -> Iterator[Variant]:
-    """Yields ours frozen in inference, whose linear layers keep packed weights, and PyTorch in lower precision."""
+def _plain(subject: CheckedModel) -> tuple[Callable, ...]:
+    """The contexts in which the model runs PyTorch's operators."""
+    return (partial(using_backend, "torch"),) if subject.ours else ()
 
-    def frozen() -> ModelCall:
+
+def _compilers(subject: CheckedModel, mode: str | None) -> Iterator[Variant]:
+    """Yields on a CPU ours frozen and PyTorch in lower precision; last torch.compile, because it takes longest."""
+    if subject.device.type == "cpu" and mode is None and launch.target is None:
+        if not subject.model.training:
+            yield _frozen(subject)
+        if subject.dtype == torch.float32:
+            yield medium_variant(subject.model, subject.dtype, *_plain(subject))
+    compiling = ModelCall(subject.model, *_plain(subject), run=compiled(subject.model, mode, fullgraph=False))
+    yield Variant(AUTOTUNE if mode else COMPILE, None, compiling)
+
+
+def _frozen(subject: CheckedModel) -> Variant:
+    """Ours frozen in inference, whose linear layers keep packed weights."""
+
+    def build() -> ModelCall:
         optimize(model := copy.deepcopy(subject.model), freeze=True)
-        return ModelCall(model, *[auto] * subject.ours)
+        return ModelCall(model, *[AUTO] * subject.ours)
 
-    if not subject.model.training:
-        yield build_variant(FROZEN, None, frozen)
-    if subject.dtype == torch.float32:
-        yield medium_variant(subject.model, subject.dtype, *contexts)
+    return build_variant(FROZEN, None, build)
+
+
+def _other_runtimes(subject: CheckedModel) -> Iterator[Variant]:
+    """Yields ours frozen, and each runtime with the exported program."""
+    yield _frozen(subject)
+    ((name, images),) = subject.inputs(0).items()
+    errors: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        with capturing(errors, "export"):
+            size = {"input_size": tuple(images.shape[1:])}
+            export_model(_FirstOutput(subject.model, name), path, "onnx", preparation=size)
+        for runtime, (package, load, _) in RUNTIMES.items():
+            why = None if importlib.util.find_spec(package) else f"{package} is not installed"
+            built = build_variant(runtime, why or errors.get("export"), partial(_loaded, load, path))
+            yield replace(built, factor=export.FACTOR)
+
+
+class _FirstOutput(nn.Module):
+    """A model that takes images and returns the first tensor of its output."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        super().__init__()
+        self.model = model
+        self._name = name
+
+    def forward(self, images: Tensor) -> Tensor:
+        outputs = self.model(images) if self._name == "image" else self.model(**{self._name: images})
+        return next(leaves(outputs))
+
+
+def _loaded(load: Callable, path: Path) -> Callable[..., Tensor]:
+    """The program in a runtime, as a function of the images under any name."""
+    run = load(path)
+    return lambda **images: run(*images.values())
 
 
 def _eager(name: str) -> str:
@@ -246,6 +307,12 @@ def _ratios(samples: Mapping[str, Sequence[float]], ours: str) -> dict[str, list
     return {name: ratio for name, ratio in ratios.items() if ratio is not None}
 
 
+def _speeds(samples: Mapping[str, Sequence[float]], than: str) -> dict[str, list[float]]:
+    """Other variant → [median, first quartile, third quartile] of its speed relative to that of `than`."""
+    speeds = {name: _ratio(samples.get(than, ()), times) for name, times in samples.items() if name != than}
+    return {name: speed for name, speed in speeds.items() if speed is not None}
+
+
 def _ratio(slow: Sequence[float], fast: Sequence[float]) -> list[float] | None:
     """[median, first quartile, third quartile] of slow / fast, paired by round; None with too few rounds."""
     if min(len(slow), len(fast)) < FEWEST:
@@ -254,7 +321,7 @@ def _ratio(slow: Sequence[float], fast: Sequence[float]) -> list[float] | None:
     return [round(value, 3) for value in (pairs.us, pairs.q1, pairs.q3)]
 
 
-def _ways(call: ModelCall, subject: Subject) -> list[str]:
+def _ways(call: ModelCall, subject: CheckedModel) -> list[str]:
     """The ways in which the blocks of a model run, most frequent first; empty where the kernels do not run."""
     choices: list[Choice] = []
     with observing(choices.append), torch.set_grad_enabled(call.module.training):
@@ -291,7 +358,33 @@ def _who(name: str) -> str:
 
 
 def verdict(stages: Mapping[str, dict]) -> str:
-    """One sentence that says what to use, from the rows of `run_stages`.
+    """One sentence that says what to use, from the rows of `run_stages`: another runtime if it is the fastest.
+
+    A runtime is advised if the first quartiles of its speed exceed that of the faster one of ours, and the third one
+    of each torch.compile.
+    """
+    advice, found = _advice(stages), stages.get("runtimes", {})
+    ratios: dict[str, list[float]] = found.get("ratios", {})
+    if not ratios:
+        return advice
+    name, ratio = max(ratios.items(), key=lambda item: item[1][0])
+    rows = (row for stage in ("compare", "max-autotune") for row in stages.get(stage, {}).get("rows", ()))
+    compiled = [row["speedup_quartiles"][1] for row in rows if row["arm"].startswith(COMPILE) and "us" in row]
+    speed = found["speeds"][name]
+    ours = f" {_who(found['best'])}"
+    if ratio[1] <= 1 or any(speed[1] <= third for third in compiled):
+        parts = [advice, *(f"{other} is {_speed(slower, ours)}" for other, slower in ratios.items())]
+    else:
+        parts = [f"use {name}: {_speed(speed, ' eager PyTorch')}, {_speed(ratio, ours)}"]
+        parts += [
+            f"`fastvit-triton export --to {RUNTIMES[name][2]}` writes its file from a checkpoint",
+            f"in PyTorch, {advice}",
+        ]
+    return "; ".join([*parts, found["note"]] if "note" in found else parts)
+
+
+def _advice(stages: Mapping[str, dict]) -> str:
+    """What to use in PyTorch.
 
     Ours is advised if the first quartile of its speed relative to the fastest compiled variant exceeds 1, else the
     rival stays. If torch.compile has no time, eager PyTorch is the rival.
@@ -315,6 +408,8 @@ def verdict(stages: Mapping[str, dict]) -> str:
     wrong_once = any(why.startswith(WRONG) for why in ours_missing)  # also if it was right in another stage
     untimed = not any("ratios" in row for row in compared) or any(name.startswith(COMPILE) for name in missing)
     if not ratios and untimed and not wrong_once:
+        if stopped := [name for name, row in stages.items() if row.get("error") == STOPPED]:
+            return f"no verdict: {stopped[0]} {STOPPED}"
         why = [f"ours {text}" for text in ours_missing] + [f"{name} {text}" for name, text in missing.items()] + notes
         reasons = f" ({'; '.join(why)})" if why else ""
         return f"no verdict: too little was timed{reasons}; try {LESS}"
@@ -358,16 +453,7 @@ def contribution(
     tuned: dict | None = None,
     dry: bool = False,
 ) -> dict:
-    """Content of a file to contribute: what `benchmark`, `selftest` and `tune --export` write, and the stages.
-
-    Args:
-        stages: rows of `run_stages`; those missing so far are left out.
-        source: machine, software and command, see `machine.provenance`. Without a GPU, absolute times are left out.
-        settings: model, batch and other options.
-        sentence: the verdict.
-        tuned: what `tune --export` would write.
-        dry: it was a dry run, whose file `python -m benchmarks.community check` rejects.
-    """
+    """Content of a file to contribute: what `benchmark`, `selftest` and `tune --export` write, and the stages."""
 
     def rows_of(stage: str) -> list[dict]:
         rows = stages.get(stage, {}).get("rows", [])

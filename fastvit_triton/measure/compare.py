@@ -10,6 +10,7 @@ import torch
 
 Named = dict[str, torch.Tensor]
 
+FACTOR = 2  # of the error budget
 FLUSHED = torch.finfo(torch.float32).tiny  # kernels sum in float32, and exponentials below it are zero on a GPU
 
 
@@ -102,20 +103,9 @@ def verdict(
     dtype: torch.dtype,
     deep: bool = False,
     usual: Mapping[str, float] | None = None,
+    factor: float = FACTOR,
 ) -> Verdict:
-    """Compares the tensors of a variant with the truth.
-
-    Args:
-        got: outputs and gradients of the variant, from `outcome`. Gradients may be missing (a variant may have
-            other parameter names), outputs may not.
-        truth: the same in float64.
-        baseline: the same of eager PyTorch in `dtype`.
-        dtype: of the rounding.
-        deep: a whole model, where errors of single tensors vary by chance: the budget is then at least the median
-            relative error of the baseline's tensors.
-        usual: relative errors of eager PyTorch in other calls, for tensors of few values, where that of one call may be
-            small by chance: the budget is at least theirs.
-    """
+    """Compares the tensors of a variant with the truth."""
     scale = {name: largest(want) for name, want in truth.items()}
     own = {name: _distance(baseline[name], want) for name, want in truth.items() if name in baseline}
     median = statistics.median(error / scale[name] for name, error in own.items() if scale[name]) if deep else 0.0
@@ -128,7 +118,7 @@ def verdict(
             continue
         if got[name].shape != want.shape:
             return Verdict(False, math.inf, name)
-        budget = 2 * (max(own[name], floor[name] * scale[name]) + torch.finfo(dtype).eps * scale[name])
+        budget = factor * (max(own[name], floor[name] * scale[name]) + torch.finfo(dtype).eps * scale[name])
         budget = max(budget, FLUSHED) if scale[name] else budget
         distance = _distance(got[name], want)
         error = distance / budget if budget else (0.0 if not distance else math.inf)

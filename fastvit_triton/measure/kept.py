@@ -16,14 +16,7 @@ from .machine import driver
 
 
 def add(facts: dict, rows: dict[str, dict], ways: dict[str, dict], run: dict) -> Path:
-    """Adds measurements to the file for these facts, and drops those of other source versions. Returns its path.
-
-    Args:
-        facts: GPU and software.
-        rows: name → entry with "config".
-        ways: name → entry with "way".
-        run: description of the measurement, for information.
-    """
+    """Adds measurements to the file for these facts, and drops those of other source versions. Returns its path."""
     path = measured.path_of(facts)
     date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     with _locked(path):
@@ -55,11 +48,7 @@ def clear() -> list[Path]:
 
 
 def export(target: Path, device: torch.device) -> None:
-    """Copies the file of this GPU and software.
-
-    Raises:
-        ValueError: there is no such file.
-    """
+    """Copies the file of this GPU and software."""
     path = measured.path_of(measured.facts_of(device))
     if held_in(path) is None:
         raise ValueError(f"nothing was measured here: there is no file {path}; run `fastvit-triton tune` first")
@@ -68,12 +57,7 @@ def export(target: Path, device: torch.device) -> None:
 
 
 def import_from(source: Path, device: torch.device) -> Path:
-    """Replaces this machine's file by one exported on a machine with the same GPU and software; returns its path.
-
-    Raises:
-        ValueError: it is damaged, or was measured with another GPU or software.
-        OSError: it cannot be read.
-    """
+    """Replaces this machine's file by one exported on a machine with the same GPU and software; returns its path."""
     facts = measured.facts_of(device)
     try:
         text = source.read_text(encoding="utf-8")

@@ -101,7 +101,7 @@ class Encoder(nn.Module):
         return vit.forward_head(vit.norm(self.encoder(x)))
 
 
-def build_variant(name: str, reason: str | None, build: Callable[[], ModelCall]) -> Variant:
+def build_variant(name: str, reason: str | None, build: Callable[[], Callable]) -> Variant:
     """Builds a variant; if it cannot run or building fails, the variant has the reason."""
     if reason is not None:
         return Variant(name, reason)
@@ -140,11 +140,7 @@ def timm_variants(
 
 
 def transformers_model(base: VisionTransformer, dtype: torch.dtype) -> ModelCall:
-    """transformers' ViT or DINOv2 with the weights of `base`.
-
-    Raises:
-        ValueError: `base` is neither ViT nor DINOv2.
-    """
+    """transformers' ViT or DINOv2 with the weights of `base`."""
     transformers = importlib.import_module("transformers")
     c = base.config
     plain = ViTConfig(embed_dim=c.embed_dim, num_heads=c.num_heads, depth=c.depth)

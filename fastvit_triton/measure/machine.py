@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import os
 import platform
 import shutil
 import subprocess
@@ -29,6 +30,17 @@ def device_answers(device: torch.device | str = "cuda") -> bool:
         return torch.ones(1, device=device).item() == 1
     except RuntimeError:
         return False
+
+
+def busy_machine() -> str | None:
+    """A note that other processes want more than half of the processors, in a clause; None if not, or if unknown."""
+    if not hasattr(os, "getloadavg"):
+        return None
+    load, processors = os.getloadavg()[0], os.cpu_count() or 1
+    if load - torch.get_num_threads() <= processors / 2:
+        return None
+    load_text = f"the machine was busy (load {load:.0f} on {processors} processors)"
+    return f"{load_text}, which slows several threads most; OMP_NUM_THREADS=1 uses one"
 
 
 def provenance() -> dict:

@@ -43,7 +43,7 @@ FOREIGN = ("eager", MEDIUM, "optimized by us", "torch.compile", "optimized, comp
 
 
 @dataclass(frozen=True)
-class Run:
+class CaseRun:
     """A model and batch size; `options` are those of `create_model`, `modes` are additional ones of torch.compile."""
 
     model: str
@@ -79,7 +79,7 @@ def known(name: str) -> str | None:
     return None if importlib.import_module("timm").is_model(name) else "timm has no such model"
 
 
-def variant_names(run: Run) -> tuple[str, ...]:
+def variant_names(run: CaseRun) -> tuple[str, ...]:
     """Names of all variants of a run, including those that cannot run here."""
     if run.model not in list_models():
         return FOREIGN
@@ -90,13 +90,10 @@ def variant_names(run: Run) -> tuple[str, ...]:
     return ("eager", MEDIUM, "ours eager", "torch.compile", "ours compiled", *kernels, *modes, *theirs)
 
 
-def case(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
+def case(run: CaseRun, dtype: torch.dtype, device: torch.device) -> Case:
     """Builds the models of a run and returns its case.
 
     Variants named "ours" run as `kernels.choose` chooses, "our kernels" always run fused.
-
-    Raises:
-        ValueError: the model is not in this package, timm, vit-pytorch or open_clip.
     """
     if run.model not in list_models():
         return _foreign(run, dtype, device)
@@ -115,7 +112,7 @@ def case(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
 
 
 def _finished(
-    run: Run,
+    run: CaseRun,
     dtype: torch.dtype,
     device: torch.device,
     variants: list[Variant],
@@ -136,7 +133,7 @@ def _finished(
     return Case(run.name, dtype, inputs, variants, truth, phases, facts, work, True, _learning)
 
 
-def _foreign(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
+def _foreign(run: CaseRun, dtype: torch.dtype, device: torch.device) -> Case:
     """Builds the case of a model of another library; the truth is the model in float64.
 
     Blocks of open_clip are those of no reader, so `optimize` captures them from an example.
@@ -158,7 +155,7 @@ def _foreign(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
     return _finished(run, dtype, device, variants, truth, size, None)
 
 
-def _vit_pytorch(run: Run) -> tuple[nn.Module, tuple[int, int, int]]:
+def _vit_pytorch(run: CaseRun) -> tuple[nn.Module, tuple[int, int, int]]:
     from vit_pytorch import SimpleViT
 
     dim, depth, heads = VIT_PYTORCH[run.model]
@@ -167,7 +164,7 @@ def _vit_pytorch(run: Run) -> tuple[nn.Module, tuple[int, int, int]]:
     return SimpleViT(patch_size=16, num_classes=1000, **sizes), (3, *(sizes["image_size"],) * 2)
 
 
-def _open_clip(run: Run) -> tuple[nn.Module, tuple[int, int, int]]:
+def _open_clip(run: CaseRun) -> tuple[nn.Module, tuple[int, int, int]]:
     if why := known(run.model):
         raise ValueError(f"model is {run.model!r}: {why}")
     width, layers, heads = OPEN_CLIP[run.model]
@@ -176,7 +173,7 @@ def _open_clip(run: Run) -> tuple[nn.Module, tuple[int, int, int]]:
     return encoder(mlp_ratio=4.0, **sizes), (3, *(sizes["image_size"],) * 2)
 
 
-def _timm(run: Run) -> tuple[nn.Module, tuple[int, int, int]]:
+def _timm(run: CaseRun) -> tuple[nn.Module, tuple[int, int, int]]:
     if why := known(run.model):
         raise ValueError(f"model is {run.model!r}: no model of ours has that name, and {why}")
     model = importlib.import_module("timm").create_model(run.model, **run.options)
@@ -184,7 +181,7 @@ def _timm(run: Run) -> tuple[nn.Module, tuple[int, int, int]]:
     return model, (3, side, side) if side else tuple(model.default_cfg["input_size"])
 
 
-def _graphed(base: nn.Module, run: Run) -> ModelCall:
+def _graphed(base: nn.Module, run: CaseRun) -> ModelCall:
     """The model run by a CUDA graph, which the first call captures."""
     graphs: list[GraphedModel] = []
 
@@ -232,7 +229,7 @@ def least_bytes(case: Case, copies: int) -> int:
 
 
 def _variants(
-    run: Run, base: VisionTransformer, first: nn.Module | None, dtype: torch.dtype, device: torch.device
+    run: CaseRun, base: VisionTransformer, first: nn.Module | None, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Variant]:
     plain = partial(using_backend, "torch")
     auto = partial(using_backend, "auto")

@@ -25,7 +25,7 @@ from .timeout import capturing
 
 
 @dataclass
-class Call:
+class RecordedCall:
     """A distinct call of one of our ops.
 
     Attributes:
@@ -51,7 +51,7 @@ class _CallRecorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: dict[tuple, Call] = {}
+        self.calls: dict[tuple, RecordedCall] = {}
 
     def __torch_dispatch__(self, function, types, arguments=(), named=None):
         if function.namespace != "fastvit_triton":
@@ -63,11 +63,11 @@ class _CallRecorder(TorchDispatchMode):
         if key in self.calls:
             self.calls[key].count += 1
         else:
-            self.calls[key] = Call(op, tree_map(_detached, arguments), dict(rows))
+            self.calls[key] = RecordedCall(op, tree_map(_detached, arguments), dict(rows))
         return result
 
 
-def calls_of(step: Callable[[], object]) -> list[Call]:
+def calls_of(step: Callable[[], object]) -> list[RecordedCall]:
     """Distinct calls of our ops in a step that read launch parameters, most frequent first."""
     with _CallRecorder() as recorder:
         step()
@@ -135,9 +135,6 @@ class Part:
         """Compares the results with each table to a wider dtype; the baseline is "plain", the part's original code.
 
         Dropout and stochastic depth are disabled.
-
-        Returns:
-            (verdicts, errors of tables that failed); no verdicts if the wider computation fails.
         """
         dtype = self.autocast or _stream(self).dtype
         verdicts: dict[str, Verdict] = {}
@@ -174,16 +171,7 @@ class Part:
 def parts_of(
     model: nn.Module, inputs: tuple, named: dict, train: bool, table: Measured, ways: tuple[str, ...]
 ) -> list[Part]:
-    """The distinct blocks and stems of a model, most frequent first.
-
-    Args:
-        model: must have run before with such inputs, in one of the ways.
-        inputs: positional inputs.
-        named: keyword inputs.
-        train: prepare the parts for training steps.
-        table: measurements in use.
-        ways: of its blocks, besides plain.
-    """
+    """The distinct blocks and stems of a model, most frequent first."""
     by_key: dict[tuple, Part] = {}
     on_cpu = "onednn" in ways
     modules = [module for module in model.modules() if SIZES in module.__dict__]

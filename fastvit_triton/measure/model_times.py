@@ -13,7 +13,7 @@ from ..deploy.warm_up import run
 from ..kernels import measured
 from ..kernels.backend import using_backend
 from ..kernels.measured import Measured
-from .model_parts import Call
+from .model_parts import RecordedCall
 from .timeout import Deadline, capturing
 from .timing import Setup, samples_of, timing_columns
 from .variants import compiled
@@ -26,15 +26,8 @@ BACKENDS = {
 }
 
 
-def time_attention(calls: list[Call], after: Measured, device: torch.device, deadline: Deadline) -> list[dict]:
-    """Times distinct attention calls: our kernel, and each available backend of PyTorch's attention. Returns rows.
-
-    Args:
-        calls: calls of our ops; attention that PyTorch cannot compute without a mask of its own is skipped.
-        after: launch parameters of our kernel.
-        device: where it runs.
-        deadline: no round starts after it, except the first.
-    """
+def time_attention(calls: list[RecordedCall], after: Measured, device: torch.device, deadline: Deadline) -> list[dict]:
+    """Times distinct attention calls: our kernel, and each available backend of PyTorch's attention. Returns rows."""
     rows = []
     for call in (call for call in calls if call.op == "attention_fwd"):
         q, k, v, bias, kv_lens, cu_seqlens, _, scale, *rest = call.arguments
@@ -77,17 +70,7 @@ def time_model(
     device: torch.device,
     deadline: Deadline,
 ) -> dict[str, dict]:
-    """Times the whole model; returns rows by variant, with "speedup" over eager PyTorch.
-
-    Args:
-        models: (model with our kernels, original model); may be the same.
-        inputs: positional inputs.
-        named: keyword inputs.
-        train: time a training step.
-        tables: measurements before and after tuning.
-        device: where it runs.
-        deadline: no round starts after it, except the first.
-    """
+    """Times the whole model; returns rows by variant, with "speedup" over eager PyTorch."""
 
     def step(model: nn.Module, table: Measured, backend: str, index: int) -> Callable[[], object]:
         def timed() -> object:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
+from torch import nn
 
 from ..deploy.cuda_graph import capture
 from ..kernels import OPS
@@ -17,10 +18,10 @@ from ..kernels.backend import using_backend
 from ..kernels.launch import overriding
 from ..kernels.op import Op
 from ..kernels.settings import forcing
+from ..models import create_model
 from .compare import Named, converted, cotangents, leaves, named_leaves, outcome, relative_errors, verdict
 from .real_shapes import REAL
 from .timing import peak_bytes, wait
-from .ways import blocks_of
 
 Check = Callable[[], dict]  # returns the columns of a result row
 
@@ -271,6 +272,15 @@ def check_load(op: Op, case: dict, dtype: torch.dtype, device: torch.device) -> 
     name = "gradient of layer_scale"
     said = verdict({name: every}, {name: truth.expand_as(every)}, {name: baseline.expand_as(every)}, dtype)
     return dict(op=op.name, dtype=str(dtype).removeprefix("torch."), shape=case, repeats=len(found), **said.columns())
+
+
+def blocks_of(name: str, device: torch.device, **options: object) -> tuple[nn.Module, int, int]:
+    """(two blocks in bfloat16, tokens of an image, channels) of a model."""
+    with device:
+        model = create_model(name, **dict(depth=2, num_classes=0) | options).to(torch.bfloat16)
+    config = model.config
+    rows, columns = config.grid_size
+    return model.blocks, rows * columns + model.num_prefix_tokens, config.embed_dim
 
 
 def check_memory(model: str, batch: int, device: torch.device) -> dict:

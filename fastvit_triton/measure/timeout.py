@@ -15,11 +15,7 @@ class TimedOut(BaseException):
 
 
 class Deadline:
-    """A point in time. As a context manager in the main thread it raises `TimedOut` at that time.
-
-    Args:
-        seconds: from now.
-    """
+    """A point in time. As a context manager in the main thread it raises `TimedOut` at that time."""
 
     def __init__(self, seconds: float) -> None:
         self.end = time.monotonic() + seconds

@@ -99,21 +99,7 @@ def samples_of(
     latency: bool = False,
     warm_up: int = WARM_UP,
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Times all variants in one process, alternating between them.
-
-    Args:
-        steps: set-up of each variant.
-        device: where they run.
-        deadline: no round starts after it, except the first.
-        seconds: about how long to sample.
-        rounds: minimum and maximum number of samples per variant.
-        copies: number of sets of inputs, used in rotation.
-        latency: see `Clock`.
-        warm_up: calls of each variant before it is timed; those after the third only within its share of `seconds`.
-
-    Returns:
-        Microseconds by variant, and the errors of variants that failed.
-    """
+    """Times all variants in one process, alternating between them."""
     errors: dict[str, str] = {}
     clock = Clock(device, latency)
     for variant, step in steps.items():

@@ -1,7 +1,7 @@
 """Measures a model's kernels and blocks on this machine and stores the fastest choices; see `kernels.measured`.
 
 1. On a GPU, launch parameters of each distinct launch: a candidate's result must match that of the parameters in use
-   to within two roundings; see `tune_launches`.
+   to within two roundings; see `tuning`.
 2. Each distinct block in each way, including host time; results are compared with a wider dtype.
 3. The whole model before and after tuning, in eager PyTorch and with torch.compile.
 
@@ -31,8 +31,7 @@ from .model_parts import Part, calls_of, parts_of
 from .model_times import time_attention, time_model
 from .timeout import Deadline
 from .timing import Timing, samples_of, timing_columns
-from .tune_launches import rows_of, tune_launches
-from .tuning import fastest
+from .tuning import fastest, rows_of, tune_launches
 
 SHARES = 0.45, 0.75  # fractions of the time at which steps 1 and 2 end
 WAYS = {"GPU": ("mixed", "fused"), "CPU": ("onednn",)}  # besides plain
@@ -193,11 +192,7 @@ def _progress_of_launches(on_progress: Callable[[str, float], None], stage: str,
 def _with_ways(
     model: nn.Module, inputs: tuple, named: dict, train: bool, tensor: Tensor
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """(the model if it runs our kernels or oneDNN's products, else a copy converted by `optimize`; its ways in `WAYS`).
-
-    Raises:
-        ValueError: the copy runs neither.
-    """
+    """(the model if our kernels or oneDNN run in it, else a copy converted by `optimize`; its ways in `WAYS`)."""
     for convert in (False, True):
         ours = model
         if convert:

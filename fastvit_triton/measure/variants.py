@@ -12,9 +12,9 @@ import torch
 from ..convert.backend import backend as rewriting  # the import registers the backend's name
 from ..kernels import settings
 from ..kernels.backend import using_backend
-from ..kernels.compiling import Collector, Launch
+from ..kernels.compiling import Collector, CompiledLaunch
 from ..kernels.compiling import compiling as compiling_ahead
-from .compare import Named, Verdict, converted, cotangents, leaves, named_leaves, outcome, verdict
+from .compare import FACTOR, Named, Verdict, converted, cotangents, leaves, named_leaves, outcome, verdict
 from .timeout import Deadline, capturing
 from .timing import WARM_UP, Setup, peak_bytes, rate, samples_of, saved_bytes, timing_columns
 
@@ -31,6 +31,7 @@ class Variant:
         call: function of the case's arguments by name; None if it cannot run.
         reduced: True if it computes with lower precision on request: it is timed also if its result does not match.
         eager: call that launches the same kernels of ours without compiling; None: `call`.
+        factor: of its error budget, see `compare.verdict`.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Variant:
     call: Any = None
     reduced: bool = False
     eager: Any = None
+    factor: float = FACTOR
 
 
 @dataclass(frozen=True)
@@ -200,12 +202,6 @@ def compare_variants(
     """Yields each variant's name, and its comparison with float64, or the error of one that failed.
 
     Errors of the truth or the baseline are raised.
-
-    Args:
-        case: the computation.
-        arguments: arguments of its variants.
-        phase: one of its phases.
-        deadline: variants that are not finished by then fail.
     """
 
     def outcome_of(call: Callable, inputs: dict) -> Named:
@@ -218,12 +214,13 @@ def compare_variants(
         errors: dict[str, str] = {}
         compared: Verdict | None = None
         with capturing(errors, variant.name), deadline:
-            compared = verdict(outcome_of(variant.call, arguments), truth, baseline, case.dtype, case.deep)
+            found = outcome_of(variant.call, arguments)
+            compared = verdict(found, truth, baseline, case.dtype, case.deep, factor=variant.factor)
         yield variant.name, errors.get(variant.name, "") if compared is None else compared
 
 
 @dataclass
-class Measured:
+class VariantTimes:
     """Result of one phase of a case: rows by variant, and samples in microseconds of timed variants."""
 
     rows: dict[str, dict]
@@ -241,15 +238,8 @@ def measure(
     share: float = 0.8,
     rounds: tuple[int, int] = (5, 100),
     warm_up: int = WARM_UP,
-) -> Measured:
-    """Compares every variant with float64, then times those that match, and those of reduced precision.
-
-    Args:
-        case: the computation.
-        phase: one of its phases.
-        device, deadline, seconds, copies, latency, rounds, warm_up: as in `samples_of`.
-        share: fraction of the remaining time after which comparisons end; variants not compared by then are not timed.
-    """
+) -> VariantTimes:
+    """Compares every variant with float64, then times those that match, and those of reduced precision."""
     sets = _prepare(case, phase, device, copies)
     rows = {variant.name: _row(case, phase, variant) for variant in case.variants}
     right = {}
@@ -262,7 +252,7 @@ def measure(
         rows[name]["error"] = text
     for name, times in samples.items():
         rows[name] |= _timing_columns(case, times, samples.get(case.variants[0].name), phase)
-    return Measured(rows, samples)
+    return VariantTimes(rows, samples)
 
 
 def rows_of(
@@ -279,13 +269,6 @@ def rows_of(
 
     Each variant alternates with the baseline, so a row is complete without those that come later; `measure` alternates
     all of them. Variants that cannot run here come first, after the baseline.
-
-    Args:
-        case: the computation.
-        phase: one of its phases.
-        device, deadline, copies, latency: as in `samples_of`.
-        seconds: about how long to time each variant.
-        sampler: takes the place of `samples_of`.
     """
     sets = _prepare(case, phase, device, copies)
     rows = {variant.name: _row(case, phase, variant) for variant in case.variants}
@@ -339,7 +322,7 @@ def without_times(rows: list[dict]) -> list[dict]:
 
 def compile_kernels(case: Case, arguments: dict, phase: str) -> int:
     """Compiles, in threads, the kernels of all variants without torch.compile or CUDA graphs; returns their number."""
-    launches: dict[tuple, Launch] = {}
+    launches: dict[tuple, CompiledLaunch] = {}
     for variant in case.variants:
         if variant.reason is None and "compile" not in variant.name and "graph" not in variant.name:
             with Collector() as collector:

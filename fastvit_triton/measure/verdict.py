@@ -66,18 +66,7 @@ class Expected(NamedTuple):
 def expected(
     report: Report, *, gpu: str | None = None, batch: int = 64, amp: str | torch.dtype | None = None
 ) -> Expected:
-    """Predicts how much faster a converted model is in inference than torch.compile; nothing is measured.
-
-    Args:
-        report: of `optimize`, of a model that exists, and that was given an example or states its input size.
-        gpu: name such as "h100" or "4090"; None for this machine's GPU, else the H200.
-        batch: number of images.
-        amp: dtype of autocast, "bfloat16" or "float16"; None for weights in bfloat16.
-
-    Raises:
-        ValueError: the report is of a graph, of a deleted model, or of one whose input is unknown; the GPU or dtype is
-            not known; or the batch is not positive.
-    """
+    """Predicts how much faster a converted model is in inference than torch.compile; nothing is measured."""
     from ..expected.count import predict
 
     autocast = getattr(torch, amp, amp) if isinstance(amp, str) else amp

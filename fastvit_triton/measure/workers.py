@@ -76,18 +76,8 @@ class Worker:
         return self._process.wait()
 
 
-class Run:
-    """Distributes checks to workers, in order.
-
-    Args:
-        names: names of checks, from `planned`.
-        deadline: no check starts after it, and running ones are stopped.
-        add: called with each row; calls are serialised.
-        start: creates a worker.
-
-    Attributes:
-        not_reached: names of checks without a row; started ones come first.
-    """
+class WorkerRun:
+    """Distributes checks to workers, in order; `add` is called with each row, one at a time, until the deadline."""
 
     def __init__(
         self, names: list[str], deadline: Deadline, add: Callable[[dict], None], start: Callable[[], Worker]
@@ -107,11 +97,7 @@ class Run:
         return [*(f"{name} (begun)" for name in self._begun), *self._todo]
 
     def run(self, workers: int) -> None:
-        """Runs the checks in that many processes.
-
-        Raises:
-            OSError: a process does not start.
-        """
+        """Runs the checks in that many processes; an OSError if one does not start."""
         alarm = threading.Timer(self._deadline.left, self._stop)
         alarm.start()
         try:
@@ -179,17 +165,7 @@ def _same_package() -> dict[str, str]:
 
 
 def result_of(command: Sequence[str], seconds: float, variables: dict[str, str] | None = None) -> dict:
-    """Runs a program that writes a JSON object to the file named by its last argument, and returns that object.
-
-    Args:
-        command: the program and its arguments, without the file.
-        seconds: time limit; then the program is killed, and on POSIX the programs that it started.
-        variables: environment variables to add.
-
-    Raises:
-        TimedOut: it wrote nothing in time.
-        ChildProcessError: it ended without writing; the message has its exit code and its last line.
-    """
+    """Runs a program that writes a JSON object to the file named by its last argument, and returns that object."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         log = Path(folder) / "log"

@@ -1,11 +1,19 @@
-"""Training utilities in plain PyTorch, for any `nn.Module`; `fastvit-triton train` combines them."""
+"""Training utilities in plain PyTorch, for any `nn.Module`; `fastvit-triton train` combines them.
+
+A model, a recipe and the name of a data set go in; a folder with weights, logs and states to resume from comes out.
+`sources` opens data by name, `data` and `detection` give batches, `objective` has the loss, `step` an optimiser's step,
+`checkpoint` and `distributed` what is saved and shared.
+
+Begin with `run`, which goes from settings to a run, then `loop`.
+"""
 
 from .augment import random_affine, random_erasing
 from .augment.mix import cut_box, cutmix, mix_by_area, mix_tokens, mixtoken, mixup, mixup_or_cutmix
 from .augment.policy import big_vision_augment, rand_augment, three_augment
 from .checkpoint import load_state, make_state, newest_state, restore, save_state
-from .data import Data, TensorBatches, load
+from .data import Data, TensorBatches
 from .data.naflex import TokenBudgetBatches
+from .data.sample import sample_pictures
 from .data.sampler import RepeatedAugmentation
 from .data.shards import pack
 from .data.transform import Transform
@@ -43,7 +51,9 @@ from .recipes.published import PUBLISHED
 from .run import Models, Run
 from .schedule import constant, deit_schedule, mae_schedule, vit_schedule
 from .settings import resolve_settings
+from .sources import load
 from .step import Step, StepResult, accumulate_gradients
+from .stopping import Stopped, listening
 from .trainer import Trainer, build_trainer
 
 __all__ = [
@@ -64,6 +74,7 @@ __all__ = [
     "Score",
     "Step",
     "StepResult",
+    "Stopped",
     "TensorBatches",
     "TokenBudgetBatches",
     "Trainer",
@@ -93,6 +104,7 @@ __all__ = [
     "fsdp",
     "full_state",
     "hard_distillation",
+    "listening",
     "load",
     "load_full_state",
     "load_sharded",
@@ -125,6 +137,7 @@ __all__ = [
     "restore",
     "ridge",
     "sample_per_class",
+    "sample_pictures",
     "save_sharded",
     "save_state",
     "set_drop_path",

@@ -48,14 +48,10 @@ def build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
 
     A class given as `module:Class` is called with the groups, `lr` and, if it accepts it, `weight_decay`; groups have
     their own weight decay and, with layer-wise decay, their `lr_scale`, which `set_lr` applies.
-
-    Raises:
-        ValueError: there is no such class, it is no optimiser, or it does not accept these arguments.
     """
-    if recipe.optimizer == "adamw":
-        return adamw(model, recipe.lr, recipe.weight_decay, recipe.betas, recipe.layer_decay, recipe.lr_scales)
-    if recipe.optimizer == "muon":
-        return muon_adamw(model, recipe.lr, recipe.weight_decay, recipe.betas, recipe.layer_decay, recipe.lr_scales)
+    if recipe.optimizer in ("adamw", "muon"):
+        build = adamw if recipe.optimizer == "adamw" else muon_adamw
+        return build(model, recipe.lr, recipe.weight_decay, recipe.betas, recipe.layer_decay, recipe.lr_scales)
     groups = parameter_groups(model, recipe.weight_decay, recipe.layer_decay, lr_scales=recipe.lr_scales)
     if ":" in recipe.optimizer:
         return _construct(recipe.optimizer, groups, recipe)
@@ -90,13 +86,6 @@ def build_lr(recipe: Recipe, steps_per_epoch: PositiveInt) -> Callable[[int], fl
 
     DeiT updates its rate once per epoch. With per-epoch updates, a run shorter than the published warm-up would never
     leave the warm-up, so runs that `override_recipe` shortened update the rate at every step.
-
-    Args:
-        recipe: the recipe.
-        steps_per_epoch: batches in the training data.
-
-    Raises:
-        ValueError: the warm-up is not shorter than the run.
     """
     steps = recipe.steps or recipe.epochs_of(steps_per_epoch) * steps_per_epoch
     warmup = recipe.warmup * {"run": steps, "epochs": steps_per_epoch, "steps": 1}[recipe.warmup_unit]
@@ -122,16 +111,7 @@ def build_lr(recipe: Recipe, steps_per_epoch: PositiveInt) -> Callable[[int], fl
 
 
 def build_loss(recipe: Recipe, class_weights: Tensor | None = None) -> Callable[[Tensor, Tensor], Tensor]:
-    """The loss function of logits [B, K] and targets [B] or [B, K].
-
-    Args:
-        recipe: the recipe.
-        class_weights: [K], factors of the terms of the cross-entropy, which stays a mean over images.
-
-    Raises:
-        ValueError: the recipe is self-supervised; its loss is part of the objective. Or there are class weights, and
-            its loss is not "softmax".
-    """
+    """The loss function of logits [B, K] and targets [B] or [B, K]."""
     if recipe.loss in UNMIXED:
         raise ValueError(f"this recipe predicts {recipe.loss}; its loss is part of the model's objective")
     if class_weights is not None:
@@ -148,36 +128,20 @@ def build_loss(recipe: Recipe, class_weights: Tensor | None = None) -> Callable[
 def build_mix(
     recipe: Recipe, classes: PositiveInt, patch_size: tuple[PositiveInt, PositiveInt] = (16, 16)
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-    """The batch augmentation: random erasing, then mixing, which makes soft targets; None if the recipe has neither.
+    """The batch augmentation: random erasing, then mixing, which makes soft targets; None if the recipe has neither."""
+    soft = recipe.loss in ("bce", "sigmoid")  # which need targets for each class
 
-    Args:
-        recipe: the recipe.
-        classes: K.
-        patch_size: (height, width) of the model's patches, for MixToken.
+    def mix(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        if recipe.erasing:
+            images = random_erasing(images, recipe.erasing)
+        if recipe.mixtoken:
+            return mixtoken(images, targets, classes, recipe.mixtoken, patch_size)
+        if recipe.mixup or recipe.cutmix:
+            alphas = {"mixup_alpha": recipe.mixup, "cutmix_alpha": recipe.cutmix}
+            return mixup_or_cutmix(images, targets, classes, **alphas, smoothing=0.0)
+        return images, smooth_labels(targets, classes) if soft else targets
 
-    Returns:
-        A function from images [B, C, H, W] and class numbers [B] to images and targets [B] or [B, K].
-    """
-    blend = None
-    if recipe.mixtoken:
-        blend = partial(mixtoken, classes=classes, alpha=recipe.mixtoken, patch_size=patch_size)
-    elif recipe.mixup or recipe.cutmix:
-        alphas: dict[str, Any] = dict(mixup_alpha=recipe.mixup, cutmix_alpha=recipe.cutmix, smoothing=0.0)
-        blend = partial(mixup_or_cutmix, classes=classes, **alphas)
-    elif recipe.loss in ("bce", "sigmoid"):
-        blend = partial(_soften, classes=classes)
-    if not recipe.erasing:
-        return blend
-    return partial(_erase, probability=recipe.erasing, blend=blend)
-
-
-def _soften(images: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    return images, smooth_labels(targets, classes)
-
-
-def _erase(images: Tensor, targets: Tensor, probability: float, blend: Callable | None) -> tuple[Tensor, Tensor]:
-    images = random_erasing(images, probability)
-    return (images, targets) if blend is None else blend(images, targets)
+    return mix if recipe.erasing or recipe.mixtoken or recipe.mixup or recipe.cutmix or soft else None
 
 
 @checked
@@ -190,21 +154,7 @@ def build_objective(
     class_weights: Tensor | None = None,
     world: World | None = None,
 ) -> Objective:
-    """The training objective, see objective.py.
-
-    Args:
-        recipe: the recipe.
-        model: a classifier, or from `build_masked_model` for self-supervised recipes.
-        transform: preprocessing of the images; its inverse gives the colours to predict.
-        teacher: for distillation; None trains on the targets only.
-        kind: "hard" or "soft" distillation.
-        class_weights: [K], see `build_loss`.
-        world: ranks over which the objects of a detector's batch are counted.
-
-    Raises:
-        ValueError: there is a teacher, and the recipe's loss is not "softmax"; or there are class weights, and a
-            teacher or another loss.
-    """
+    """The training objective, see objective.py."""
     if class_weights is not None and (teacher is not None or recipe.loss in UNMIXED):
         what = "a teacher" if teacher is not None else f"loss {recipe.loss!r}"
         raise ValueError(f"class_weights cannot be combined with {what}; leave it out")
@@ -240,16 +190,7 @@ def build_step(
     grad_accum_steps: PositiveInt = 1,
     amp: torch.dtype | None = None,
 ) -> Step:
-    """One optimiser step of the recipe.
-
-    Args:
-        recipe: the recipe.
-        model: on its device.
-        objective: from `build_objective`.
-        classes: K.
-        grad_accum_steps: number of micro-batches.
-        amp: autocast dtype.
-    """
+    """One optimiser step of the recipe."""
     device = next(model.parameters()).device.type
     return Step(
         objective=objective,
@@ -284,13 +225,7 @@ def build_test(recipe: Recipe, step: Step, batches: Iterable) -> Callable[[nn.Mo
 
 
 def configure_model(recipe: Recipe, model: nn.Module, fresh: bool = True) -> None:
-    """Applies the recipe's model settings in place: drop-path rates and, for a new model, positions and head bias.
-
-    Args:
-        recipe: the recipe.
-        model: a ViT.
-        fresh: the weights are random; False leaves positions and head bias unchanged.
-    """
+    """Applies the recipe's model settings in place: drop-path rates and, for a new model, positions and head bias."""
     if recipe.drop_path_rate:
         set_drop_path(model, recipe.drop_path_rate, recipe.drop_path_constant, skip=True)
     if fresh and recipe.pos_std:
@@ -300,13 +235,7 @@ def configure_model(recipe: Recipe, model: nn.Module, fresh: bool = True) -> Non
 
 
 def build_masked_model(recipe: Recipe, encoder: Encoder, decoder: nn.Module | None = None) -> nn.Module:
-    """The self-supervised model that the recipe trains around an encoder.
-
-    Args:
-        recipe: its `loss` is "pixels" or "colours".
-        encoder: see masked.py; ValueError for anything but a plain ViT.
-        decoder: decoder blocks of a masked autoencoder, of width `recipe.decoder["embed_dim"]`.
-    """
+    """The self-supervised model that the recipe trains around an encoder."""
     plain = hasattr(encoder, "positions") and getattr(encoder, "layout", "vit") == "vit"
     if not plain or hasattr(encoder, "pos_block"):  # convolutions need the whole grid
         raise ValueError(f"masked pre-training needs a plain ViT as encoder, not {type(encoder).__name__}")
@@ -317,13 +246,7 @@ def build_masked_model(recipe: Recipe, encoder: Encoder, decoder: nn.Module | No
 
 
 def build_generative_model(recipe: Recipe, encoder: nn.Module, transform: Transform) -> nn.Module:
-    """The module that computes the loss of each image, which the recipe trains.
-
-    Args:
-        recipe: its `loss` is "likelihood" or "restoration".
-        encoder: the model, see generative.py; ValueError if it has another task.
-        transform: preprocessing of the images.
-    """
+    """The module that computes the loss of each image, which the recipe trains."""
     task = {"likelihood": "generate", "restoration": "restore"}[recipe.loss]
     if getattr(encoder, "task", "classify") != task:
         models = "igpt_* and image_transformer_*" if task == "generate" else "ipt_*"

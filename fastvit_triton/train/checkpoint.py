@@ -21,14 +21,10 @@ from .step import Step
 STATE = "training_state.pt"
 PREVIOUS = "training_state.previous.pt"
 _PROGRESS = ("epoch", "step", "images", "loss_sum", "correct", "lr", "seconds", "epoch_rng", "done")
-LOG_COLUMNS = tuple("epoch lr train_loss train_accuracy test_loss test_accuracy images_per_second seconds".split())
-DETECTION_COLUMNS = (*LOG_COLUMNS, "test_ap", "test_ap50", "test_ap75")
-# Keys of earlier file versions → current keys.
-_RENAMED_KEYS = {
-    "state": {"average": "ema"},
-    "progress": {"right": "correct", "began": "epoch_rng"},
-    "settings": {"parts": "grad_accum_steps", "average": "ema_decay"},
-}
+LOG_COLUMNS = tuple(
+    "epoch lr train_loss train_accuracy test_loss test_accuracy test_images images_per_second seconds".split()
+)
+DETECTION_COLUMNS = (*LOG_COLUMNS, "test_ap", "test_ap50", "test_ap75", "test_ap_low", "test_ap_high")
 
 
 @contextmanager
@@ -110,8 +106,6 @@ def load_state(path: Path) -> dict:
         raise ValueError(f"there is no {path}") from None
     except (RuntimeError, EOFError, KeyError, ValueError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
         raise ValueError(f"{path} is damaged or not a training state: {reason(error)}") from error
-    if isinstance(state, dict):
-        state = _rename_keys(state)
     expected = {"model", "optimizer", "ema", "scaler", "progress", "history", "settings", "generators"}
     if not isinstance(state, dict) or not expected <= state.keys():
         raise ValueError(f"{path} is not a training state of fastvit-triton; give the folder of a run")
@@ -150,16 +144,6 @@ def _check_values(state: dict) -> None:
             raise ValueError(f"a row of its history has {', '.join(map(str, row)) or 'nothing'}")
         for name, value in row.items():
             check(f"{name} of its history", value, float | None)
-
-
-def _rename_keys(state: dict) -> dict:
-    """Renames the keys of files written by earlier versions to the current keys."""
-    for name, renamed in _RENAMED_KEYS.items():
-        entries = state if name == "state" else state.get(name)
-        if isinstance(entries, dict):
-            for old in renamed.keys() & entries.keys():
-                entries[renamed[old]] = entries.pop(old)
-    return state
 
 
 def newest_state(folder: Path) -> tuple[dict, str]:

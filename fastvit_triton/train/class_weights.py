@@ -16,11 +16,7 @@ BALANCED = "balanced"
 
 
 def read_class_weights(option: str, text: str) -> str | dict[str, float]:
-    """ "balanced", or the weights in a JSON file of class names and numbers above 0.
-
-    Raises:
-        ValueError: there is no such file, or it holds anything else; the message begins with `option`.
-    """
+    """ "balanced", or the weights in a JSON file of class names and numbers above 0."""
     if text == BALANCED:
         return text
     try:
@@ -51,14 +47,6 @@ def class_weights(chosen: str | Mapping[str, float], classes: Sequence[str], tar
 
     The learning rate thus keeps its meaning. scikit-learn's `class_weight="balanced"` is the same where every class has
     images.
-
-    Args:
-        chosen: "balanced", or g by name; classes that it does not name have g = 1.
-        classes: names of the K classes.
-        targets: class numbers of the N training images; n_k are of class k.
-
-    Raises:
-        ValueError: a name is that of no class.
     """
     counts = torch.bincount(torch.as_tensor(targets), minlength=len(classes)).double()
     if isinstance(chosen, str):

@@ -14,12 +14,6 @@ def freeze_backbone(model: nn.Module) -> list[nn.Module]:
 
     Training calls the returned modules in evaluation mode (`fit(frozen=…)`): without dropout or drop path, and norms
     with statistics use those that they have and do not change them.
-
-    Args:
-        model: a classifier, whose head is what `get_classifier()` returns, as in timm, or one of `HEADS`.
-
-    Raises:
-        ValueError: the model has no head with parameters.
     """
     head = {id(module) for part in heads(model) for module in part.modules()}
     trained = {id(parameter) for part in heads(model) for parameter in part.parameters()}

@@ -10,12 +10,7 @@ from .restoration import SCALE, degrade
 
 
 class Likelihood(nn.Module):
-    """A model of pixels in training: the negative log-likelihood of each image, in nats a dimension.
-
-    Args:
-        encoder: has `nats(images, classes)` for images between −1 and 1, and `num_classes`.
-        restore: from normalised images to pixels in [0, 1], such as `Transform.restore`.
-    """
+    """A model of pixels in training: the negative log-likelihood of each image, in nats a dimension."""
 
     def __init__(self, encoder: nn.Module, restore: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -34,10 +29,6 @@ class Restoration(nn.Module):
     """A model of restoration in training: the mean absolute error of each restored image, of pixels in [0, 1].
 
     Each batch has a random task of the model, and is cropped at a random place to what the task needs.
-
-    Args:
-        encoder: called with (images, task), pixels 0 … 255; `config.tasks` and `config.img_size` are its own.
-        restore: from normalised images to pixels in [0, 1].
     """
 
     def __init__(self, encoder: nn.Module, restore: Callable[[Tensor], Tensor]) -> None:

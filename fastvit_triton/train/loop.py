@@ -3,7 +3,7 @@
 import itertools
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -32,8 +32,11 @@ class Score:
         predictions: class numbers [N], on the CPU.
         targets: class numbers [N], on the CPU.
         top5: share of images whose class is among those of the five largest logits.
+        confidences: probabilities of the predicted classes [N], on the CPU.
         metrics: in [0, 1], the most important one first: of detectors `ap`, `ap50` and `ap75`, for each of which the
-            log has a column `test_…`; of models that give each pixel a class `miou` and `pixel_accuracy`.
+            log has a column `test_…`, and which are None if there are no objects to find, and `ap_low` and `ap_high`,
+            the bounds of a 95 % interval, see `average_precision`; of models that give each pixel a class `miou` and
+            `pixel_accuracy`.
         detections: of detectors: for each image `boxes` [n, 4], corners in pixels, `labels` [n] and `scores` [n].
         objects: of detectors: what is in the images, as `average_precision` takes it.
     """
@@ -43,9 +46,16 @@ class Score:
     predictions: Tensor | None = None
     targets: Tensor | None = None
     top5: float | None = None
-    metrics: dict[str, float] | None = None
+    confidences: Tensor | None = None
+    metrics: Mapping[str, float | None] | None = None
     detections: list[dict[str, Tensor]] | None = None
     objects: list[dict[str, Tensor]] | None = None
+
+    @property
+    def images(self) -> int | None:
+        """Number of test images that a classifier's accuracy or a detector's precision is of; None of other models."""
+        scored = self.targets if self.objects is None else self.objects
+        return None if scored is None else len(scored)
 
     @property
     def mark(self) -> float | None:
@@ -248,30 +258,25 @@ def evaluate(
     """
     device = next(model.parameters()).device
     world = world or World()
-    losses = []
-    predictions = []
-    answers = []
-    hits = []
-    places = []
+    rows = []
     with evaluating(model):
         for images, targets, indices in local_batches(batches, world, per_rank_batches):
             with torch.autocast(device.type, amp, enabled=amp is not None):
                 logits = model(images.to(device, non_blocking=True)).float()[: len(targets)]
-            losses.append(F.cross_entropy(logits, targets.to(device), reduction="none"))
-            predictions.append(logits.argmax(1))
-            answers.append(targets)
+            losses = F.cross_entropy(logits, targets.to(device), reduction="none")
             best = logits.topk(min(5, logits.shape[1])).indices
-            hits.append((best == targets.to(device)[:, None]).any(1))
-            places.append(indices)
-    if not predictions:
+            hits = (best == targets.to(device)[:, None]).any(1)
+            rows.append((losses, logits.argmax(1), targets, hits, logits.softmax(1).amax(1), indices))
+    if not rows:
         raise ValueError("there are no test images to evaluate on")
-    columns = [torch.cat(column).cpu() for column in (losses, predictions, answers, hits, places)]
+    columns = [torch.cat(column).cpu() for column in zip(*rows, strict=True)]
     if world.world_size > 1:
         columns = [torch.cat(column) for column in zip(*world.all_gather(columns), strict=True)]
         columns = [column[columns[-1].argsort()] for column in columns]
-    loss, predicted, expected, hit, _ = columns
+    loss, predicted, expected, hit, confidence, _ = columns
     accuracy = (predicted == expected).sum().item() / len(expected)
-    return Score(loss.double().mean().item(), accuracy, predicted, expected, hit.sum().item() / len(expected))
+    top5 = hit.sum().item() / len(expected)
+    return Score(loss.double().mean().item(), accuracy, predicted, expected, top5, confidence)
 
 
 class _LocalBatch(NamedTuple):

@@ -49,15 +49,6 @@ def weighted_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor, smo
 
     `F.cross_entropy(weight=w)` of class numbers divides by the weights of the batch instead of the number of images, so
     that micro-batches and processes would not add up to the whole batch.
-
-    Args:
-        logits: z [B, K].
-        targets: class numbers [B], or probabilities y [B, K].
-        weights: w [K].
-        smoothing: label smoothing.
-
-    Returns:
-        A scalar, in nats.
     """
     total = F.cross_entropy(logits, targets, weights.to(logits.dtype), label_smoothing=smoothing, reduction="sum")
     return total / len(logits)

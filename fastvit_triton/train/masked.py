@@ -121,18 +121,7 @@ def gather_tokens(tokens: Tensor, indices: Tensor) -> Tensor:
 def corrupt(
     patches: Tensor, mask_token: Tensor, ratio: Probability = 0.5, masked: Probability = 0.8, swapped: Probability = 0.1
 ) -> tuple[Tensor, Tensor]:
-    """Corrupts patch embeddings as BERT corrupts words (arXiv:2010.11929, appendix B.1.2).
-
-    Args:
-        patches: [B, N, D], N at least 2.
-        mask_token: [1, 1, D], learned.
-        ratio: fraction of each image's patches to choose; the count is rounded.
-        masked: probability that the mask token replaces a chosen patch.
-        swapped: probability that another patch of the same image replaces it; otherwise it is unchanged.
-
-    Returns:
-        [B, N, D], and the mask of chosen patches [B, N], which includes unchanged ones.
-    """
+    """Corrupts patch embeddings as BERT corrupts words (arXiv:2010.11929, appendix B.1.2)."""
     B, N, _ = patches.shape
     chosen = torch.rand(B, N, device=patches.device).argsort(1).argsort(1) < round(ratio * N)
     kind = torch.rand(B, N, device=patches.device)
@@ -196,11 +185,7 @@ def pixel_loss(
 
 
 def sincos_positions(grid: tuple[int, int], dim: int) -> Tensor:
-    """MAE's positions [1, h·w, D]: [sin xω, cos xω, sin yω, cos yω], ω = 10000^(−k / (D/4)) (util/pos_embed.py).
-
-    Raises:
-        ValueError: D is not divisible by 4.
-    """
+    """MAE's positions [1, h·w, D]: [sin xω, cos xω, sin yω, cos yω], ω = 10000^(−k / (D/4)) (util/pos_embed.py)."""
     if dim % 4:
         raise ValueError(f"dim is {dim}; it must be divisible by 4")
     omega = 10000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))

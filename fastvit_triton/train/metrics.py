@@ -9,32 +9,18 @@ from .ranges import PositiveInt, checked
 
 
 class ClassScore(NamedTuple):
-    """Scores of one class. A quotient whose denominator is 0 is None.
+    """Scores of one class. A quotient whose denominator is 0 is None."""
 
-    Attributes:
-        images: test images of the class.
-        correct: those of them that were predicted as it.
-        precision: correct ÷ images that were predicted as the class; None if there are none.
-        recall: correct ÷ images of the class; None if there are none.
-        f1: 2 · correct ÷ (images of the class + images predicted as it), the harmonic mean of both.
-    """
-
-    images: int
-    correct: int
-    precision: float | None
-    recall: float | None
-    f1: float | None
+    images: int  # test images of the class
+    correct: int  # those of them that were predicted as it
+    precision: float | None  # correct ÷ images that were predicted as the class; None if there are none
+    recall: float | None  # correct ÷ images of the class; None if there are none
+    f1: float | None  # 2 · correct ÷ (images of the class + images predicted as it), the harmonic mean of both
 
 
 @checked
 def confusion_matrix(targets: Tensor, predictions: Tensor, classes: PositiveInt) -> Tensor:
-    """Counts of images by class and prediction, int64 [K, K]: a row for each true class, a column for each predicted.
-
-    Args:
-        targets: class numbers [N].
-        predictions: class numbers [N].
-        classes: K.
-    """
+    """Counts of images, int64 [K, K]: a row for each true class, a column for each predicted."""
     return torch.bincount(targets * classes + predictions, minlength=classes**2).view(classes, classes)
 
 

@@ -13,15 +13,7 @@ FAILURES += (SyntaxError, TypeError, ValueError)
 
 
 def resolve(option: str, reference: str) -> Any:
-    """The object that a reference names; modules in the working directory are found too.
-
-    Args:
-        option: what it was given for, with which the messages start.
-        reference: such as "my_transforms:train" or "torch.optim:NAdam".
-
-    Raises:
-        ValueError: the reference has another form, the module cannot be imported, or it has no such attribute.
-    """
+    """The object that a reference names; modules in the working directory are found too."""
     module_name, _, attribute = reference.partition(":")
     if not attribute or not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
         raise ValueError(f"{option} is {reference!r}; use module:attribute, such as my_module:my_function")

@@ -142,10 +142,6 @@ def reinit_pos_embed(model: nn.Module, std: Positive) -> None:
     """Reinitialises the learned position embedding from N(0, std²); does nothing if the model has none.
 
     The usual 0.02 is small compared with tokens of standard deviation 0.5, and grows too slowly in a short run.
-
-    Args:
-        model: any module; the embedding is its `pos_embed`, as in timm.
-        std: standard deviation.
     """
     table = getattr(model, "pos_embed", None)
     if isinstance(table, nn.Parameter):

@@ -3,39 +3,41 @@
 import csv
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 import filelock
 from torch import nn
 
 from ..files import replacing, write_failure
+from ..intervals import accuracy_text, precision_text
 from .checkpoint import PREVIOUS, STATE, checksum, write_errors
 from .data import Data
 from .data.split import SPLIT
 from .data.transform import join_names, save_image
 from .loop import Progress, Score
-from .plots import draw_curves, draw_detections, draw_predictions
+from .plots import curves, detections, predictions
 from .recipes import Recipe
 
 WEIGHTS = "model.safetensors"
 BEST = "best.safetensors"
 LOG = "log.csv"
+TABLE = "data.txt"
 CURVES = "curves.png"
 PREDICTIONS = "predictions.png"
 EXAMPLE = "example.png"
-AP_NAMES = {"AP": "test_ap", "AP50": "test_ap50", "AP75": "test_ap75"}  # in the log
 LOCK, LOCK_SECONDS = ".lock", 10.0  # the operating system unlocks the file when the process dies, at the latest then
 FILES = {
     WEIGHTS: "the model, with its config, classes and normalisation",
     BEST: "the same, after the best tested epoch",
+    TABLE: "the table of the data: images by class, and what was left out",
     LOG: "loss, accuracy and learning rate by epoch",
     CURVES: "plot of the log",
-    PREDICTIONS: "test images with the model's predictions, errors first",
+    PREDICTIONS: "test images with the model's predictions, the most confident errors first",
     EXAMPLE: "the first test image, for `predict`",
     SPLIT: "names of the test images, chosen by --val-split",
     STATE: "weights, optimiser, EMA, random state and position in the data, for --resume",
@@ -43,18 +45,13 @@ FILES = {
 }
 DETECTION_FILES = {
     LOG: "loss, average precision and learning rate by epoch",
-    PREDICTIONS: "the first test images with the boxes that the model finds",
+    PREDICTIONS: "test images with the boxes that the model finds, the most confident errors first",
 }
 
 
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Creates the output folder and holds its lock, so that no two runs write to it.
-
-    Raises:
-        ValueError: another process holds the lock, also after ten seconds.
-        OSError: the folder cannot be created or written.
-    """
+    """Creates the output folder and holds its lock, so that no two runs write to it."""
     created = not out.exists()
     lock = filelock.FileLock(out / LOCK)
     try:
@@ -68,8 +65,10 @@ def locked(out: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):  # Windows deletes no open file; the folder may be gone, or another run waits in it
-            if created and [path.name for path in out.iterdir()] == [LOCK]:  # an error came before the first file
-                (out / LOCK).unlink()
+            left = list(out.iterdir()) if created else []
+            if left and {path.name for path in left} <= {LOCK, TABLE}:  # an error came before training
+                for path in left:
+                    path.unlink()
                 out.rmdir()
         lock.release()
 
@@ -93,10 +92,15 @@ def evaluations_since_best(history: list[dict]) -> int:
 
 
 def _marks(history: list[dict]) -> list[float]:
-    """Accuracies, average precisions, or negative losses of the epochs that were evaluated."""
+    """Accuracies or average precisions of the epochs that were evaluated; negative losses if there are none.
+
+    Where others are defined, an undefined one is below them all.
+    """
     tested = [row for row in history if row["test_loss"] is not None]
     marks = [row.get("test_ap", row["test_accuracy"]) for row in tested]
-    return [-row["test_loss"] if mark is None else mark for row, mark in zip(tested, marks, strict=True)]
+    if all(mark is None for mark in marks):
+        return [-row["test_loss"] for row in tested]
+    return [-math.inf if mark is None else mark for mark in marks]
 
 
 def log_row(progress: Progress) -> dict:
@@ -112,6 +116,7 @@ def log_row(progress: Progress) -> dict:
         "train_accuracy": None if progress.accuracy.isnan() else progress.accuracy.item(),
         "test_loss": progress.test and progress.test.loss,
         "test_accuracy": progress.test and progress.test.accuracy,
+        "test_images": progress.test and progress.test.images,
         "images_per_second": progress.images / progress.seconds,
         "seconds": progress.seconds,
         **{f"test_{name}": value for name, value in metrics.items()},
@@ -121,24 +126,26 @@ def log_row(progress: Progress) -> dict:
 def write_log(path: Path, history: list[dict]) -> None:
     """Writes the whole log as CSV, replacing the file, so that it always matches the training state."""
     with write_errors(path), replacing(path) as temporary, temporary.open("w", newline="") as file:
-        table = csv.DictWriter(file, history[0].keys())
+        table = csv.DictWriter(file, history[-1].keys())
         table.writeheader()
         table.writerows(history)
 
 
 def weights_metadata(
-    data: Data, recipe: Recipe, model: nn.Module, accuracy: float | None, skip_bad_images: bool, recipe_name: str = ""
+    data: Data, recipe: Recipe, model: nn.Module, row: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Metadata for the header of the weights file: the values that `predict` and `evaluate` need, and a checksum."""
+    """Metadata for the header of the weights file: what `predict`, `evaluate` and model cards need, and a checksum."""
     entries = {
         "data": data.name,
         "classes": data.classes,
         "transform": asdict(data.transform),
         "batch_size": recipe.batch_size,
-        "skip_bad_images": skip_bad_images,
+        "skip_bad_images": bool(settings.get("skip_bad_images")),  # a resumed run does not yet know which are bad
         "split": data.split and data.split.fingerprint(str(data.identity["test"])),
-        "test_accuracy": accuracy,
-        "recipe": recipe_name or None,
+        "train_images": len(data.train.targets),
+        **{name: value for name, value in row.items() if name.startswith("test_")},
+        "recipe": settings.get("recipe") or None,
+        "weights": settings.get("weights"),
         "crc32": checksum(model),
     }
     return {"training": json.dumps(entries)}
@@ -149,12 +156,13 @@ def draw_results(out: Path, data: Data, history: list[dict], score: Score, warn:
 
     A run whose weights and log are written has succeeded: `warn` gets one sentence for each file that cannot be drawn.
     """
-    drawings: dict[str, Callable[[Path], None]] = {CURVES: partial(draw_curves, history)}
+    png: dict[str, Any] = {"format": "png", "dpi": 150}
+    drawings: dict[str, Callable[[Path], None]] = {CURVES: lambda path: curves(history).savefig(path, **png)}
     drawings[EXAMPLE] = lambda path: save_image(data.test.display_image(0), path)
     if score.predictions is not None:
-        drawings[PREDICTIONS] = partial(draw_predictions, data, score)
+        drawings[PREDICTIONS] = lambda path: predictions(data, score).savefig(path, **png)
     if score.detections is not None:
-        drawings[PREDICTIONS] = partial(draw_detections, data, score)
+        drawings[PREDICTIONS] = lambda path: detections(data, score).savefig(path, **png)
     for name, draw in drawings.items():
         try:
             with write_errors(out / name), replacing(out / name) as temporary:
@@ -173,25 +181,18 @@ def skipped(bad: Iterable[Path], more: str = "") -> str:
 def summary(
     out: Path, data: Data, loss: str = "", epochs: int = 0, explained: bool = True, known: Collection[Path] = ()
 ) -> str:
-    """Text for the end of a run: the test score, the files in `out`, skipped images, and commands to try next.
-
-    Args:
-        out: the output folder.
-        data: of the run.
-        loss: that of the recipe.
-        epochs: planned length of the run, which early stopping may have shortened.
-        explained: the command `explain` takes the classifier.
-        known: skipped images that were named before the run.
-    """
+    """Text for the end of a run: the test score, the files in `out`, skipped images, and commands to try next."""
     with (out / LOG).open(newline="") as file:
         *_, last = csv.DictReader(file)
+    images = int(last["test_images"]) if last.get("test_images") else None  # runs of earlier versions have none
     reached = f"loss {float(last['test_loss']):.4f}"
     if loss == "likelihood":
         reached += f", {float(last['test_loss']) / math.log(2):.4f} bits a dimension"
     if loss == "detection":
-        reached = ", ".join(f"{name} {100 * float(last[key]):.1f} %" for name, key in AP_NAMES.items())
+        columns = {name.removeprefix("test_"): value for name, value in last.items() if name.startswith("test_ap")}
+        reached = precision_text({name: float(value) if value else None for name, value in columns.items()}, images)
     if last["test_accuracy"]:
-        reached = f"accuracy {100 * float(last['test_accuracy']):.2f} %"
+        reached = f"accuracy {accuracy_text(float(last['test_accuracy']), images)}"
     lines = [f"\ntest {reached} after {last['epoch']} {'epoch' if last['epoch'] == '1' else 'epochs'}\n"]
     if int(last["epoch"]) < epochs:
         lines[0] += f"stopped {epochs - int(last['epoch'])} epochs early; {BEST} holds the best weights\n"
@@ -202,20 +203,20 @@ def summary(
         lines += ["\n" + skipped(bad, "more " if known else "")]
     example = quote(str(out / EXAMPLE))
     folder = quote(str(out))
+
+    def command(name: str, more: str = "") -> str:
+        return f"  fastvit-triton {name} --checkpoint {folder}{more}"
+
+    common = [command("evaluate"), command("explain", f" --image {example}")]
     if loss == "likelihood":
-        more = f"  fastvit-triton generate --checkpoint {folder} --out samples.png"
-        return "\n".join([*lines, "\nnext commands:", more, f"  fastvit-triton evaluate --checkpoint {folder}"])
-    if loss == "restoration":
-        more = f"  fastvit-triton restore --checkpoint {folder} photo.jpg --out restored.png"
-        return "\n".join([*lines, "\nnext commands:", more, f"  fastvit-triton evaluate --checkpoint {folder}"])
-    if loss == "detection":
-        lines += ["\nnext commands:", f"  fastvit-triton predict --checkpoint {folder} {example} --draw drawn"]
-        lines += [f"  fastvit-triton evaluate --checkpoint {folder}"]
-        return "\n".join([*lines, f"  fastvit-triton explain --checkpoint {folder} --image {example}"])
-    if not last["test_accuracy"]:
-        return "\n".join([*lines, "\nnext commands:", f"  fastvit-triton train --weights {folder} --data …"])
-    lines += ["\nnext commands:", f"  fastvit-triton predict --checkpoint {folder} {example}"]
-    lines += [f"  fastvit-triton evaluate --checkpoint {folder}"]
-    lines += [f"  fastvit-triton explain --checkpoint {folder} --image {example}"] * explained
-    model = quote(str(out / "model.onnx"))
-    return "\n".join([*lines, f"  fastvit-triton export {folder} {model} --to onnx"])
+        commands = [command("generate", " --out samples.png"), common[0]]
+    elif loss == "restoration":
+        commands = [command("restore", " photo.jpg --out restored.png"), common[0]]
+    elif loss == "detection":
+        commands = [command("predict", f" {example} --draw drawn"), *common]
+    elif not last["test_accuracy"]:
+        commands = [f"  fastvit-triton train --weights {folder} --data …"]
+    else:
+        commands = [command("predict", f" {example}"), *common[: 1 + explained]]
+        commands += [f"  fastvit-triton export {folder} {quote(str(out / 'model.onnx'))} --to onnx"]
+    return "\n".join([*lines, "\nnext commands:", *commands])

@@ -1,13 +1,13 @@
 """Training curves and a grid of predictions. matplotlib is imported on first use, without pyplot's global state."""
 
 from math import floor, log10
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..files import printable
+from ..intervals import accuracy_text, percent, precision_text
 from .data import Data
 from .detection import intersection_over_union
 from .loop import Score
@@ -25,23 +25,8 @@ RED = "#d64545"
 NARROW = 4.2  # inches, of figures that a phone shows
 
 
-def draw_curves(history: list[dict], path: Path) -> None:
-    """Writes a PNG of loss, accuracy or average precision, and learning rate by epoch.
-
-    Args:
-        history: rows of the log.
-        path: file to write.
-    """
-    curves(history).savefig(path, format="png", dpi=150)
-
-
 def curves(history: list[dict], stacked: bool = False) -> "Figure":
-    """A figure of loss, accuracy or average precision, and learning rate by epoch.
-
-    Args:
-        history: rows of the log.
-        stacked: one plot above the other, for narrow screens, instead of side by side.
-    """
+    """A figure of loss, accuracy or average precision, and learning rate by epoch."""
     page = figure(NARROW, 6.9) if stacked else figure(12.5, 3.6)
     epochs = [row["epoch"] for row in history]
     loss, accuracy, rate = page.subplots(3, 1) if stacked else page.subplots(1, 3)
@@ -59,9 +44,10 @@ def curves(history: list[dict], stacked: bool = False) -> "Figure":
     if tested and "test_ap" in tested[-1]:
         name = "Average precision"
         for key, colour, label in (("test_ap", ORANGE, "AP"), ("test_ap50", BLUE, "AP50")):
-            heights = [100 * row[key] for row in tested]
-            accuracy.plot([row["epoch"] for row in tested], heights, color=colour, label=label, **style)
-        accuracy.set_title(f"{100 * tested[-1]['test_ap']:.1f} %", loc="right", color=ORANGE, fontsize=12)
+            known = [row for row in tested if row[key] is not None]
+            heights = [100 * row[key] for row in known]
+            accuracy.plot([row["epoch"] for row in known], heights, color=colour, label=label, **style)
+        accuracy.set_title(percent(tested[-1]["test_ap"]), loc="right", color=ORANGE, fontsize=12)
         accuracy.legend(frameon=False, labelcolor=INK)
     style["marker"] = "o" if len(epochs) < 10 else ""
     rates = [row["lr"] for row in history]
@@ -77,121 +63,116 @@ def curves(history: list[dict], stacked: bool = False) -> "Figure":
     return page
 
 
-def draw_predictions(data: Data, score: Score, path: Path, max_images: int = 60) -> None:
-    """Writes a PNG with a grid of test images and predictions: errors first, in red, with the correct class.
-
-    Args:
-        data: data of the run.
-        score: score on `data.test`, with predictions.
-        path: file to write.
-        max_images: largest number of images in the grid.
-    """
-    predictions(data, score, max_images).savefig(path, format="png", dpi=150)
-
-
 def predictions(data: Data, score: Score, max_images: int = 60) -> "Figure":
-    """The figure of `draw_predictions`, which documents the arguments."""
-    predictions = score.predictions
-    targets = score.targets
-    accuracy = score.accuracy
-    assert predictions is not None and targets is not None and accuracy is not None  # of a classifier
-    wrong = (predictions != targets).nonzero().flatten()
-    correct = (predictions == targets).nonzero().flatten()
-    sample = correct[torch.linspace(0, max(len(correct) - 1, 0), min(max_images, len(correct))).long()]
-    chosen = torch.cat([wrong, sample])[:max_images].tolist()
+    """A figure with a grid of test images, predicted classes and their probabilities.
+
+    Errors come first, in red and with the correct class, the most confident one first; then correct predictions, the
+    least confident one first.
+    """
+    predictions, targets, confidences = score.predictions, score.targets, score.confidences
+    assert predictions is not None and targets is not None and confidences is not None  # of a classifier
+    assert score.accuracy is not None
+    wrong = predictions != targets
+    order = torch.where(wrong, -confidences - 2, confidences).argsort(stable=True).tolist()
     names = tuple(map(printable, data.classes))
     short = max(map(len, names)) <= 6
-    columns = min(12 if short else 6, len(chosen))
-    rows = -(-len(chosen) // columns)
-    width = max(columns * (1 if short else 2.2), 8.4)  # inches, at least those of the title
-    inches = 0.95 if short else 1.6  # of an image
+    columns = _full_columns(min(max_images, len(order)), 10 if short else 6)
+    rows = max(min(max_images, len(order)) // columns, 1)
+    chosen = order[: rows * columns]
+    width = max(columns * (1 if short else 2.2), 9.0)  # inches, at least those of the title
+    inches = min(0.9 * width / columns, 1.9)  # of an image
     height = (inches + 0.45) * rows + 0.6  # 0.45 inches are for the caption of a row
     page = figure(width + 0.4, height, constrained=False)  # which moves columns together until captions overlap
     side = 0.2 / (width + 0.4)
     page.subplots_adjust(side, 0.1 / height, 1 - side, 1 - 0.95 / height, 0.05, 0.45 / inches)
-    shown = min(len(wrong), max_images)
-    page.suptitle(
-        f"{100 * accuracy:.1f} % of {len(targets):,} test images correct; {len(wrong):,} wrong"
-        + (f", {'shown first' if shown == len(wrong) else f'{shown} of them shown'}, in red" if shown else ""),
-        color=INK,
-        fontsize=12,
-        y=1 - 0.15 / height,
-    )
-    for i, axes in enumerate(page.subplots(rows, columns, squeeze=False).flat):
-        axes.axis("off")
-        if i < len(chosen):
-            predicted = names[int(predictions[chosen[i]])]
-            expected = names[int(targets[chosen[i]])]
-            _draw_image(axes, data.test.display_image(chosen[i]), predicted, expected, 0.9 * width / columns)
+    errors = int(wrong.sum())
+    count = f"the {len(chosen):,} most confident of {errors:,}" if errors > len(chosen) else f"{errors:,}"
+    parts = [f"{count} error{'s' * (errors != 1)} in red, the most confident first"] if errors else []
+    parts += ["correct predictions, the least confident first"] if errors < len(chosen) else []
+    shown = "; ".join(parts)
+    title = f"Test accuracy {accuracy_text(score.accuracy, len(targets))}\n{shown}"
+    page.suptitle(title, color=INK, fontsize=10, y=1 - 0.1 / height)
+    for i, axes in zip(chosen, page.subplots(rows, columns, squeeze=False).flat, strict=True):
+        predicted, expected = names[int(predictions[i])], names[int(targets[i])]
+        image = data.test.display_image(i)
+        _draw_image(axes, image, predicted, float(confidences[i]), expected, 0.9 * width / columns)
     return page
 
 
-def _draw_image(axes: "Axes", image: Tensor, predicted: str, expected: str, width: float) -> None:
+def _full_columns(images: int, most: int) -> int:
+    """The number of columns, at most `most`, whose full rows hold the most of the images; the larger one of equals."""
+    counts = range(most // 2 + 1, most + 1) if images > most else [max(images, 1)]
+    return max(counts, key=lambda columns: (images // columns * columns, columns))
+
+
+def _draw_image(axes: "Axes", image: Tensor, predicted: str, confidence: float, expected: str, width: float) -> None:
     """Draws one image [C, H, W] and its caption, whose lines are at most `width` inches long."""
     axes.imshow(image.movedim(0, -1).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
-    if predicted == expected:
-        axes.set_title(_shorten(predicted, width), fontsize=8, color=MUTED, pad=3, parse_math=False)
-        return
-    axes.axis("on")
+    right = predicted == expected
+    share = f", {100 * confidence:.0f} %"
+    lines = [_shorten(predicted, width, share) + share]
+    lines += [] if right else [_shorten(f"true: {expected}", width)]
     axes.set(xticks=[], yticks=[])
-    for spine in axes.spines.values():
-        spine.set(color=RED, linewidth=3)
-    title = f"{_shorten(predicted, width)}\n{_shorten(f'true: {expected}', width)}"
-    axes.set_title(title, fontsize=8, color=RED, pad=4, fontweight="bold", parse_math=False)  # `$` is no formula
-
-
-def draw_detections(data: Data, score: Score, path: Path, max_images: int = 12, threshold: float = 0.4) -> None:
-    """Writes a PNG with test images and the boxes found in them; wrong ones are red, missed objects dashed.
-
-    Args:
-        data: data of the run.
-        score: score on `data.test`, with detections.
-        path: file to write.
-        max_images: largest number of images.
-        threshold: least score of a box.
-    """
-    detections(data, score, max_images, threshold).savefig(path, format="png", dpi=150)
+    axes.spines[:].set(color=GRID if right else RED, linewidth=1 if right else 3)
+    style: dict[str, Any] = dict(color=MUTED, pad=3) if right else dict(color=RED, pad=4, fontweight="bold")
+    axes.set_title("\n".join(lines), fontsize=8, parse_math=False, **style)  # `$` is no formula
 
 
 def detections(data: Data, score: Score, max_images: int = 12, threshold: float = 0.4) -> "Figure":
-    """The figure of `draw_detections`, which documents the arguments."""
+    """A figure with test images and the boxes found in them; wrong ones are red, missed objects dashed.
+
+    The image with the most confident wrong box comes first; of those without one, that with the most missed objects.
+    """
     assert score.detections is not None and score.objects is not None and score.metrics is not None  # of a detector
-    count = min(max_images, len(score.detections))
-    columns = min(6, count)
-    rows = -(-count // columns)
+    judged = [_judge(*pair, threshold) for pair in zip(score.detections, score.objects, strict=True)]
+    worst = []  # of each image: the score of the most confident wrong box, and the number of missed objects
+    for found, (boxes, missed) in zip(score.detections, judged, strict=True):
+        wrong = (float(found["scores"][k]) for k, right in boxes.items() if not right)
+        worst.append((max(wrong, default=0.0), len(missed)))
+    columns = _full_columns(min(max_images, len(judged)), 6)
+    rows = max(min(max_images, len(judged)) // columns, 1)
     page = figure(max(2 * columns, 8.4), 2.1 * rows + 0.5)
-    title = f"AP {100 * score.metrics['ap']:.1f} %, AP50 {100 * score.metrics['ap50']:.1f} % of "
-    title += f"{len(score.objects):,} test images; boxes with a score of {threshold:g} and more: "
-    title += "wrong ones red, missed ones dashed"
-    page.suptitle(title, color=INK, fontsize=11)
-    for i, axes in enumerate(page.subplots(rows, columns, squeeze=False).flat):
+    title = f"Test {precision_text(score.metrics, score.images)}\n"
+    title += f"boxes with a score of {threshold:g} and more: wrong ones red, missed objects dashed"
+    page.suptitle(title, color=INK, fontsize=10)
+    chosen = sorted(range(len(judged)), key=worst.__getitem__, reverse=True)[: rows * columns]
+    for i, axes in zip(chosen, page.subplots(rows, columns, squeeze=False).flat, strict=True):
         axes.axis("off")
-        if i < count:
-            image = data.test.display_image(i).movedim(0, -1).squeeze(-1).numpy()
-            axes.imshow(image, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
-            _draw_boxes(axes, score.detections[i], score.objects[i], data.classes, threshold)
+        image = data.test.display_image(i).movedim(0, -1).squeeze(-1).numpy()
+        axes.imshow(image, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+        _draw_boxes(axes, score.detections[i], score.objects[i], *judged[i], data.classes)
     return page
 
 
+def _judge(found: dict[str, Tensor], objects: dict[str, Tensor], threshold: float) -> tuple[dict[int, bool], set[int]]:
+    """Which boxes of an image with at least this score are right, by number, and the numbers of missed objects."""
+    missed = set(range(len(objects["labels"])))
+    boxes = {}
+    for k in (found["scores"] >= threshold).nonzero().flatten().tolist():
+        same = [i for i in missed if objects["labels"][i] == found["labels"][k]]
+        overlaps = {i: float(intersection_over_union(found["boxes"][k], objects["boxes"][i])) for i in same}
+        best = max(overlaps, key=overlaps.__getitem__, default=-1)
+        boxes[k] = best >= 0 and overlaps[best] >= 0.5
+        missed -= {best} if boxes[k] else set()
+    return boxes, missed
+
+
 def _draw_boxes(
-    axes: "Axes", found: dict[str, Tensor], objects: dict[str, Tensor], names: Any, threshold: float
+    axes: "Axes",
+    found: dict[str, Tensor],
+    objects: dict[str, Tensor],
+    boxes: dict[int, bool],
+    missed: set[int],
+    names: Any,
 ) -> None:
     """Draws the boxes of one image, in pixels, whose centres have whole coordinates."""
     from matplotlib.patches import Rectangle
 
-    missed = set(range(len(objects["labels"])))
-    for box, label, score in zip(found["boxes"], found["labels"].tolist(), found["scores"].tolist(), strict=True):
-        if score < threshold:
-            continue
-        same = [i for i in missed if int(objects["labels"][i]) == label]
-        overlaps = {i: float(intersection_over_union(box, objects["boxes"][i])) for i in same}
-        best = max(overlaps, key=overlaps.__getitem__, default=-1)
-        right = best >= 0 and overlaps[best] >= 0.5
-        missed -= {best} if right else set()
+    for k, right in boxes.items():
         colour = ORANGE if right else RED
-        x0, y0, x1, y1 = (box - 0.5).tolist()
+        x0, y0, x1, y1 = (found["boxes"][k] - 0.5).tolist()
         axes.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, color=colour, lw=1.5))
-        text = f"{printable(names[label])} {score:.2f}"
+        text = f"{printable(names[int(found['labels'][k])])} {float(found['scores'][k]):.2f}"
         plate = dict(facecolor=colour, edgecolor="none", pad=1.0)
         above = y0 > 0.1 * axes.get_ylim()[0]  # whose y axis points down
         place = dict(y=y0, va="bottom") if above else dict(y=y1, va="top")
@@ -201,15 +182,15 @@ def _draw_boxes(
         axes.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, color="white", lw=1, ls="--"))
 
 
-def _shorten(text: str, width: float) -> str:
-    """The text, or its beginning and "…", at most `width` inches long in bold type of 8 points."""
+def _shorten(text: str, width: float, after: str = "") -> str:
+    """The text, or its beginning and "…", in bold type of 8 points: with `after` at most `width` inches long."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextPath
 
     bold = FontProperties(weight="bold", size=8)
     for length in range(min(len(text), 60), 0, -1):
         line = text if length == len(text) else f"{text[: length - 1].rstrip()}…"
-        if TextPath((0, 0), line.replace("$", "S"), prop=bold).get_extents().width <= 72 * width:
+        if TextPath((0, 0), line.replace("$", "S") + after, prop=bold).get_extents().width <= 72 * width:
             return line
     return "…"
 

@@ -38,27 +38,13 @@ _Called = TypeVar("_Called", bound=Callable)
 
 
 def check(name: str, value: object, allowed: Any) -> None:
-    """Checks a value against an annotation. Types other than numbers, bool, str and dict are not checked.
-
-    Args:
-        name: name of the value, with which the message starts.
-        value: value to check.
-        allowed: annotation, such as `Positive | None` or `Literal["cosine", "linear"]`.
-
-    Raises:
-        ValueError: the value has the wrong type or is out of range; the message says what is allowed.
-    """
+    """Checks a value against an annotation. Types other than numbers, bool, str and dict are not checked."""
     if _is_checkable(allowed) and not _is_allowed(value, allowed):
         raise ValueError(f"{name} is {value!r}; use {_describe(allowed)}")
 
 
 def check_fields(record: Any, given: Mapping[str, object] | None = None) -> None:
-    """Checks the fields of a dataclass against their annotations; raises ValueError as `check` does.
-
-    Args:
-        record: an instance, or a class if `given` holds the values.
-        given: values by field name; None checks those of the instance.
-    """
+    """Checks the fields of a dataclass against their annotations; raises ValueError as `check` does."""
     hints = _hints(record if isinstance(record, type) else type(record))
     values = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)} if given is None else given
     for name, value in values.items():

@@ -12,21 +12,7 @@ SCALE = re.compile(r"x([234])")
 
 
 def degrade(images: Tensor, task: str, generator: torch.Generator | None = None) -> Tensor:
-    """What a model of a task has to restore.
-
-    Args:
-        images: [B, C, H, W].
-        task: "x2", "x3" or "x4": reduced by bicubic interpolation with antialiasing, rounded; "denoise30": with normal
-            noise of that standard deviation, neither rounded nor clipped (IPT, section 4.1); "derain": with the streaks
-            of `add_rain`.
-        generator: of the noise, or the rain.
-
-    Returns:
-        [B, C, H, W], or smaller by the scale.
-
-    Raises:
-        ValueError: the task is another one, or the scale does not divide the sides.
-    """
+    """What a model of a task has to restore."""
     if match := NOISE.fullmatch(task):
         noise = torch.randn(images.shape, generator=generator, device=images.device, dtype=images.dtype)
         return images + float(match[1]) * noise
@@ -50,18 +36,6 @@ def add_rain(
 
     This imitates the light synthetic rain of Rain100L (Yang et al., CVPR 2017), on which IPT is evaluated. It is not
     that data set: the equation is the simplest of that kind, and results are not comparable with published ones.
-
-    Args:
-        images: [B, C, H, W].
-        generator: random numbers; None uses the global ones.
-        drops: share of pixels at which a streak is centred.
-        length: of a streak, in pixels; odd.
-
-    Returns:
-        [B, C, H, W], rounded.
-
-    Raises:
-        ValueError: drops is no share, or the length is even or below 1.
     """
     if not 0 <= drops <= 1 or length < 1 or length % 2 == 0:
         raise ValueError(f"drops is {drops} and length {length}; use a share from 0 to 1, and an odd number of pixels")
@@ -83,15 +57,7 @@ def add_rain(
 
 
 def psnr(images: Tensor, targets: Tensor, peak: float = 255.0) -> Tensor:
-    """Peak signal-to-noise ratio of each image in dB, 10 log₁₀(peak² / mean squared error); equal ones have inf.
-
-    Args:
-        images, targets: [B, C, H, W].
-        peak: largest value of a pixel.
-
-    Returns:
-        [B].
-    """
+    """Peak signal-to-noise ratio of each image in dB, 10 log₁₀(peak² / mean squared error); equal ones have inf."""
     return 10 * torch.log10(peak**2 / (images - targets).square().flatten(1).mean(1))
 
 
@@ -99,16 +65,6 @@ def ssim(images: Tensor, targets: Tensor, peak: float = 255.0) -> Tensor:
     """Structural similarity of each image (Wang et al., IEEE TIP 2004, equation 13), a mean over windows and channels.
 
     Windows of 11 x 11 pixels have normal weights of standard deviation 1.5 and lie within the image.
-
-    Args:
-        images, targets: [B, C, H, W], at least 11 pixels a side.
-        peak: largest value of a pixel.
-
-    Returns:
-        [B].
-
-    Raises:
-        ValueError: the images are smaller than a window.
     """
     if min(images.shape[2:]) < 11:
         raise ValueError(f"images have {images.shape[2]}x{images.shape[3]} pixels; SSIM needs at least 11 a side")

@@ -11,20 +11,26 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ..files import replacing
 from .build import UNMIXED
+from .checkpoint import write_errors
 from .class_weights import class_weights
-from .data import Data, load
+from .data import Data
+from .data.findings import quiet
+from .data.inspection import Inspection, inspect
 from .data.split import SPLIT, Split, read_split
 from .data.transform import MAX_PIXELS
 from .distributed import World
 from .frozen import freeze_backbone, has_batch_norm
 from .loop import Progress
-from .outputs import log_row
+from .outputs import TABLE, log_row
 from .ranges import NonNegativeInt, PositiveInt
 from .recipes import Recipe
 from .rng import use_deterministic_algorithms
 from .settings import check_unchanged, check_used, recipe_of
+from .sources import load
 from .step import autocast_dtype
+from .stopping import Request
 from .trackers import Log, TrackedRun, check_trackers, tracking
 from .trainer import Trainer, build_trainer, run
 
@@ -83,6 +89,7 @@ class Run:
         settings: stored in the state, for resuming.
         models: saves the model, and says how it runs.
         state: from `load_state`, to resume; None starts a new run.
+        inspection: of the data of a new run; None if it is resumed.
     """
 
     trainer: Trainer
@@ -90,6 +97,7 @@ class Run:
     settings: dict
     models: Models
     state: dict | None = None
+    inspection: Inspection | None = None
 
     @classmethod
     def from_settings(
@@ -104,8 +112,11 @@ class Run:
         parallel: str | None = None,
         workers: NonNegativeInt = 0,
         max_pixels: PositiveInt = MAX_PIXELS,
+        quick: bool = False,
     ) -> "Run":
         """Builds data, model and trainer, after seeding the global random generator.
+
+        The data of a new run are inspected, see `data.inspection`.
 
         Args:
             settings: complete, from `resolve_settings`, to which `state` was given.
@@ -117,8 +128,10 @@ class Run:
             parallel: "ddp" or "fsdp", which need a `world` from `process_group`; None trains in one process.
             workers: processes that decode images; 0 decodes in this process.
             max_pixels: images with more pixels count as images that cannot be read.
+            quick: do not compare the files of images with each other.
 
         Raises:
+            UnfitData: labels or scores would be wrong, and `allow` of the settings does not name it.
             ValueError: a setting has no such model, data set, checkpoint or tracker, or the data differ from those of
                 the run to resume.
         """
@@ -144,18 +157,25 @@ class Run:
         if settings["val_split"] is not None:
             split = Split(settings["val_split"], settings["seed"])
             split = split if state is None else read_split(out / SPLIT, split)
-        data = load(
-            settings["data"],
-            recipe,
-            workers=workers,
-            skip_bad_images=settings["skip_bad_images"],
-            max_pixels=max_pixels,
-            custom=settings["transform"],
-            world=world,
-            split=split,
-        )
+        with quiet():  # the table says the same
+            data = load(
+                settings["data"],
+                recipe,
+                workers=workers,
+                skip_bad_images=settings["skip_bad_images"],
+                max_pixels=max_pixels,
+                custom=settings["transform"],
+                world=world,
+                split=split,
+                levels=settings["levels"],
+            )
+        inspection = None
         if state is not None:
             check_unchanged(data, state, accept_changes)
+        else:
+            options = {"allow": settings["allow"], "quick": quick, "skip_bad_images": settings["skip_bad_images"]}
+            inspection = world.all_gather(inspect(data, recipe.loss, **options) if world.is_main else None)[0]
+            inspection.refuse()
         model = models.build_model(settings, recipe, data, resumed=state is not None)
         teacher = None
         if settings["teacher"] is not None:
@@ -191,7 +211,7 @@ class Run:
             class_weights=weights,
             frozen=frozen,
         )
-        return cls(trainer=trainer, out=out, settings=settings, models=models, state=state)
+        return cls(trainer=trainer, out=out, settings=settings, models=models, state=state, inspection=inspection)
 
     @property
     def finished_epochs(self) -> int:
@@ -200,7 +220,10 @@ class Run:
 
     @contextmanager
     def training(
-        self, save_every: int | None = None, warn: Callable[[str], None] = warnings.warn
+        self,
+        save_every: int | None = None,
+        warn: Callable[[str], None] = warnings.warn,
+        stop: Request | None = None,
     ) -> Iterator[Iterator[Progress]]:
         """Opens the trackers; yields the generator `trainer.run`, which trains and writes the files of the run.
 
@@ -208,11 +231,15 @@ class Run:
 
         Args:
             save_every: number of steps between states within an epoch; None saves after epochs only.
-            warn: called with a sentence about each plot that cannot be drawn.
+            warn: called with a sentence about each plot that cannot be drawn, and each tracker that fails.
+            stop: from `listening`, which notes SIGTERM and SIGUSR1: the run then saves at its next step, and ends.
 
         Raises:
-            ValueError, Diverged, OSError: as `trainer.run`; a tracker raises its own errors.
+            ValueError, Diverged, Stopped, OSError: as `trainer.run`.
         """
+        if self.inspection is not None and self.trainer.step.world.is_main:
+            with write_errors(self.out / TABLE), replacing(self.out / TABLE) as temporary:
+                temporary.write_text(self.inspection.text + "\n", encoding="utf-8")
         per_epoch = len(self.trainer.data.train)
         start = 0
         if self.state is not None:
@@ -226,13 +253,14 @@ class Run:
             state=self.state,
             save_every=save_every,
             warn=warn,
+            stop=stop,
         )
         trackers = self.settings["log_to"] if self.trainer.step.world.is_main else None
         shown = {name: value for name, value in self.settings.items() if name != "ways"}
         tracked = TrackedRun(self.out, self.settings["run_key"], shown, start)
         with (
             self.models.using_ways(self.settings["ways"]),
-            tracking(trackers, tracked) as log,
+            tracking(trackers, tracked, warn) as log,
             closing(_logged(steps, log, per_epoch)) as logged,
         ):
             yield logged

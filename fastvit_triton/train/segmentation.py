@@ -11,6 +11,7 @@ from .data import TensorBatches
 from .data.transform import Transform
 from .detection.scenes import CLASSES, INK, scenes
 from .loop import Score, evaluating
+from .metrics import confusion_matrix
 from .objective import Objective, at_least_float32
 from .ranges import NonNegative, PositiveInt, checked
 
@@ -23,9 +24,6 @@ def segmented(auxiliary_weight: NonNegative = 0.4) -> Objective:
     """The cross-entropy of all pixels, plus those of auxiliary decoders (SETR, arXiv:2012.15840, section 4.1).
 
     Pixels of class `IGNORED` are left out; the loss is a mean over the others of the batch.
-
-    Args:
-        auxiliary_weight: factor of the loss of each auxiliary decoder.
     """
 
     def objective(model: nn.Module, images: Tensor, masks: Tensor) -> tuple[Tensor, None]:
@@ -42,7 +40,7 @@ def segmented(auxiliary_weight: NonNegative = 0.4) -> Objective:
 def confusion_of(predictions: Tensor, masks: Tensor, classes: int) -> Tensor:
     """Counts of pixels [K, K], rows by true class and columns by prediction; both of any equal shape."""
     counted = masks != IGNORED
-    return torch.bincount(masks[counted] * classes + predictions[counted], minlength=classes**2).view(classes, classes)
+    return confusion_matrix(masks[counted], predictions[counted], classes)
 
 
 def intersections_over_unions(confusion: Tensor) -> Tensor:
@@ -58,14 +56,6 @@ def evaluate_segmentation(
     """Loss and scores of all pixels of a test set; `metrics` are `miou`, the mean over classes, and `pixel_accuracy`.
 
     Training mode is restored afterwards.
-
-    Args:
-        model: from images [B, C, H, W] to logits [B, K, H, W].
-        batches: yields (images, masks [B, H, W]).
-        amp: autocast dtype; None computes in the weights' dtype.
-
-    Raises:
-        ValueError: there are no images.
     """
     device = next(model.parameters()).device
     confusion: Any = 0
@@ -87,12 +77,7 @@ def evaluate_segmentation(
 
 
 def masks_of(images: Tensor, targets: list[dict[str, Tensor]]) -> Tensor:
-    """Classes of the pixels of scenes without noise, [N, S, S]: those brighter than `INK` are of the digit there.
-
-    Args:
-        images: [N, 1, S, S].
-        targets: of `scenes`; the ink of a digit lies in its box, and where boxes overlap, the nearest centre decides.
-    """
+    """Classes of the pixels of scenes without noise, [N, S, S]: those brighter than `INK` are of the digit there."""
     side = images.shape[-1]
     centres = (torch.arange(side) + 0.5) / side
     masks = torch.full((len(images), side, side), BACKGROUND)
@@ -111,15 +96,7 @@ def masks_of(images: Tensor, targets: list[dict[str, Tensor]]) -> Tensor:
 def scene_masks(
     split: str, count: PositiveInt, seed: int = 0, *, batch_size: PositiveInt = 32, noise: NonNegative = 0.05
 ) -> TensorBatches:
-    """Batches of scenes of digits and the classes of their pixels: the digit's, or `BACKGROUND`.
-
-    Args:
-        split: "train" or "test", which hold different digits, see `detection.scenes`.
-        count: number of scenes.
-        seed: of all random numbers.
-        batch_size: images per batch; training batches are shuffled.
-        noise: standard deviation of the noise that is added to the images.
-    """
+    """Batches of scenes of digits and the classes of their pixels: the digit's, or `BACKGROUND`."""
     clean, targets = scenes(split, count, seed, noise=0.0)
     generator = torch.Generator().manual_seed(seed + 1)
     images = clean + noise * torch.randn(clean.shape, generator=generator)

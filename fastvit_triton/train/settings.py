@@ -2,15 +2,18 @@
 
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from .class_weights import check_class_weights
 from .data import Data
 from .data.hf import absolute, is_hf
+from .data.inspection import ALLOW
 from .detection import has_boxes
-from .ranges import OpenFraction, PositiveInt, Seed, check
+from .detection.load import COMPOSED
+from .ranges import OpenFraction, Positive, PositiveInt, Seed, check
 from .recipes import (
     BOXES,
+    BOXES_TINY,
     DIGITS,
     FASHION_MNIST,
     FOLDER,
@@ -19,13 +22,14 @@ from .recipes import (
     RESTORATION,
     SCENES,
     SCENES_DETR,
+    SHAPES,
     Recipe,
     override_recipe,
 )
 from .recipes.published import PUBLISHED
 
 # Defaults of the settings that are not fields of a recipe.
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "data": "digits",
     "val_split": None,  # fraction of each class that is for testing, if the data set has no test images of its own
     "seed": 0,
@@ -43,17 +47,15 @@ SETTINGS = {
     "class_weights": None,  # "balanced", or a dictionary of class names and weights
     "patience": None,  # evaluations in a row without a better one, after which the run stops
     "freeze": None,  # "backbone" trains the head alone
+    "allow": [],  # names of `data.inspection.ALLOW`: what is said of the data and not refused
+    "levels": None,  # value of white in images of more than 8 bits
     "ways": None,  # how the model's blocks run, from `Models.ways`; None for what this machine says now
 }
 RECIPES = {"digits": DIGITS, "photos": PHOTOS, "folder": FOLDER, "fashion-mnist": FASHION_MNIST}
 RECIPES |= {"pixels": PIXELS, "restoration": RESTORATION}
-RECIPES |= {"scenes": SCENES, "scenes-detr": SCENES_DETR, "boxes": BOXES} | PUBLISHED
-OWN_RECIPES = {RECIPES[name].model: name for name in ("pixels", "restoration", "scenes", "scenes-detr")}
-ADDED = {
-    "crop_mode": "box",
-    "interpolation": "bilinear",
-    "lr_scales": {},
-}  # fields of a recipe that states of earlier versions lack
+RECIPES |= {"scenes": SCENES, "scenes-detr": SCENES_DETR, "shapes": SHAPES, "boxes": BOXES, "boxes-tiny": BOXES_TINY}
+RECIPES |= PUBLISHED
+OWN_RECIPES = {RECIPES[name].model: name for name in ("pixels", "restoration", "scenes", "scenes-detr", "boxes-tiny")}
 RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))
 MIXING = ("mixup", "cutmix", "mixtoken", "erasing", "label_smoothing")  # of images and classes of a batch
 AUGMENTATION = ("policy", "repeats", "min_area", "flip", "degrees", "zoom", "shear", "shift")  # which moves no boxes
@@ -83,14 +85,18 @@ def resolve_settings(given: dict, state: dict | None = None, accept_changes: boo
     check_class_weights("class_weights", given.get("class_weights"))
     check("patience", given.get("patience"), Annotated[PositiveInt | None, "no early stop"])
     check("freeze", given.get("freeze"), Annotated[Literal["backbone"] | None, "training all weights"])
+    check("levels", given.get("levels"), Annotated[Positive | None, "the usual range"])
+    if unknown := set(given.get("allow", ())) - ALLOW.keys():
+        raise ValueError(f"allow has {', '.join(sorted(unknown))}; use names of {', '.join(ALLOW)}")
     check("val_split", given.get("val_split"), Annotated[OpenFraction | None, "a data set with test images"])
     if state is not None:
         return _resume(given, state, accept_changes)
     data = given.get("data", "digits")
     started = given.get("model") is not None or given.get("weights") is not None
-    images = "folder" if started else "photos"
-    usual = data if data in ("digits", "scenes") else "boxes" if has_boxes(data) else images
-    name = given.pop("recipe", None) or OWN_RECIPES.get(given.get("model", ""), usual)
+    images, boxes = ("folder", "boxes") if started else ("photos", "boxes-tiny")
+    usual = data if data in ("digits", *COMPOSED) else boxes if has_boxes(data) else images
+    own = usual if given.get("model") == RECIPES[usual].model else OWN_RECIPES.get(given.get("model", ""), usual)
+    name = given.pop("recipe", None) or own
     if name not in RECIPES:
         raise ValueError(f"recipe is {name!r}; use one of {', '.join(RECIPES)}")
     return _override(SETTINGS | asdict(RECIPES[name]) | {"recipe": name}, given)
@@ -103,7 +109,7 @@ def check_used(settings: dict) -> None:
     task = "the training of a detector" if detector else f"training by loss {loss!r}"
     unused: tuple[str, ...] = () if loss in ("softmax", "sigmoid", "bce") else MIXING
     unused += AUGMENTATION if detector else ()
-    unused += ("mean", "std") if data == "scenes" else ()
+    unused += ("mean", "std") if data in COMPOSED else ()
     usual = RECIPES[settings["recipe"]]
     for name in unused:
         if settings[name] != getattr(usual, name):
@@ -116,28 +122,14 @@ def imported(settings: dict) -> dict[str, str]:
 
 
 def recipe_of(settings: dict) -> Recipe:
-    """The recipe in the settings of a run.
-
-    Raises:
-        ValueError: a field is missing or out of range.
-    """
-    settings = ADDED | settings
+    """The recipe in the settings of a run."""
     if missing := [name for name in (*SETTINGS, *RECIPE_FIELDS) if name not in settings]:
         raise ValueError(f"the settings of the run have no {missing[0]}; its state is damaged")
     return Recipe(**{name: settings[name] for name in RECIPE_FIELDS})
 
 
 def check_unchanged(data: Data, state: dict, accept_changes: bool = False) -> None:
-    """Compares the data of a run with those that its state was trained on. States of earlier versions name none.
-
-    Args:
-        data: from `load`.
-        state: from `load_state`.
-        accept_changes: other images are accepted; other classes never are.
-
-    Raises:
-        ValueError: they differ.
-    """
+    """Compares the data of a run with those that its state was trained on. States of earlier versions name none."""
     saved = state.get("data") or {}
     for part, value in data.identity.items():
         if saved.get(part, value) == value:
@@ -155,14 +147,14 @@ def check_unchanged(data: Data, state: dict, accept_changes: bool = False) -> No
 
 
 def _resume(overrides: dict, state: dict, accept_changes: bool) -> dict:
-    saved = SETTINGS | ADDED | state["settings"]
+    saved = SETTINGS | state["settings"]
     progress = state["progress"]
     done = progress["epoch"]
     # at the end of an epoch, its last step is the number of steps per epoch
     finished = progress["done"] and recipe_of(saved).epochs_of(progress["step"]) == done
     changed = {name: value for name, value in overrides.items() if value != saved.get(name)}
     for name, value in changed.items():
-        if (name == "epochs" and finished and value > done) or name in ("log_to", "patience"):
+        if (name == "epochs" and finished and value > done) or name in ("log_to", "patience", "allow"):
             continue
         fixed = name in ("recipe", "val_split")  # another split would test on training images
         if fixed or not accept_changes:

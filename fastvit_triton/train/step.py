@@ -67,15 +67,7 @@ class Step:
     def __call__(
         self, model: nn.Module, optimizer: Optimizer, images: Tensor, targets: Any, key: int = 0
     ) -> StepResult:
-        """Runs one step.
-
-        Args:
-            model: in training mode.
-            optimizer: over its parameters, with this step's learning rate.
-            images: [B, C, H, W].
-            targets: class numbers [B], or what the objective takes: a list of B dicts for detectors.
-            key: seed of the model's random numbers if there are several ranks.
-        """
+        """Runs one step."""
         world = self.world
         if not self.per_rank_batches:  # mix the whole batch as one process would, then slice
             images, targets = (images, targets) if self.mix is None else self.mix(images, targets)
@@ -190,12 +182,7 @@ def count_correct(logits: Tensor, targets: Tensor) -> Tensor:
 def autocast_dtype(
     device: torch.device, name: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
 ) -> torch.dtype | None:
-    """The autocast dtype for training and evaluation; None means no autocast.
-
-    Args:
-        device: of the model.
-        name: "auto" (bfloat16 on a GPU that supports it, else none), "bfloat16", "float16", or "float32" for none.
-    """
+    """The autocast dtype for training and evaluation; None means no autocast."""
     if name != "auto":
         return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": None}[name]
     if device.type != "cuda":

@@ -7,8 +7,10 @@ MLFLOW_TRACKING_URI. TensorBoard, and MLflow without that variable, write inside
 import importlib.util
 import json
 import os
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,19 +18,12 @@ PROJECT = "fastvit_triton"  # unless the tool's environment variable names anoth
 
 
 class TrackedRun(NamedTuple):
-    """What a tracker shows of a run.
+    """What a tracker shows of a run."""
 
-    Attributes:
-        out: output folder; its name is the name of the run.
-        key: identifies the run when it is resumed.
-        settings: of the run, from `resolve_settings`.
-        step: global step at which training starts; 0 for a new run.
-    """
-
-    out: Path
-    key: str
-    settings: Mapping[str, object]
-    step: int = 0
+    out: Path  # output folder; its name is the name of the run
+    key: str  # identifies the run when it is resumed
+    settings: Mapping[str, object]  # of the run, from `resolve_settings`
+    step: int = 0  # global step at which training starts; 0 for a new run
 
 
 Log = Callable[[dict[str, float], int], object]
@@ -50,24 +45,40 @@ def check_trackers(option: str, text: str) -> None:
 
 
 @contextmanager
-def tracking(text: str | None, run: TrackedRun) -> Iterator[Log]:
+def tracking(text: str | None, run: TrackedRun, warn: Callable[[str], None] = warnings.warn) -> Iterator[Log]:
     """Yields a function that sends a row of the log, at a global step, to all trackers.
 
-    A tracker that stops, for example because its server cannot be reached, raises its own error.
-
-    Args:
-        text: names separated by commas, as `check_trackers` accepts them; None tracks nothing.
-        run: a run that was tracked before, by its key, goes on.
+    A tracker that fails, for example because its server cannot be reached, is left out from there on; training goes on.
     """
-    with ExitStack() as stack:
-        logs = [stack.enter_context(TRACKERS[name](run)) for name in text.split(",")] if text else []
+    opened: dict[str, tuple[Log, ExitStack]] = {}
 
-        def log(row: Mapping[str, float | None], step: int) -> None:
-            numbers = {name: value for name, value in row.items() if value is not None}
-            for send in logs:
+    @contextmanager
+    def surviving(name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # of any package, server or disk
+            why = next(iter(str(error).splitlines()), "")[:300]
+            warn(f"--log-to {name} failed and is left out from here on ({type(error).__name__}: {why})")
+            _, stack = opened.pop(name, (None, ExitStack()))
+            with suppress(Exception):  # of what failed already
+                stack.close()
+
+    def log(row: Mapping[str, float | None], step: int) -> None:
+        numbers = {name: value for name, value in row.items() if value is not None}
+        for name, (send, _) in list(opened.items()):
+            with surviving(name):
                 send(numbers, step)
 
+    try:
+        for name in text.split(",") if text else ():
+            with surviving(name):
+                stack = ExitStack()
+                opened[name] = stack.enter_context(TRACKERS[name](run)), stack
         yield log
+    finally:
+        for name, (_, stack) in list(opened.items()):
+            with surviving(name):
+                stack.__exit__(*sys.exc_info())
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from .outputs import (
 from .ranges import PositiveInt, checked
 from .recipes import Recipe
 from .step import Step
+from .stopping import Request, Stopped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +153,7 @@ def run(
     state: dict | None = None,
     save_every: Annotated[PositiveInt | None, "a state after each epoch only"] = None,
     warn: Callable[[str], None] = warnings.warn,
+    stop: Request | None = None,
 ) -> Iterator[Progress]:
     """Trains, and writes state, weights and log to `out` after each epoch and plots at the end.
 
@@ -159,21 +161,6 @@ def run(
     from `state` gives bitwise the same result as an uninterrupted run. The state is written first, and the other files
     follow from it: a resumed run writes them again if it was killed in between, or if they were lost. Weights and state
     are not saved while any weight is not finite.
-
-    Args:
-        trainer: from `build_trainer`.
-        out: an existing folder.
-        settings: stored in the state, for resuming. With "patience", training ends after that many evaluations in a row
-            without a better one; the history counts them, so a resumed run goes on counting.
-        save: `save(model, path, metadata=…)` writes weights with a header of strings, such as `save_weights`.
-        state: from `load_state`, to resume; None starts a new run.
-        save_every: number of steps between states within an epoch; None saves after epochs only.
-        warn: called with a sentence about each plot that cannot be drawn.
-
-    Raises:
-        ValueError: the state does not fit model or optimiser.
-        Diverged: as `fit`; the message names the last good state.
-        OSError: a file cannot be written, or a process that decodes images died.
     """
     world = trainer.step.world
     if world.is_main:
@@ -196,7 +183,8 @@ def run(
     score, identity = None, data.identity if world.is_main else None  # reads the size of each file
     with _errors(out):
         for progress in () if _is_stale(settings, history, start) else trainer.fit(start):
-            due = progress.done or (save_every and progress.step % save_every == 0)
+            ending = stop is not None and stop.at(progress, world)
+            due = progress.done or ending or (save_every and progress.step % save_every == 0)
             save_now = due and has_finite_weights(model, world)
             if progress.done:
                 score = progress.test
@@ -216,6 +204,8 @@ def run(
             yield progress
             if _is_stale(settings, history, progress):
                 break
+            if ending and not (progress.done and progress.epoch == trainer.epochs):
+                raise Stopped(f"after step {progress.step} of epoch {progress.epoch}")
         # a run that was resumed after its last epoch has no score yet
         score = score or trainer.test(step.eval_model(model))
     if world.is_main:
@@ -231,15 +221,11 @@ def _is_stale(settings: dict, history: list[dict], progress: Progress | None) ->
 
 def _save_weights(trainer: Trainer, out: Path, history: list[dict], settings: dict, save: Callable[..., None]) -> None:
     """Writes the weights, and once more as the best if they are. Collective."""
-    data, step = trainer.data, trainer.step
-    gathered = trainer.engine.gather_model(step.eval_model(trainer.model))
+    gathered = trainer.engine.gather_model(trainer.step.eval_model(trainer.model))
     if gathered is None:
         return
     module = module_to_export(trainer.recipe, gathered)
-    skip_bad_images = bool(settings.get("skip_bad_images"))  # a resumed run does not yet know which images are bad
-    accuracy = history[-1]["test_accuracy"]
-    name = settings.get("recipe", "")
-    metadata = weights_metadata(data, trainer.recipe, module, accuracy, skip_bad_images, name)
+    metadata = weights_metadata(trainer.data, trainer.recipe, module, history[-1], settings)
     for path in (out / WEIGHTS, out / BEST) if is_best(history) else (out / WEIGHTS,):
         with write_errors(path):
             save(module, path, metadata=metadata)

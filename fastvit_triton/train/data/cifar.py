@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from .folder import ImageFiles
+from .folder import Content, ImageFiles, array_content
+from .transform import MAX_PIXELS
 
 FILES = {"train": tuple(f"data_batch_{i}" for i in range(1, 6)), "val": ("test_batch",)}
 META = "batches.meta"
@@ -16,22 +17,17 @@ META = "batches.meta"
 _NUMPY = {("_reconstruct", "multiarray"), ("ndarray", "numpy"), ("dtype", "numpy")}
 
 
-def is_cifar(root: Path) -> bool:
+def is_cifar(root: Path | str) -> bool:
     """True if a folder holds the files of CIFAR-10's "python version", `cifar-10-batches-py`."""
+    root = Path(root)
     return (root / META).is_file() and all((root / name).is_file() for names in FILES.values() for name in names)
 
 
-def scan_cifar(root: Path, split: str, classes: tuple[str, ...] | None = None) -> ImageFiles:
-    """Reads one split into memory; the 50,000 training images take 154 MB.
-
-    Args:
-        root: holds data_batch_1 … 5, test_batch and batches.meta.
-        split: "train" or "val".
-        classes: class names of the model; None accepts those of the file.
-
-    Raises:
-        ValueError: a file is damaged or would execute code, or the classes differ.
-    """
+def scan_cifar(
+    root: Path | str, split: str, classes: tuple[str, ...] | None = None, max_pixels: int = MAX_PIXELS
+) -> ImageFiles:
+    """Reads one split into memory; the 50,000 training images take 154 MB."""
+    root = Path(root)
     data_classes = tuple(name.decode() for name in _unpickle(root / META)[b"label_names"])
     if classes is not None and classes != data_classes:
         raise ValueError(f"data {str(root)!r} has the classes of CIFAR-10, but the model has {', '.join(classes[:10])}")
@@ -44,7 +40,11 @@ def scan_cifar(root: Path, split: str, classes: tuple[str, ...] | None = None) -
         targets += batch[b"labels"]
         pixels.append(batch[b"data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
     images = dict(zip(names, np.concatenate(pixels), strict=True))
-    return ImageFiles(names, targets, data_classes, decode=partial(_decode, images), check=None)
+
+    def content(name: Path) -> Content:
+        return array_content(images[name])
+
+    return ImageFiles(names, targets, data_classes, partial(_decode, images), check=None, content=content)
 
 
 def _decode(images: dict[Path, np.ndarray], name: Path) -> Image.Image:

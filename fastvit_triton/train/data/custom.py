@@ -23,13 +23,6 @@ class CustomTransform:
     It is called with an image as Pillow decodes it, in mode RGB, or L for models with one channel, and returns an image
     of the model's size: Pillow's, or a tensor [C, H, W] of integers up to 255 or numbers in [0, 1]. Normalisation by
     mean and std follows, so it must not normalise. Test images are preprocessed as without it.
-
-    Args:
-        name: `module:attribute`, a callable or a class that is constructed without arguments, such as
-            torchvision.transforms.v2:TrivialAugmentWide. A worker process imports it again.
-
-    Raises:
-        ValueError: there is no such callable.
     """
 
     def __init__(self, name: str) -> None:
@@ -47,27 +40,18 @@ class CustomTransform:
         return CustomTransform, (self.name,)
 
     def __call__(self, image: Image.Image, seed: int, transform: Transform) -> Tensor:
-        """The model's input [C, H, W].
-
-        Args:
-            image: as `read_image` returns it.
-            seed: seed of the random numbers that it draws from torch, random and NumPy.
-            transform: the run's; it has size, channels and normalisation.
-
-        Raises:
-            ValueError: the result is no such image.
-        """
+        """The model's input [C, H, W]."""
         with _seeded(seed):
             output = self.function(image.convert("L" if len(transform.mean) == 1 else "RGB"))
         if isinstance(output, Image.Image):
-            return transform.tensor(self._of_size(output, (output.height, output.width), transform))
+            _check_size((output.height, output.width), transform.size)
+            return transform.tensor(output)
         if not isinstance(output, Tensor):
             raise ValueError(f"it returns {type(output).__name__}; return an image or a tensor")
         pixels = output.as_subclass(Tensor)
         if not pixels.is_floating_point():
             pixels = pixels.float() / 255
-        expected = (len(transform.mean), *transform.size)
-        self._of_size(pixels, tuple(pixels.shape), transform, expected)
+        _check_size(tuple(pixels.shape), (len(transform.mean), *transform.size))
         low = pixels.min().item()
         high = pixels.max().item()
         if not (-0.01 <= low and high <= 1.01):  # interpolation may exceed the range a little
@@ -90,13 +74,11 @@ class CustomTransform:
                 raise ValueError(f"transform {self.name} fails on {path}: {text}") from error
             return
 
-    def _of_size(self, output: Any, size: tuple[int, ...], transform: Transform, expected: Any = None) -> Any:
-        expected = expected or transform.size
-        if size != expected:
-            shown = "x".join(map(str, size))
-            wanted = "x".join(map(str, expected))
-            raise ValueError(f"it returns an image of {shown}; the model needs {wanted}")
-        return output
+
+def _check_size(size: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if size != wanted:
+        shown, needed = ("x".join(map(str, sides)) for sides in (size, wanted))
+        raise ValueError(f"it returns an image of {shown}; the model needs {needed}")
 
 
 @contextmanager

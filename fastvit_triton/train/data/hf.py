@@ -18,17 +18,11 @@ TEST_SPLITS = ("validation", "valid", "val", "test")
 
 
 class Source(NamedTuple):
-    """What `hf:NAME[:TEST]` or `hf:NAME[:TRAIN,TEST]` names.
+    """What `hf:NAME[:TEST]` or `hf:NAME[:TRAIN,TEST]` names."""
 
-    Attributes:
-        name: of a data set on the Hub, or a local folder.
-        train: training split.
-        test: test split; "" takes the first of `TEST_SPLITS` that exists.
-    """
-
-    name: str
-    train: str = "train"
-    test: str = ""
+    name: str  # of a data set on the Hub, or a local folder
+    train: str = "train"  # training split
+    test: str = ""  # test split; "" takes the first of `TEST_SPLITS` that exists
 
 
 def is_hf(data: str) -> bool:
@@ -52,23 +46,14 @@ def absolute(data: str) -> str:
 
 
 def scan_hf(data: str, split: str, classes: tuple[str, ...] | None = None, max_pixels: int = MAX_PIXELS) -> ImageFiles:
-    """Opens one split; images stay in the data set's memory-mapped files until they are decoded.
+    """Opens one split, or for "" the training split; images stay in memory-mapped files until they are decoded.
 
     Images are in the first column of type Image and labels in the first of type ClassLabel, whose names are the
     classes. A local folder is one written by `save_to_disk`, or any that `load_dataset` reads, such as an imagefolder
     or parquet files.
-
-    Args:
-        data: hf:NAME, hf:NAME:TEST_SPLIT or hf:NAME:TRAIN_SPLIT,TEST_SPLIT; splits of the Hub may be slices.
-        split: "train" or "val".
-        classes: class names of the model; None accepts those of the data set.
-        max_pixels: larger images are unreadable.
-
-    Raises:
-        ValueError: `datasets` is not installed, there is no such data set, split or column, an image has no label, or
-            the classes differ.
     """
     source = source_of(data)
+    split = split or "train"
     rows = _open(data, source, split)
     columns = {kind: [name for name, feature in rows.features.items() if _is(feature, kind)] for kind in COLUMNS}
     for kind, names in columns.items():
@@ -88,20 +73,21 @@ def scan_hf(data: str, split: str, classes: tuple[str, ...] | None = None, max_p
         raise ValueError(f"data {data!r} has no label for image {unlabelled[0]} of its {split} split; choose another")
     encoded = rows.select_columns([image]).cast_column(image, type(rows.features[image])(decode=False))
     names = [Path(data) / str(i) for i in range(len(targets))]
-    return ImageFiles(names, targets, data_classes, partial(_decode, encoded, image, max_pixels), check=None)
+    decode = partial(_decode, encoded, image, max_pixels)
+    return ImageFiles(names, targets, data_classes, decode, check=None, content=None)
 
 
 def _is(feature: Any, kind: str) -> bool:
     return type(feature).__name__ == kind and type(feature).__module__.startswith("datasets.")
 
 
-def _decode(rows: Any, column: str, max_pixels: int, name: Path) -> Image.Image:
+def _decode(rows: Any, column: str, max_pixels: int, name: Path, levels: float | None = None) -> Image.Image:
     value = rows[int(name.name)][column]
     if value is None:
         raise ValueError("no image")
     if value["bytes"] is None:
-        return read_image(Path(value["path"]), max_pixels)
-    return read_image(io.BytesIO(value["bytes"]), max_pixels)
+        return read_image(Path(value["path"]), max_pixels, levels)
+    return read_image(io.BytesIO(value["bytes"]), max_pixels, levels)
 
 
 def _open(data: str, source: Source, split: str) -> Any:
@@ -117,7 +103,7 @@ def _open(data: str, source: Source, split: str) -> Any:
             if not isinstance(splits, dict) and split == "train":
                 return splits
             if not isinstance(splits, dict):
-                raise ValueError("it has one split; pass --val-split 0.1, or save a DatasetDict with two")
+                raise ValueError("it has one split; pass --val-split 0.2, or save a DatasetDict with two")
             return splits[_choose(source, split, list(splits))]
         if split == "train":
             return datasets.load_dataset(source.name, split=source.train)
@@ -130,7 +116,7 @@ def _choose(source: Source, split: str, names: list[str]) -> str:
     wanted = (source.train,) if split == "train" else (source.test,) if source.test else TEST_SPLITS
     if (chosen := next((name for name in wanted if name in names), None)) is None:
         kind = "training" if split == "train" else "test"
-        advice = "" if split == "train" else ", or pass --val-split 0.1"
+        advice = "" if split == "train" else ", or pass --val-split 0.2"
         raise ValueError(f"it has the splits {', '.join(names)}; name the {kind} split, as hf:NAME:TRAIN,TEST{advice}")
     return chosen
 

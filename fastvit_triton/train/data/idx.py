@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from .folder import ImageFiles
+from .folder import Content, ImageFiles, array_content
 from .shards import class_names
 from .transform import MAX_PIXELS
 
@@ -23,26 +23,16 @@ UNSIGNED_BYTES = 8
 MAX_BYTES = 2**30  # of one file, uncompressed; the largest of the family, EMNIST ByClass, has 547,178,688
 
 
-def is_idx(root: Path) -> bool:
+def is_idx(root: Path | str) -> bool:
     """True if a folder holds the training images of such a data set."""
-    return _find(root, "train", "images-idx3") is not None
+    return _find(Path(root), "train", "images-idx3") is not None
 
 
 def scan_idx(
-    root: Path, split: str, classes: tuple[str, ...] | None = None, max_pixels: int = MAX_PIXELS
+    root: Path | str, split: str, classes: tuple[str, ...] | None = None, max_pixels: int = MAX_PIXELS
 ) -> ImageFiles:
-    """Reads one split into memory; the 60,000 training images of MNIST take 47 MB.
-
-    Args:
-        root: holds train-images-idx3-ubyte, train-labels-idx1-ubyte, and the same with t10k for the test split, each
-            optionally with the suffix .gz; and optionally `classes.txt`, without which the class names are the numbers.
-        split: "train" or "val".
-        classes: class names of the model; None accepts those of the files.
-        max_pixels: larger images are refused.
-
-    Raises:
-        ValueError: a file is missing, damaged or too large, the numbers of images and labels differ, or the classes do.
-    """
+    """Reads one split into memory; the 60,000 training images of MNIST take 47 MB."""
+    root = Path(root)
     (path, pixels), (labels_path, labels) = (
         _read_part(root, split, part, axes) for part, axes in (("images-idx3", 3), ("labels-idx1", 1))
     )
@@ -50,28 +40,19 @@ def scan_idx(
         raise ValueError(f"{path} has {len(pixels):,} images, and {labels_path} {len(labels):,} labels")
     if math.prod(pixels.shape[1:]) > max_pixels:
         raise ValueError(f"{path} has images of {math.prod(pixels.shape[1:]):,} pixels; --max-pixels is {max_pixels:,}")
-    data_classes = class_names(root, int(labels.max()) + 1)
-    if classes is not None and classes != data_classes[: len(classes)]:
-        raise ValueError(
-            f"data {str(root)!r} has classes {', '.join(data_classes[:10])}, the model {', '.join(classes[:10])}"
-        )
-    classes = classes or data_classes
+    classes = class_names(root, int(labels.max()) + 1, classes)
     if labels.max() >= len(classes):
         raise ValueError(f"{labels_path} has class number {labels.max()}, but there are only {len(classes)} classes")
     images = [path / str(i) for i in range(len(pixels))]
-    return ImageFiles(images, labels.tolist(), classes, decode=partial(_decode, pixels), check=None)
+
+    def content(name: Path) -> Content:
+        return array_content(pixels[int(name.name)])
+
+    return ImageFiles(images, labels.tolist(), classes, partial(_decode, pixels), check=None, content=content)
 
 
 def read_idx(path: Path, axes: int) -> np.ndarray:
-    """The array of unsigned bytes in an IDX file.
-
-    Args:
-        path: the file; with the suffix .gz it is decompressed.
-        axes: expected number of axes.
-
-    Raises:
-        ValueError: the file is damaged, holds something else, or more than `MAX_BYTES`.
-    """
+    """The array of unsigned bytes in an IDX file."""
     if not path.is_file():  # opening a named pipe would wait for a writer
         raise ValueError(f"{path} is not a regular file")
     try:

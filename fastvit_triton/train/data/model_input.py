@@ -1,73 +1,48 @@
 """The preprocessing of a model's images, as its weights need it."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
-from ...preparation import data_config
-from .transform import Transform
+from ...preparation import DEFAULTS, data_config
+from .transform import Source, Transform
 
 MIN_AREA = 0.08  # of a random crop; Szegedy et al., arXiv:1409.4842, section 6
 
 
-def transforms(model: nn.Module, train: bool = False) -> Callable[[Image.Image], Tensor]:
-    """The preprocessing of a model, from an image to its input [C, H, W].
+def transforms(model: nn.Module | Mapping[str, Any], train: bool = False) -> Callable[[Source], Tensor]:
+    """The preprocessing of a model, from an image file or a PIL image to its input [C, H, W].
 
-    For evaluation it equals timm's `create_transform(**data_config(model))`. For training it takes a random crop of at
-    least 8 % of the area and mirrors it with probability 1/2; add other augmentations to it.
+    It decodes as `read_image`, as training and the commands do. For evaluation it then equals timm's
+    `create_transform(**data_config(model))`. For training it takes a random crop of at least 8 % of the area and
+    mirrors it with probability 1/2; add other augmentations to it.
 
     Args:
-        model: a model with `pretrained_cfg`, ours or timm's.
+        model: a model with `pretrained_cfg`, ours or timm's; or what `data_config` returns, such as the metadata of an
+            exported file.
         train: for training.
 
     Returns:
-        A `torchvision.transforms.v2.Compose` if torchvision can be imported and has such a crop, else our own
-        `Transform`, or a function that calls it with random seeds.
+        A `Transform`, or a function that calls it with random seeds.
+
+    Raises:
+        TypeError: the model is neither.
+        ValueError: an entry is missing or out of range.
     """
-    config = data_config(model)
-    if (pipeline := _torchvision(config, train)) is not None:
-        return pipeline
-    transform = transform_of(config)
-    return transform if not train else lambda image: transform(image, int(torch.randint(2**31, ())), min_area=MIN_AREA)
-
-
-def check_image(image: Image.Image | Tensor) -> Image.Image | Tensor:
-    """The image; raises TypeError for what torchvision would return as it is, such as a path or an array."""
-    if not isinstance(image, Image.Image | Tensor):
-        raise TypeError(f"image is of type {type(image).__name__}; give a PIL image, as PIL.Image.open returns it")
-    return image
+    transform = transform_of(model if isinstance(model, Mapping) else data_config(model))
+    return partial(_random_crop, transform) if train else transform
 
 
 def transform_of(config: Mapping[str, Any]) -> Transform:
-    """Our transform for a configuration with timm's keys.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
-    rest = {"crop_mode": config["crop_mode"], "interpolation": config["interpolation"]}
+    """Our transform for a configuration with timm's keys."""
+    if missing := [key for key in ("input_size", *DEFAULTS) if key not in config]:
+        raise ValueError(f"the preparation has no {missing[0]}; give what data_config returns")
+    rest = {"crop_mode": config["crop_mode"], "interpolation": config["interpolation"], "levels": config.get("levels")}
     return Transform(tuple(config["input_size"][1:]), config["mean"], config["std"], config["crop_pct"], **rest)
 
 
-def _torchvision(config: Mapping[str, Any], train: bool) -> Callable[[Image.Image], Tensor] | None:
-    """None if torchvision is not installed or was built for another PyTorch, or has no such crop."""
-    try:
-        from torchvision.transforms import InterpolationMode, v2
-    except (ImportError, RuntimeError):
-        return None
-    channels, *size = config["input_size"]
-    mode = InterpolationMode(config["interpolation"])
-    tall, wide = (int(side / config["crop_pct"]) for side in size)
-    if train:
-        steps = [v2.RandomResizedCrop(size, (MIN_AREA, 1.0), interpolation=mode), v2.RandomHorizontalFlip()]
-    elif config["crop_mode"] == "squash":
-        steps = [v2.Resize((tall, wide), mode), v2.CenterCrop(size)]
-    elif config["crop_mode"] == "center" and tall == wide:
-        steps = [v2.Resize(tall, mode), v2.CenterCrop(size)]
-    else:
-        return None
-    first = [check_image, *([v2.Grayscale() if channels == 1 else v2.RGB()] if channels in (1, 3) else [])]
-    last = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(config["mean"], config["std"])]
-    return v2.Compose([*first, *steps, *last])
+def _random_crop(transform: Transform, image: Source) -> Tensor:
+    return transform(image, int(torch.randint(2**31, ())), min_area=MIN_AREA)

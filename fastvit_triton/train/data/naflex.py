@@ -17,16 +17,7 @@ from ..ranges import PositiveInt, checked
 
 
 def fitting_grid(size: tuple[int, int], tokens: int, patch_size: tuple[int, int]) -> tuple[int, int]:
-    """The largest patch grid with an image's aspect ratio and at most `tokens` patches; at least 1 × 1.
-
-    Args:
-        size: (height, width) of the image, in pixels.
-        tokens: L.
-        patch_size: (height, width).
-
-    Returns:
-        (rows, columns).
-    """
+    """The largest patch grid with an image's aspect ratio and at most `tokens` patches; at least 1 × 1."""
     rows = size[0] / patch_size[0]
     columns = size[1] / patch_size[1]
     scale = math.sqrt(tokens / (rows * columns))

@@ -54,15 +54,10 @@ class RepeatedAugmentation(Sampler[int]):
 
 
 class SampleKey(NamedTuple):
-    """Index and crop seed of one image.
-
-    Attributes:
-        index: index of the image.
-        seed: seed of its random crop; None takes the centre crop.
-    """
+    """Index and crop seed of one image."""
 
     index: int  # type: ignore[assignment]  # hides tuple.index
-    seed: int | None
+    seed: int | None  # seed of its random crop; None takes the centre crop
 
 
 def batch_count(images: int, batch_size: int, fewest: int) -> int:
@@ -75,19 +70,9 @@ class SeededBatches(Sampler[list[SampleKey]]):
     """Batches of image indices, each with its own augmentation seed, drawn when an epoch starts.
 
     All ranks draw the same epoch, and each yields its slice of every batch.
-
-    Args:
-        count: images in the data set.
-        order: function that draws a random order [count]; None keeps the order and draws no seeds.
-        repeats: copies of each image in repeated augmentation; 1 disables it.
-        batch_size: images per batch, over all ranks.
-        world: processes among which each batch is divided.
-
-    Attributes:
-        fewest: a last batch of fewer images, after others, is left out.
     """
 
-    fewest = 1
+    fewest = 1  # a last batch of fewer images, after others, is left out
 
     def __init__(
         self, count: int, order: Callable[[], Tensor] | None, repeats: int, batch_size: int, world: World

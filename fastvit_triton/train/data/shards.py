@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..distributed import World
 from ..ranges import NonNegativeInt, PositiveInt, checked
-from .folder import ImageFiles, scan_folder
+from .folder import Content, ImageFiles, nfc, scan_folder
 from .tar import Member, read_members
 from .transform import MAX_PIXELS, SUFFIXES, join_names, read_image
 
@@ -39,12 +39,6 @@ class Samples(Sequence):
     """The images of some shards as paths `shard.tar/<offset>+<size>/<key>.jpg`, created on access.
 
     A path contains the byte range of its image; the sequence itself stores only tensors and one bytes object.
-
-    Args:
-        shards: the files.
-        numbers: index of each image's shard [N].
-        ranges: offset and size of each image in bytes [N, 2].
-        keys: names inside the shards.
     """
 
     def __init__(self, shards: list[Path], numbers: Tensor, ranges: Tensor, keys: list[str]) -> None:
@@ -68,31 +62,20 @@ class Samples(Sequence):
         return windowed(self.numbers.bincount(minlength=len(self.shards)).tolist())
 
 
-def is_shards(root: Path) -> bool:
+def is_shards(root: Path | str) -> bool:
     """True if the folder has training shards."""
-    return (root / "train").is_dir() and any((root / "train").glob("*.tar"))
+    return (folder := Path(root, "train")).is_dir() and any(folder.glob("*.tar"))
 
 
 def scan_shards(
-    root: Path,
+    root: Path | str,
     split: str,
     classes: tuple[str, ...] | None = None,
-    world: World | None = None,
     max_pixels: int = MAX_PIXELS,
+    world: World | None = None,
 ) -> ImageFiles:
-    """Indexes the images of one split. Collective: each rank reads some of the shards.
-
-    Args:
-        root: holds `train/` and `val/` with shards, and `classes.txt`; without it the class names are the numbers.
-        split: "train" or "val".
-        classes: class names of the model; None accepts those of the file.
-        world: processes among which the shards are divided.
-        max_pixels: larger images are unreadable.
-
-    Raises:
-        ValueError: there are no shards, a shard is damaged or not that of the index, an image has no class number, or
-            the classes differ.
-    """
+    """Indexes the images of one split. Collective: each rank reads some of the shards."""
+    root = Path(root)
     world = world or World()
     files = sorted((root / split).glob("*.tar"))
     if not files:
@@ -105,25 +88,27 @@ def scan_shards(
             raise ValueError(f"{file} has {len(tables[number])} images, but {listed[file]} by {INDEX}; copy it again")
     rows = [(number, member) for number in range(len(files)) for member in tables[number]]
     targets = [member.target for _, member in rows]
-    data_classes = class_names(root, max(targets) + 1)
-    if classes is not None and classes != data_classes[: len(classes)]:
-        raise ValueError(
-            f"data {str(root)!r} has classes {', '.join(data_classes[:10])}, the model {', '.join(classes[:10])}"
-        )
-    classes = classes or data_classes
+    classes = class_names(root, max(targets) + 1, classes)
     if max(targets) >= len(classes):
         raise ValueError(f"data {str(root)!r} has class number {max(targets)}, but only {len(classes)} class names")
     ranges = torch.tensor([(member.offset, member.size) for _, member in rows])
     samples = Samples(files, torch.tensor([number for number, _ in rows]), ranges, [member.name for _, member in rows])
-    return ImageFiles(samples, targets, classes, decode=partial(read_sample, max_pixels=max_pixels), check=None)
+    decode = partial(read_sample, max_pixels=max_pixels)
+    return ImageFiles(samples, targets, classes, decode, check=None, content=sample_content)
 
 
-def read_sample(path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Decodes the image at a path from `Samples`; raises one of `DECODE_ERRORS`."""
+def sample_content(path: Path) -> Content:
+    """The bytes of the image at a path from `Samples`."""
     offset, size = map(int, path.parent.name.split("+"))
-    with open(path.parent.parent, "rb") as shard:
-        shard.seek(offset)
-        return read_image(io.BytesIO(shard.read(size)), max_pixels)
+    return Content(lambda: path.parent.parent.open("rb"), offset, size)
+
+
+def read_sample(path: Path, max_pixels: int = MAX_PIXELS, levels: float | None = None) -> Image.Image:
+    """Decodes the image at a path from `Samples`, as `read_image` does; raises one of `DECODE_ERRORS`."""
+    content = sample_content(path)
+    with content.open() as shard:
+        shard.seek(content.start)
+        return read_image(io.BytesIO(shard.read(content.size)), max_pixels, levels)
 
 
 def windowed(counts: list[int], window: int = 64) -> Tensor:
@@ -131,13 +116,6 @@ def windowed(counts: list[int], window: int = 64) -> Tensor:
 
     Shuffles the shards, then all samples within each group of `window` shards. With at most `window` shards the order
     is uniformly random.
-
-    Args:
-        counts: samples in each shard.
-        window: shards in a group.
-
-    Returns:
-        A permutation of 0 … Σ counts − 1.
     """
     starts = torch.tensor([0, *counts]).cumsum(0).tolist()
     samples = [torch.arange(starts[i], starts[i + 1]) for i in torch.randperm(len(counts)).tolist()]
@@ -226,16 +204,22 @@ def _labelled_images(shard: Path) -> list[_Labelled]:
     return [_Labelled(*member, int(labels[key])) for key, member in images.items()]
 
 
-def class_names(root: Path, count: int) -> tuple[str, ...]:
-    """The lines of `classes.txt`, or the numbers below `count` if there is no such file."""
+def class_names(root: Path, count: int, known: tuple[str, ...] | None = None) -> tuple[str, ...]:
+    """The classes of a model if `known`, and if those of the data begin so; else those of the data.
+
+    They are the lines of `classes.txt`, or the numbers below `count` if there is no such file.
+    """
     path = root / CLASSES
-    if not path.exists():
-        return tuple(map(str, range(count)))
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except ValueError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
-    return tuple(text.removesuffix("\n").split("\n")) if text else ()
+    names = tuple(map(str, range(count)))
+    if path.exists():
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except ValueError as error:
+            raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+        names = tuple(nfc(text).removesuffix("\n").split("\n")) if text else ()
+    if known is not None and known != names[: len(known)]:
+        raise ValueError(f"data {str(root)!r} has classes {', '.join(names[:10])}, the model {', '.join(known[:10])}")
+    return known or names
 
 
 def _make_index(root: Path) -> dict[str, dict[str, int]]:

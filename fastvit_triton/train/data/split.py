@@ -19,29 +19,16 @@ class Split:
 
     Of each class, a fraction of the images is for testing: those whose name has the smallest hash with the seed, so the
     division depends neither on the platform nor on the order of the files.
-
-    Attributes:
-        fraction: of each class, in (0, 1); at least one image is for testing, and at least one for training.
-        seed: of the hash.
-        test: names of the test images, as an earlier run stored them; images that it does not name are for training.
-            None divides anew.
     """
 
-    fraction: float
-    seed: int
+    fraction: float  # of each class, in (0, 1); at least one image is for testing, and at least one for training
+    seed: int  # of the hash
+    # names of the test images, as an earlier run stored them; images that it does not name are for training. None
+    # divides anew
     test: frozenset[str] | None = None
 
     def part(self, images: ImageFiles, root: Path, split: str) -> ImageFiles:
-        """The training or the test images.
-
-        Args:
-            images: all images.
-            root: names are relative to it.
-            split: "train" or "val".
-
-        Raises:
-            ValueError: a class has fewer than two images.
-        """
+        """The training or the test images."""
         names = [path.relative_to(root).as_posix() for path in images.files]
         test = self._test_names(names, images) if self.test is None else self.test
         kept = [i for i, name in enumerate(names) if (name in test) == (split == "val")]
@@ -69,13 +56,7 @@ class Split:
 
 
 def write_split(path: Path, split: Split, test: Any) -> None:
-    """Writes a split with the names of its test images, atomically.
-
-    Args:
-        path: file to write.
-        split: the split.
-        test: the `FolderBatches` of the test images.
-    """
+    """Writes a split with the names of its test images, atomically."""
     names = [file.relative_to(test.root).as_posix() for file in test.files]
     entries = {"val_split": split.fraction, "seed": split.seed, "test": names}
     with replacing(path) as temporary:
@@ -83,11 +64,7 @@ def write_split(path: Path, split: Split, test: Any) -> None:
 
 
 def read_split(path: Path, split: Split) -> Split:
-    """The split with the test images that a run stored at `path`; `split` itself if there is no such file.
-
-    Raises:
-        ValueError: the file is damaged, or is that of another split.
-    """
+    """The split with the test images that a run stored at `path`; `split` itself if there is no such file."""
     if not path.exists():
         return split
     try:

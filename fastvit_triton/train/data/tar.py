@@ -26,12 +26,7 @@ class Member(NamedTuple):
 
 
 def read_members(path: Path) -> Iterator[Member]:
-    """The regular files of an archive, in order.
-
-    Raises:
-        ValueError: the archive is damaged, cut short, has sparse members, or has more than `MAX_MEMBERS`.
-        OSError: the file cannot be read.
-    """
+    """The regular files of an archive, in order."""
     total = path.stat().st_size
     extension: dict[str, Any] = {}
     with open(path, "rb") as file:

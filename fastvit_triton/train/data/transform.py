@@ -1,28 +1,37 @@
 """Decodes image files and transforms them to model input: crop, resize, augment, normalise."""
 
+import os
 import re
 import stat
 import struct
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, TiffImagePlugin, WebPImagePlugin  # noqa: F401  (the plugins register their formats)
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, WebPImagePlugin  # noqa: F401  (the plugins register their formats)
 from torch import Tensor
 
 from ..augment.policy import Policy
-from ..ranges import FractionAbove0, ImageSide, NonNegativeInt, Probability, check_fields, checked
+from ..ranges import FractionAbove0, ImageSide, NonNegativeInt, Positive, Probability, check_fields, checked
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # of these suffixes; Pillow reads MPO as JPEG
 MAX_PIXELS = 2**26  # 8192 x 8192
+ORIENTATION = 0x0112  # the tag of EXIF
+
+Source = str | os.PathLike | BinaryIO | Image.Image  # what `read_image` decodes
 
 # Exceptions that Pillow raises on a file that is not an image or is damaged.
 DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
+
+
+class TooLarge(ValueError):
+    """An image has more pixels than may be decoded."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,7 @@ class Transform:
         crop_mode: "box" resamples the exact box in one step; timm's "center", "squash" and "border" first resize the
             shorter side, both sides or the longer side to `size` / `crop`; the border has the mean colour.
         interpolation: of the resizing, with antialiasing.
+        levels: value of white in images of more than 8 bits, for `read_image`; None takes the usual range.
     """
 
     size: tuple[ImageSide, ImageSide]
@@ -45,6 +55,7 @@ class Transform:
     crop: FractionAbove0 = 1.0
     crop_mode: Literal["box", "center", "squash", "border"] = "box"
     interpolation: Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"] = "bilinear"
+    levels: Annotated[Positive | None, "the usual range"] = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -56,25 +67,18 @@ class Transform:
     @checked
     def __call__(
         self,
-        image: Image.Image,
+        image: Source,
         seed: Annotated[NonNegativeInt | None, "the centre crop"] = None,
         min_area: FractionAbove0 = 0.35,
         flip: bool = True,
         policy: Policy | None = None,
     ) -> Tensor:
-        """Crops, resizes, augments and normalises an image of any size.
-
-        Args:
-            image: as `read_image` returns it.
-            seed: seed of a random crop, for training; None takes the centre crop without augmentation.
-            min_area: smallest fraction of the area in a random crop (Szegedy et al., arXiv:1409.4842, section 6).
-            flip: mirror each random crop with probability 1/2.
-            policy: augmentation of a random crop, such as `rand_augment`.
-
-        Returns:
-            [C, H, W], normalised by mean and std.
-        """
+        """Decodes, crops, resizes, augments and normalises an image of any size."""
         height, width = self.size
+        try:
+            image = read_image(image, levels=self.levels)
+        except DECODE_ERRORS as error:
+            raise ValueError(f"{image} cannot be read as an image: {reason_of(error)}") from error
         image = image.convert("L" if len(self.mean) == 1 else "RGB")
         resampling = Image.Resampling[self.interpolation.upper()]
         if seed is None and self.crop_mode != "box":
@@ -132,31 +136,97 @@ class Transform:
         return (images * _column(self.std, images) + _column(self.mean, images)).clamp(0, 1)
 
 
-def read_image(path: Path | BinaryIO, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def read_image(
+    image: Source, max_pixels: int = MAX_PIXELS, levels: Annotated[Positive | None, "a usual range"] = None
+) -> Image.Image:
     """Decodes an image: applies the EXIF orientation, converts to 8 bits per channel, puts transparency on white.
 
+    Training, the commands, `transforms` and `predict` decode by this function. What it returned, it leaves unchanged.
+
+    Values of more than 8 bits have one range for all images: 0 to 65535 for 16 bits without a sign (12 bits: 4095), 0
+    to 1 for floats. 32 bits, and integers with a sign, have none; `levels` states it. No image is stretched to its own.
+
     Args:
-        path: a file of one of `FORMATS`, whatever its suffix.
-        max_pixels: largest image to decode; its size is read from the header.
+        image: a path or an open file of one of `FORMATS`, whatever its suffix; or a PIL image, of any size.
+        max_pixels: largest image of a file to decode; its size is read from the header.
+        levels: value of white in images of more than 8 bits; None takes the usual range.
 
     Raises:
-        One of `DECODE_ERRORS`: the file cannot be decoded, or the image is larger.
+        One of `DECODE_ERRORS`: the file cannot be decoded, the image is larger, or a value is outside the range.
+        TypeError: the image is something else.
     """
-    with open(path, "rb") if isinstance(path, Path) else nullcontext(path) as file:
-        try:
-            image = ImageOps.exif_transpose(_open_image(file, max_pixels))
-        except (TypeError, LookupError, ArithmeticError, AttributeError) as error:  # Pillow's, at damaged tags
-            raise ValueError(f"damaged image: {error}") from error
-        if image.mode.startswith("I") or image.mode == "F":  # 16 or 32 bits per pixel
-            levels = np.asarray(image, dtype=np.float64)
-            maximum = 65535 if image.mode.startswith("I") else max(levels.max(), 1e-12)
-            return Image.fromarray((levels / maximum * 255).clip(0, 255).astype(np.uint8))
+    if not isinstance(image, str | os.PathLike | Image.Image) and not hasattr(image, "read"):
+        raise TypeError(f"image is of type {type(image).__name__}; give the path of a file, or a PIL image")
+    source: Any = image
+    if isinstance(image, str | os.PathLike):
+        check_regular(Path(image))
+        source = open(image, "rb")
+    with nullcontext(source) if source is image else source as file:
+        with _damaged_tags():
+            stored: Any = file if isinstance(file, Image.Image) else _open_image(cast(BinaryIO, file), max_pixels)
+            depth = _depth(stored)
+            image = _upright(stored)
+        if depth is not None and not depth.colour:
+            return _eight_bits(image, depth, levels)
+        if depth is not None and levels not in (None, depth.white):
+            raise ValueError(f"has {depth.kind}, which are read in 0 … {depth.white:g} only; --levels is {levels:g}")
         if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
             background = Image.new("RGBA", image.size, "white")
             background.alpha_composite(image.convert("RGBA"))
             return background.convert("RGB")
         image.load()
         return image
+
+
+class _Depth(NamedTuple):
+    """How a file stores pixels of more than 8 bits, or with a sign."""
+
+    kind: str  # of the numbers
+    white: float | None  # the usual value of white; None if there is none
+    inverted: bool = False  # 0 is white
+    own: bool = False  # the file states its range, by which Pillow has scaled the values
+    colour: bool = False  # Pillow keeps the upper 8 of 16 bits
+    dtype: Any = None  # of the numbers, where Pillow's array has another one of the same size
+
+
+def _depth(image: Any) -> _Depth | None:
+    """How an image that is not decoded yet stores its pixels; None for 8 bits without a sign."""
+    tile: Any = getattr(image, "tile", ())  # an image that was not read from a file has none
+    codec, _, _, layout = tile[0] if tile else ("", None, 0, "")
+    form, bits, inverted = 1, 16, False
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        form = image.tag_v2.get(TiffImagePlugin.SAMPLEFORMAT, (1,))[0]
+        bits = image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (1,))[0]
+        inverted = image.tag_v2.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0
+    if image.mode == "F":
+        return _Depth("floats", 1.0, inverted)
+    if form == 2:
+        return _Depth(f"{bits}-bit integers with a sign", None, inverted, dtype=np.int8 if bits == 8 else None)
+    if image.mode.startswith("I"):
+        own = codec.startswith("ppm")
+        if bits > 16:
+            return _Depth(f"{bits}-bit integers", None, inverted, dtype=np.uint32)
+        return _Depth(f"{bits}-bit integers", 2.0**bits - 1, inverted, own)
+    return _Depth("16-bit colours", 65535, colour=True) if ";16" in str(layout) else None
+
+
+def _eight_bits(image: Image.Image, depth: _Depth, levels: float | None) -> Image.Image:
+    """The image with 8 bits per channel; ValueError if its range is unknown or a value is outside it."""
+    white = depth.white if levels is None or depth.own else levels
+    values = np.asarray(image)
+    values = (values if depth.dtype is None else values.view(depth.dtype)).astype(np.float64)
+    low = values.min()
+    high = values.max()
+    if not (np.isfinite(low) and np.isfinite(high)):
+        raise ValueError("damaged image: it has values that are not finite")
+    found = f"has {depth.kind} from {low:.10g} to {high:.10g}"
+    if white is None:
+        raise ValueError(f"{found}, which have no usual range; pass --levels with the value of white")
+    if low < -white / 510 or high > white + white / 510:  # by more than half a level of 8 bits
+        advice = "convert negative values" if low < 0 else "pass --levels with the value of white"
+        raise ValueError(f"{found}, which are read in 0 … {white:.10g}; {advice}")
+    share = values / white
+    return Image.fromarray((255 * (1 - share if depth.inverted else share)).round().clip(0, 255).astype(np.uint8))
 
 
 def save_image(image: Tensor, path: Path, side: int = 128) -> None:
@@ -166,28 +236,72 @@ def save_image(image: Tensor, path: Path, side: int = 128) -> None:
     Image.fromarray(levels.repeat(repeat, 0).repeat(repeat, 1)).save(path, format="PNG")
 
 
-def find_defect(path: Path, decode: bool = False, max_pixels: int = MAX_PIXELS) -> str | None:
-    """Checks an image file; returns why it is unusable, in a few words, or None.
-
-    Args:
-        path: the file.
-        decode: decode all pixels; False reads the header only, which detects empty and non-image files in about 0.1 ms.
-        max_pixels: largest usable image.
-    """
+def find_defect(
+    path: Path, decode: bool = False, max_pixels: int = MAX_PIXELS, levels: float | None = None
+) -> str | None:
+    """Checks an image file; returns why it is unusable, in a few words, or None."""
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            return "not a regular file"  # opening a named pipe would wait for a writer
-        if status.st_size == 0:
-            return "empty file"
+        read_header(path, max_pixels)
         if decode:
-            read_image(path, max_pixels)
-        else:
-            with open(path, "rb") as file:
-                _open_image(file, max_pixels)
+            read_image(path, max_pixels, levels)
     except DECODE_ERRORS as error:
         return reason_of(error)
     return None
+
+
+class Header(NamedTuple):
+    """What the first bytes of an image file say."""
+
+    stored: tuple[int, int]  # (width, height) of the pixels in the file
+    orientation: int  # 1 to 8 of EXIF; what turns the stored image upright
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(width, height) of the upright image, as `read_image` returns it."""
+        return self.stored[::-1] if self.orientation >= 5 else self.stored
+
+
+def read_header(path: Path, max_pixels: int = MAX_PIXELS) -> Header:
+    """Reads the header of an image file, in about 0.1 ms."""
+    check_regular(path)
+    if path.stat().st_size == 0:
+        raise ValueError("empty file")
+    with open(path, "rb") as file:
+        image = _open_image(file, max_pixels)
+        with _damaged_tags():
+            # A PNG would be decoded to look for EXIF behind its pixels.
+            exif = Image.Image.getexif(image) if image.format == "PNG" else image.getexif()
+            orientation = exif.get(ORIENTATION, 1)
+            size = image.size
+            if isinstance(image, TiffImagePlugin.TiffImageFile):  # of which Pillow may give that of the upright image
+                size = image.tag_v2[TiffImagePlugin.IMAGEWIDTH], image.tag_v2[TiffImagePlugin.IMAGELENGTH]
+        return Header(size, int(orientation) if orientation in range(1, 9) else 1)
+
+
+def is_image(path: Path) -> bool:
+    """True if the first bytes of a file are those of an image, whatever its name."""
+    try:
+        read_header(path)
+    except TooLarge:
+        return True
+    except DECODE_ERRORS:
+        return False
+    return True
+
+
+def usual_white(path: Path) -> float | None:
+    """The value of white in an image file of more than 8 bits, see `read_image`; None for others and without a file."""
+    if not path.is_file():
+        return None
+    with open(path, "rb") as file, _damaged_tags():
+        depth = _depth(_open_image(file, MAX_PIXELS))
+    return None if depth is None else depth.white
+
+
+def check_regular(path: Path) -> None:
+    """Raises ValueError unless there is a regular file: a named pipe would wait for a writer, a device may not end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("not a regular file")
 
 
 def reason_of(error: Exception) -> str:
@@ -198,6 +312,15 @@ def reason_of(error: Exception) -> str:
 def join_names(names: list[str], limit: int = 10) -> str:
     """The first `limit` names, comma-separated, then "and … more"."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+@contextmanager
+def _damaged_tags() -> Iterator[None]:
+    """Converts the errors that Pillow raises at damaged tags to ValueError."""
+    try:
+        yield
+    except (TypeError, LookupError, ArithmeticError, AttributeError) as error:
+        raise ValueError(f"damaged image: {error}") from error
 
 
 def _open_image(file: BinaryIO, max_pixels: int) -> Image.Image:
@@ -224,10 +347,16 @@ def _open_image(file: BinaryIO, max_pixels: int) -> Image.Image:
     except (SyntaxError, IndexError, TypeError, struct.error):  # as in `Image.open`
         image, pixels = None, 0
     if pixels > max_pixels:
-        raise ValueError(f"has {pixels:,} pixels, more than --max-pixels {max_pixels:,}")
+        raise TooLarge(f"has {pixels:,} pixels, more than --max-pixels {max_pixels:,}")
     if image is None:
         raise Image.UnidentifiedImageError("not an image")
     return image
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """The image turned as its EXIF orientation says; it is not copied if it has none."""
+    image.load()  # a PNG may have its EXIF data after its pixels
+    return ImageOps.exif_transpose(image) if image.getexif().get(ExifTags.Base.Orientation, 1) != 1 else image
 
 
 def _colour(values: tuple[int, ...] | None) -> Any:

@@ -6,12 +6,14 @@ A target is a dict of an image's objects: `labels` [n] and `boxes` [n, 4], centr
 from .augment import augment
 from .average_precision import average_precision
 from .boxes import from_corners, generalized_iou, intersection_over_union, to_corners
-from .coco import DetectionFiles, fractions, load_coco, load_yolo, scan_detection
-from .criterion import DEFORMABLE, DETR, SetCriterion, criterion_of, detected
+from .coco import load_coco
+from .criterion import DEFORMABLE, DETR, Costs, SetCriterion, criterion_of, detected, match
 from .evaluate import evaluate_detector
-from .load import has_boxes, load_detection_test
-from .matching import Costs, match
+from .load import has_boxes, load_detection_test, scan_detection
+from .objects import DetectionFiles, fractions
 from .scenes import scenes
+from .shapes import shapes
+from .yolo import load_yolo
 
 __all__ = [
     "DEFORMABLE",
@@ -35,5 +37,6 @@ __all__ = [
     "match",
     "scan_detection",
     "scenes",
+    "shapes",
     "to_corners",
 ]

@@ -24,17 +24,7 @@ def augment(
     before_crop: tuple[int, ...] = BEFORE_CROP,
     crop: tuple[int, int] = CROP,
 ) -> tuple[Image.Image, Target]:
-    """Mirrors with probability 1/2; then, with probability 1/2, scales and crops; then scales.
-
-    Args:
-        image: of any size.
-        target: its boxes.
-        generator: source of all random numbers.
-        shortest: sides of which one is drawn for the shorter side.
-        longest: limit of the longer side.
-        before_crop: the same sides for the scaling before a crop.
-        crop: least and largest side of the crop.
-    """
+    """Mirrors with probability 1/2; then, with probability 1/2, scales and crops; then scales."""
     if torch.rand((), generator=generator).item() < 0.5:
         image, target = mirror(image, target)
     if torch.rand((), generator=generator).item() < 0.5:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from ...intervals import Z
+
 THRESHOLDS = np.linspace(0.5, 0.95, 10)
 RECALLS = np.linspace(0, 1, 101)
 AREAS = {"all": (0.0, 1e10), "small": (0.0, 32.0**2), "medium": (32.0**2, 96.0**2), "large": (96.0**2, 1e10)}
@@ -23,39 +25,24 @@ NAMES = (
 
 
 class _Matched(NamedTuple):
-    """Detections of one image and class, best first, for A ranges of area and T thresholds.
+    """Detections of one image and class, best first, for A ranges of area and T thresholds."""
 
-    Attributes:
-        scores: [D].
-        hit: [A, T, D], matched to an object.
-        ignored: [A, T, D], neither right nor wrong.
-        objects: [A], objects that count.
-    """
-
-    scores: Any
-    hit: Any
-    ignored: Any
-    objects: Any
+    scores: Any  # [D]
+    hit: Any  # [A, T, D], matched to an object
+    ignored: Any  # [A, T, D], neither right nor wrong
+    objects: Any  # [A], objects that count
 
 
 def average_precision(
-    detections: Sequence[Mapping[str, Tensor]], targets: Sequence[Mapping[str, Tensor]]
+    detections: Sequence[Mapping[str, Tensor]], targets: Sequence[Mapping[str, Tensor]], draws: int = 0
 ) -> dict[str, float]:
-    """COCO's twelve numbers, by the names of `NAMES`; −1 where there is no object.
-
-    Args:
-        detections: for each image `boxes` [n, 4], corners in pixels, `labels` [n] and `scores` [n].
-        targets: for each image `boxes` [m, 4], corners in pixels, and `labels` [m]; if given, `areas` [m], by default
-            those of the boxes, and `crowd` [m], True for a box around many objects, which is never missed.
-
-    Returns:
-        `ap`, `ap50`, `ap75`; `ap_small`, `_medium`, `_large` (area below 32² pixels, below 96², above); `ar_1`, `_10`,
-        `_100`, the recall with so many detections per image; `ar_small`, `_medium`, `_large`.
-    """
+    """COCO's twelve numbers, by the names of `NAMES`; −1 where there is no object."""
     by_class: defaultdict[int, list[_Matched]] = defaultdict(list)
-    for detected, target in zip(detections, targets, strict=True):
+    images: defaultdict[int, list[int]] = defaultdict(list)  # those of each class
+    for image, (detected, target) in enumerate(zip(detections, targets, strict=True)):
         for label, matched in _match_image(_numbers(detected), _numbers(target)):
             by_class[label].append(matched)
+            images[label].append(image)
     curves = [_curves(by_class[label]) for label in sorted(by_class)]
     shape = (len(curves), len(AREAS), len(MOST), len(THRESHOLDS))
     precision = np.array([p for p, _ in curves]).reshape(*shape, len(RECALLS))
@@ -70,7 +57,62 @@ def average_precision(
     numbers += [mean(precision[:, area, last]) for area in (1, 2, 3)]
     numbers += [mean(recall[:, 0, most]) for most in range(len(MOST))]
     numbers += [mean(recall[:, area, last]) for area in (1, 2, 3)]
-    return dict(zip(NAMES, numbers, strict=True))
+    scores = dict(zip(NAMES, numbers, strict=True))
+    return scores | (_intervals(scores, by_class, images, len(detections), draws) if draws else {})
+
+
+def _intervals(
+    scores: Mapping[str, float],
+    by_class: Mapping[int, list[_Matched]],
+    images: Mapping[int, list[int]],
+    total: int,
+    draws: int,
+) -> dict[str, float]:
+    """95 % intervals of `ap`, `ap50` and `ap75`: ± 1.96 standard deviations over images drawn with replacement.
+
+    The draws are the same in each call. Bounds are −1 where all draws give the same value, such as for a perfect score:
+    a bootstrap then says nothing. Of few images the intervals are too narrow, as the score itself is then too high:
+    simulated detectors of three classes are inside for 92 to 94 % of sets of 100 images, and 84 to 90 % of 24. The
+    percentiles of the draws, which lie above the score, were worse. Source: Efron & Tibshirani, An introduction to the
+    bootstrap, 1993, chapters 6 and 13.
+    """
+    weights = np.random.default_rng(0).multinomial(total, np.full(total, 1 / total), size=draws)  # [draws, images]
+    precision = np.full((draws, len(by_class), len(THRESHOLDS)), np.nan)
+    for c, label in enumerate(by_class):
+        precision[:, c] = _drawn(by_class[label], weights[:, images[label]])
+    bounds = {}
+    for name, thresholds in {"ap": range(len(THRESHOLDS)), "ap50": [0], "ap75": [5]}.items():
+        values = precision[:, :, list(thresholds)].reshape(draws, -1)
+        values = np.nanmean(values[~np.isnan(values).all(1)], 1)  # draws without any object have none
+        half = Z * values.std(ddof=1) if len(values) > 1 else 0.0
+        inside = [max(scores[name] - half, 0.0), min(scores[name] + half, 1.0)]
+        bounds[f"{name}_low"], bounds[f"{name}_high"] = map(float, inside if half > 1e-9 else (-1.0, -1.0))
+    return bounds
+
+
+def _drawn(images: list[_Matched], weights: Any) -> Any:
+    """Average precision [draws, T] of one class whose images count `weights` [draws, images] times; NaN of none."""
+    lengths = [len(image.scores) for image in images]
+    order = np.argsort(-np.concatenate([image.scores for image in images]), kind="stable")
+    of = np.repeat(np.arange(len(images)), lengths)[order]  # the image of each detection
+    hit, ignored = (
+        np.concatenate([part[0] for part in parts], -1)[:, order]
+        for parts in ([image.hit for image in images], [image.ignored for image in images])
+    )
+    objects = weights @ np.array([image.objects[0] for image in images])
+    found = np.full((len(weights), len(THRESHOLDS)), np.nan)
+    for i in np.flatnonzero(objects):
+        right = np.cumsum((hit & ~ignored) * weights[i, of], -1, dtype=np.float64)  # [T, D]
+        wrong = np.cumsum((~hit & ~ignored) * weights[i, of], -1, dtype=np.float64)
+        found[i] = [_at_recalls(r, w, objects[i]).mean() for r, w in zip(right, wrong, strict=True)]
+    return found
+
+
+def _at_recalls(right: Any, wrong: Any, objects: int) -> Any:
+    """Precision at each recall of `RECALLS`, from the numbers of right and wrong detections [D], best first."""
+    precisions = right / (right + wrong + np.spacing(1))
+    precisions = np.maximum.accumulate(precisions[::-1])[::-1]  # does not rise with recall
+    return np.append(precisions, 0.0)[np.searchsorted(right / objects, RECALLS)]
 
 
 def _numbers(values: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -146,10 +188,6 @@ def _curves(images: list[_Matched]) -> tuple[Any, Any]:
         wrong = np.cumsum(~hit & ~ignored, -1, dtype=np.float64)
         for a in np.flatnonzero(objects):
             for t in range(len(THRESHOLDS)):
-                recalls = right[a, t] / objects[a]
-                precisions = right[a, t] / (right[a, t] + wrong[a, t] + np.spacing(1))
-                precisions = np.maximum.accumulate(precisions[::-1])[::-1]  # does not rise with recall
-                at = np.searchsorted(recalls, RECALLS)
-                precision[a, m, t] = np.append(precisions, 0.0)[at]
-                recall[a, m, t] = recalls[-1] if recalls.size else 0.0
+                precision[a, m, t] = _at_recalls(right[a, t], wrong[a, t], objects[a])
+                recall[a, m, t] = right[a, t, -1] / objects[a] if right.shape[-1] else 0.0
     return precision, recall

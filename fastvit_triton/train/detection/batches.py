@@ -1,4 +1,4 @@
-"""Batches of images with boxes: composed scenes in memory, and image files."""
+"""Batches of images with boxes: composed images in memory, and image files."""
 
 import zlib
 from collections.abc import Iterator
@@ -8,29 +8,20 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from ..data import TensorBatches
-from ..data.folder import Batch, FolderBatches, Sample, unreadable
+from ..data.folder import FolderBatches, ImageDataset, Sample
 from ..data.sampler import SampleKey
 from ..data.transform import DECODE_ERRORS, Transform, reason_of
 from .augment import BEFORE_CROP, CROP, LONGEST, SHORTEST, augment, scale
 from .boxes import to_corners
-from .coco import fractions
+from .objects import fractions
 
 USUAL = SHORTEST[-1]  # pixels of the shorter side, for which `LONGEST` and the sides of the augmentation are meant
 
 
 class SceneBatches(TensorBatches):
-    """Batches of scenes in memory; for training they come in random order, without augmentation.
-
-    Args:
-        images: [N, C, H, W].
-        targets: for each `labels` [n] and `boxes` [n, 4], centre and size in fractions of the image.
-        transform: preprocessing; only its normalisation is used.
-        batch_size: images per batch.
-        shuffled: draw the order of each epoch from PyTorch's global generator.
-    """
+    """Batches of composed images in memory; for training they come in random order, without augmentation."""
 
     targets: Any
 
@@ -48,16 +39,51 @@ class SceneBatches(TensorBatches):
     def _stream(self, batches: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, Any]]:
         for chosen in batches:
             self.indices = chosen.tolist()
-            yield self.transform.normalise(self.images[chosen]), [self.targets[i] for i in self.indices]
+            yield self.transform.normalise(self._values(chosen)), [self.targets[i] for i in self.indices]
+
+    def _values(self, chosen: Tensor | int) -> Tensor:
+        """Images in [0, 1], also if they are bytes."""
+        images = self.images[chosen]
+        return images if images.is_floating_point() else images / 255
 
     def display_image(self, i: int) -> Tensor:
         """Image i, [C, H, W] in [0, 1]."""
-        return self.images[i].clamp(0, 1)
+        return self._values(i).clamp(0, 1)
 
     def digest(self) -> str:
         """The number of images, and a CRC-32 of their pixels and boxes."""
         boxes = torch.cat([target["boxes"] for target in self.targets]).numpy()
         return f"{len(self.images)} images, {zlib.crc32(boxes.data, zlib.crc32(self.images.numpy().data)):08x}"
+
+
+class BoxDataset(ImageDataset):
+    """Maps a `SampleKey` to a `Sample` of a `BoxBatches`; a key without a seed is not augmented."""
+
+    def __getitem__(self, key: SampleKey) -> Sample:
+        path = self.files[key.index]
+        truth: Any = self.targets[key.index]
+        try:
+            image = _converted(self.decode(path), self.transform)
+        except DECODE_ERRORS as error:
+            return Sample(None, None, key.index, path, reason_of(error))
+        shortest, longest = _sides(self.transform)
+        target = truth
+        original = (image.height, image.width)
+        if key.seed is None:
+            image, target = scale(image, target, shortest, longest)
+        else:
+            generator = torch.Generator().manual_seed(key.seed)
+            sides, before, (least, most) = (_scaled(part, shortest) for part in (SHORTEST, BEFORE_CROP, CROP))
+            image, target = augment(image, target, generator, sides, longest, before, (least, most))
+        target = fractions(target, image.size) | dict(size=(image.height, image.width), original=original, truth=truth)
+        return Sample(self.transform.tensor(image), target, key.index, path, "")
+
+
+def padded(images: list[Any]) -> Tensor:
+    """Images [C, h, w] as a batch [B, C, H, W], with zeros below and right."""
+    height = max(image.shape[1] for image in images)
+    width = max(image.shape[2] for image in images)
+    return torch.stack([F.pad(image, (0, width - image.shape[2], 0, height - image.shape[1])) for image in images])
 
 
 class BoxBatches(FolderBatches):
@@ -69,17 +95,9 @@ class BoxBatches(FolderBatches):
     `average_precision` takes. The arguments are those of `FolderBatches`; the targets are those of `DetectionFiles`.
     """
 
-    def dataset(self, crop: dict | None) -> Dataset:
-        """From a `SampleKey` to a `Sample`; None does not augment."""
-        return _BoxDataset(self)
-
-    @staticmethod
-    def collate(samples: list[Sample]) -> Batch:
-        """The samples that can be read, padded."""
-        good = [sample for sample in samples if sample.image is not None]
-        images = padded([sample.image for sample in good]) if good else torch.empty(0)
-        targets = [sample.target for sample in good]
-        return Batch(images, targets, [sample.index for sample in good], unreadable(samples))
+    dataset = BoxDataset
+    stack = staticmethod(padded)
+    join = staticmethod(lambda targets: targets)
 
     def display_image(self, i: int) -> Tensor:
         """Readable image i, whole, [C, H, W] in [0, 1]."""
@@ -95,13 +113,6 @@ class BoxBatches(FolderBatches):
             total = zlib.crc32(f"{name}\0{path.stat().st_size if path.exists() else 0}\0".encode(), total)
             total = zlib.crc32(target["labels"].numpy().data, zlib.crc32(target["boxes"].numpy().data, total))
         return f"{len(self.files)} images, {total:08x}"
-
-
-def padded(images: list[Any]) -> Tensor:
-    """Images [C, h, w] as a batch [B, C, H, W], with zeros below and right."""
-    height = max(image.shape[1] for image in images)
-    width = max(image.shape[2] for image in images)
-    return torch.stack([F.pad(image, (0, width - image.shape[2], 0, height - image.shape[1])) for image in images])
 
 
 def prepared(image: Image.Image, transform: Transform) -> Tensor:
@@ -123,42 +134,3 @@ def _sides(transform: Transform) -> tuple[int, int]:
 def _scaled(sides: tuple[int, ...], shortest: int) -> tuple[int, ...]:
     """Sides of the authors' augmentation for images whose shorter side is another one."""
     return tuple(max(round(side * shortest / USUAL), 1) for side in sides)
-
-
-class _BoxDataset(Dataset):
-    """Maps a `SampleKey` to a `Sample` of a `BoxBatches`; a key without a seed is not augmented."""
-
-    def __init__(self, batches: BoxBatches) -> None:
-        self.files = batches.files
-        self.targets = batches.targets
-        self.transform = batches.transform
-        self.decode = batches.decode
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, key: SampleKey) -> Sample:
-        path = self.files[key.index]
-        truth: Any = self.targets[key.index]
-        try:
-            image = _converted(self.decode(path), self.transform)
-            _check_inside(truth["boxes"], image.size)
-        except DECODE_ERRORS as error:
-            return Sample(None, None, key.index, path, reason_of(error))
-        shortest, longest = _sides(self.transform)
-        target = truth
-        original = (image.height, image.width)
-        if key.seed is None:
-            image, target = scale(image, target, shortest, longest)
-        else:
-            generator = torch.Generator().manual_seed(key.seed)
-            sides, before, (least, most) = (_scaled(part, shortest) for part in (SHORTEST, BEFORE_CROP, CROP))
-            image, target = augment(image, target, generator, sides, longest, before, (least, most))
-        target = fractions(target, image.size) | dict(size=(image.height, image.width), original=original, truth=truth)
-        return Sample(self.transform.tensor(image), target, key.index, path, "")
-
-
-def _check_inside(boxes: Tensor, size: tuple[int, int]) -> None:
-    """Raises ValueError if a box reaches beyond an image of this (width, height), by more than rounding."""
-    if len(boxes) and bool((boxes[:, 2:].amax(0) > torch.tensor(size) + 1).any()):
-        raise ValueError(f"its boxes are for a larger image than {size[0]} x {size[1]} pixels")

@@ -27,14 +27,7 @@ def intersection_over_union(a: Tensor, b: Tensor) -> Tensor:
 
 
 def generalized_iou(a: Tensor, b: Tensor) -> Tensor:
-    """Intersection over union, less the empty part of the smallest box around both (arXiv:1902.09630, algorithm 1).
-
-    Args:
-        a, b: corners [..., 4], which broadcast; one of two boxes may have no area.
-
-    Returns:
-        [...] in (−1, 1].
-    """
+    """Intersection over union, less the empty part of the smallest box around both (arXiv:1902.09630, algorithm 1)."""
     common, union = _areas(a, b)
     low = torch.minimum(a[..., :2], b[..., :2])
     high = torch.maximum(a[..., 2:], b[..., 2:])

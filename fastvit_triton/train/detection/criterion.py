@@ -1,11 +1,13 @@
 """The loss of detectors that predict a set of objects: classes, boxes, and each decoder layer by itself.
 
+Predictions are matched to objects at the least total cost, by the Hungarian method.
+
 Sources: DETR (arXiv:2005.12872, section 3.1) and Deformable DETR (arXiv:2010.04159), and their authors' code.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +16,64 @@ from torch import Tensor, nn
 from ..distributed import World
 from ..objective import at_least_float32
 from .boxes import generalized_iou, to_corners
-from .matching import ALPHA, GAMMA, Costs, Kind, Matches, match
 
+Kind = Literal["softmax", "focal"]
+Matches = list[tuple[Tensor, Tensor]]
+ALPHA, GAMMA = 0.25, 2.0  # of the focal loss (arXiv:1708.02002)
 Targets = Sequence[Mapping[str, Any]]
+
+
+class Costs(NamedTuple):
+    """Weights of the parts of a cost, and of a loss: of the class, of the L1 distance, and of the generalised IoU."""
+
+    label: float = 1.0
+    l1: float = 5.0
+    giou: float = 2.0
+
+
+@torch.no_grad()
+def match(outputs: Mapping[str, Tensor], targets: Targets, costs: Costs, kind: Kind = "softmax") -> Matches:
+    """The assignment of queries to objects with the least total cost, for each image.
+
+    The cost of query i for object j with class c is
+
+        label · class(i, c) + l1 · ‖bᵢ − bⱼ‖₁ − giou · GIoU(bᵢ, bⱼ)
+
+    where class(i, c) is −softmax(zᵢ)_c (DETR) or, with p = σ(z_ic), the difference of the focal losses of c and not c,
+    0.25 (1 − p)² · −log p − 0.75 p² · −log(1 − p) (Deformable DETR, arXiv:2010.04159).
+    """
+    logits = at_least_float32(outputs["logits"].detach())
+    boxes = outputs["boxes"].detach().to(logits.dtype)
+    classes = -logits.softmax(-1) if kind == "softmax" else _focal_difference(logits.sigmoid())
+    tables = []
+    for scores, predicted, target in zip(classes, boxes, targets, strict=True):
+        wanted = target["boxes"].to(predicted)
+        l1 = torch.cdist(predicted, wanted, p=1)
+        giou = generalized_iou(to_corners(predicted)[:, None], to_corners(wanted))
+        tables.append(costs.label * scores[:, target["labels"]] + costs.l1 * l1 - costs.giou * giou)
+    flat = torch.cat([table.flatten() for table in tables]).cpu()  # one copy for the batch
+    if not flat.isfinite().all():
+        raise ValueError("the cost of a match is not finite: the model's logits or boxes are not, or a target's boxes")
+    assign = _assignment()
+    matches = []
+    for part, table in zip(flat.split([table.numel() for table in tables]), tables, strict=True):
+        queries, objects = assign(part.view(table.shape).numpy())
+        matches.append((torch.as_tensor(queries).to(logits.device), torch.as_tensor(objects).to(logits.device)))
+    return matches
+
+
+def _focal_difference(p: Tensor) -> Tensor:
+    positive = ALPHA * (1 - p) ** GAMMA * -(p + 1e-8).log()
+    negative = (1 - ALPHA) * p**GAMMA * -(1 - p + 1e-8).log()
+    return positive - negative
+
+
+def _assignment():
+    try:
+        from scipy.optimize import linear_sum_assignment
+    except ImportError as error:
+        raise ValueError("training a detector needs SciPy; pip install 'fastvit_triton[detect]'") from error
+    return linear_sum_assignment
 
 
 @dataclass(frozen=True)
@@ -33,30 +90,16 @@ class SetCriterion:
 
     Every auxiliary output i is matched and adds the same parts with the suffix _i, and proposals with the suffix _enc,
     where every object has class 0. The number of objects is the mean over ranks, at least 1.
-
-    Attributes:
-        kind: "softmax" (DETR) or "focal" (Deformable DETR).
-        costs: weights in matching.
-        weights: weights in the loss.
-        eos: weight of the class "no object".
-        world: ranks over which objects are counted.
     """
 
-    kind: Kind = "softmax"
-    costs: Costs = field(default_factory=Costs)
-    weights: Costs = field(default_factory=Costs)
-    eos: float = 0.1
-    world: World = field(default_factory=World)
+    kind: Kind = "softmax"  # or "focal", of Deformable DETR
+    costs: Costs = field(default_factory=Costs)  # weights in matching
+    weights: Costs = field(default_factory=Costs)  # weights in the loss
+    eos: float = 0.1  # weight of the class "no object"
+    world: World = field(default_factory=World)  # ranks over which objects are counted
 
     def __call__(self, outputs: Mapping[str, Any], targets: Targets) -> dict[str, Tensor]:
-        """The parts of the loss.
-
-        Args:
-            outputs: `logits` [B, Q, K + 1 or K] and `boxes` [B, Q, 4]; `aux`, a list of such outputs, and `proposals`,
-                one of them, if the model has them.
-            targets: for each image `labels` [n] and `boxes` [n, 4], centre and size in fractions of the image; n may
-                be 0.
-        """
+        """The parts of the loss."""
         logits = outputs["logits"]
         count = torch.tensor(float(sum(len(t["labels"]) for t in targets)), device=logits.device)
         objects = (self.world.all_reduce_sum(count) / self.world.world_size).clamp(min=1)
@@ -124,12 +167,7 @@ DEFORMABLE = SetCriterion("focal", Costs(label=2.0), Costs(label=2.0))
 
 
 def criterion_of(model: Any, world: World | None = None) -> SetCriterion:
-    """The loss of a detector: that of DETR or of Deformable DETR, by its `scoring`, "softmax" or "focal".
-
-    Args:
-        model: a detector.
-        world: ranks over which objects are counted.
-    """
+    """The loss of a detector: that of DETR or of Deformable DETR, by its `scoring`, "softmax" or "focal"."""
     criterion = {"softmax": DETR, "focal": DEFORMABLE}[model.scoring]
     return criterion if world is None else replace(criterion, world=world)
 
@@ -153,12 +191,7 @@ def predicted(model: nn.Module, images: Any, targets: Targets) -> dict[str, Any]
 
 
 def padding_mask(images: Tensor, targets: Targets) -> Tensor | None:
-    """The mask [B, H, W] of a batch, True at pixels of an image; None if no image is padded.
-
-    Args:
-        images: [B, C, H, W].
-        targets: for each image a dict; its `size`, (height, width), is that of the image without padding.
-    """
+    """The mask [B, H, W] of a batch, True at pixels of an image; None if no image is padded."""
     whole = (images.shape[2], images.shape[3])
     sizes = [target.get("size", whole) for target in targets]
     if all(size == whole for size in sizes):

@@ -10,13 +10,7 @@ SMALLEST = 256  # pixels of the shorter side; smaller images are enlarged, so th
 
 
 def draw_boxes(image: Image.Image, detections: Mapping[str, Tensor], classes: Sequence[str]) -> Image.Image:
-    """A copy of an image with boxes, names and scores; images with a side below 256 pixels are enlarged.
-
-    Args:
-        image: of any size.
-        detections: `boxes` [n, 4], corners in pixels, `labels` [n] and `scores` [n], from a model's `detections`.
-        classes: names by label.
-    """
+    """A copy of an image with boxes, names and scores; images with a side below 256 pixels are enlarged."""
     factor = -(-SMALLEST // min(image.size))
     drawn = image.convert("RGB").resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
     pen = ImageDraw.Draw(drawn)

@@ -29,23 +29,7 @@ def scenes(
     most: PositiveInt = 3,
     noise: NonNegative = 0.05,
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
-    """Composes scenes.
-
-    Args:
-        split: "train" or "test", of the digits; see `data.digits`.
-        count: number of scenes.
-        seed: of all random numbers.
-        side: of the canvas, in pixels.
-        sizes: least and largest side of a digit, in pixels, at most `side`.
-        most: largest number of digits in a scene; the least is 1.
-        noise: standard deviation.
-
-    Returns:
-        Images [N, 1, S, S], and for each `labels` [n] and `boxes` [n, 4], centre and size in fractions of the image.
-
-    Raises:
-        ValueError: scikit-learn is not installed, or digits do not fit on the canvas.
-    """
+    """Composes scenes."""
     low, high = sizes
     if not low <= high <= side:
         raise ValueError(f"sizes is {sizes}, and the canvas has a side of {side}; use least, largest up to {side}")

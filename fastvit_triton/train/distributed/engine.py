@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -21,14 +20,10 @@ ENGINES = ("ddp", "fsdp")
 
 @dataclass(frozen=True)
 class Engine:
-    """Gathers and loads the state of a distributed model. All methods are collective: every rank must call them.
+    """Gathers and loads the state of a distributed model. All methods are collective: every rank must call them."""
 
-    Attributes:
-        name: "ddp" or "fsdp"; None means one process, and methods gather and scatter nothing.
-        unwrapped: on rank 0, a CPU copy of the model as it was before wrapping; gathered weights are loaded into it.
-    """
-
-    name: str | None = None
+    name: str | None = None  # "ddp" or "fsdp"; None means one process, and methods gather and scatter nothing
+    # on rank 0, a CPU copy of the model as it was before wrapping; gathered weights are loaded into it
     unwrapped: nn.Module | None = None
 
     def gather_model(self, model: nn.Module) -> nn.Module | None:
@@ -67,33 +62,10 @@ class Engine:
             step.ema.load_state_dict(state["ema"])
 
 
-class Parallelized(NamedTuple):
-    """Result of `parallelize`.
-
-    Attributes:
-        model: the wrapped model.
-        step: the step that trains it on all ranks.
-        engine: gathers and loads its state.
-    """
-
-    model: nn.Module
-    step: Step
-    engine: Engine
-
-
-def parallelize(name: str, model: nn.Module, step: Step, world: World, per_rank_batches: bool) -> Parallelized:
-    """Wraps a model, and its EMA if there is one, in DDP or FSDP.
-
-    Args:
-        name: "ddp" or "fsdp"; FSDP computes in `step.amp` with weights of that dtype, instead of autocast.
-        model: on `world.device`; "fsdp" changes it in place. Create the optimiser afterwards, over its parameters.
-        step: the single-process step.
-        world: from `process_group`.
-        per_rank_batches: batches hold this rank's images only, see `Step`.
-
-    Raises:
-        ValueError: `name` is unknown, or FSDP is combined with float16.
-    """
+def parallelize(
+    name: str, model: nn.Module, step: Step, world: World, per_rank_batches: bool
+) -> tuple[nn.Module, Step, Engine]:
+    """Wraps a model, and its EMA if there is one, in DDP or FSDP, for the returned step; the engine has its state."""
     if name not in ENGINES:
         raise ValueError(f"parallel is {name!r}; use {' or '.join(map(repr, ENGINES))}")
     if name == "fsdp" and step.amp is torch.float16:
@@ -101,10 +73,10 @@ def parallelize(name: str, model: nn.Module, step: Step, world: World, per_rank_
     engine = Engine(name, copy.deepcopy(model).cpu() if world.is_main else None)
     step = replace(step, world=world, per_rank_batches=per_rank_batches)
     if name == "ddp":
-        return Parallelized(ddp(model, world), step, engine)
+        return ddp(model, world), step, engine
     if step.ema is not None:
         fsdp(step.ema.module, world, dtype=step.amp)
-    return Parallelized(fsdp(model, world, dtype=step.amp), replace(step, amp=None), engine)
+    return fsdp(model, world, dtype=step.amp), replace(step, amp=None), engine
 
 
 def has_finite_weights(model: nn.Module, world: World) -> bool:

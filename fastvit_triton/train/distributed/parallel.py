@@ -74,12 +74,7 @@ def fsdp(
 
 @contextmanager
 def gradient_sync(model: nn.Module, enabled: bool) -> Iterator[None]:
-    """Enables or disables the averaging of gradients over ranks for the backward passes inside.
-
-    Args:
-        model: from `ddp` or `fsdp`; nothing happens for a plain module.
-        enabled: False for all micro-batches of a step but the last.
-    """
+    """Enables or disables the averaging of gradients over ranks for the backward passes inside."""
     if isinstance(model, nn.parallel.DistributedDataParallel) and not enabled:
         with model.no_sync():
             yield
