@@ -166,6 +166,18 @@ def known(thorough: bool) -> Iterator[str]:
     return (f"{row['as']} has another row" for digest, row in now.items() if have.get(digest) != row)
 
 
+def cpu_gains(thorough: bool) -> Iterator[str]:
+    """What was measured, and if thorough the sizes of the models, which takes seconds."""
+    from . import cpu_gains as made
+
+    held = json.loads(made.GAINS.read_text(encoding="utf-8"))["cpus"]
+    kept = {cpu: [{key: row[key] for key in row if key != "products"} for row in rows] for cpu, rows in held.items()}
+    if kept != made.measured_rows():
+        yield f"{made.GAINS.name} has other rows than the results"
+    elif thorough:
+        yield from text(made.GAINS, made.table())
+
+
 def pretrained(thorough: bool) -> Iterator[str]:
     """The tables of the installed timm."""
     from . import pretrained_table as made
@@ -189,7 +201,7 @@ def compiled(folder: str, archs: Sequence[str] = ()) -> Changes:
     def changes(thorough: bool) -> Iterator[str]:
         from . import static
 
-        report = json.loads((RESULTS / folder / "static.json").read_text())
+        report = static.load(RESULTS / folder / "static.json")
         yield from text(RESULTS / folder / "static.md", static.markdown(report))
         mine = dict(triton=static.triton.__version__, ptxas=static.ptxas_versions())
         kept = static.reusable(report | mine if archs else report).values()  # another Triton has compilers of its own
@@ -248,13 +260,23 @@ def gains(thorough: bool) -> Iterator[str]:
 
     have: dict[str, dict[str, Any]] = {}
     for row in json.loads((RESULTS / "gains.json").read_text())["rows"]:
-        have.setdefault(row["model"], {})[row["gpu"]] = row
+        have.setdefault(row["model"], {})[f"{row['gpu']}, {row['phase']}, {row['batch']} images"] = row
     yield from listed(have, gains.MODELS)
 
     def count(title: str) -> dict[str, Any]:
-        return {row["gpu"]: row for row in gains.rows(title, *gains.MODELS[title])}
+        found = gains.rows(title, *gains.MODELS[title])
+        return {f"{row['gpu']}, {row['phase']}, {row['batch']} images": row for row in found}
 
     yield from recounted(have, ["ViT-S/16"] if thorough else [], count)
+
+
+def saved(thorough: bool) -> Iterator[str]:
+    """The list of models; the smallest one if thorough."""
+    from . import saved
+
+    have = {row["model"]: row for row in json.loads((RESULTS / "saved.json").read_text())["rows"]}
+    yield from listed(have, saved.MODELS)
+    yield from recounted(have, ["ViT-S/16"] if thorough else [], saved.row)
 
 
 def backtest(thorough: bool, measured: bool = False) -> Iterator[str]:
@@ -418,16 +440,26 @@ def tables(thorough: bool) -> Iterator[str]:
 
 def docs(thorough: bool) -> Iterator[str]:
     """Pages with other text."""
-    for name, made in pages().WRITTEN.items():
-        yield from text(ROOT / "docs" / f"{name}.md", made())
+    for path, now in pages().pages().items():
+        yield from text(path, now)
 
 
 IDLE, GPU = "an idle machine", "a GPU"
 R = "benchmarks/results"
+
+
+def result(name: str, words: str, minutes: float, changes: Changes, kinds: str = "json", inputs: str = "") -> Artefact:
+    """Files of benchmarks/results that have the artefact's name; FILE and FOLDER in the words stand for their place."""
+    command = words.replace("FILE", f"{R}/{name}.json").replace("FOLDER", R)
+    outputs = " ".join(f"{R}/{name}.{kind}" for kind in kinds.split())
+    return Artefact(name, f"-m benchmarks.{command}", outputs, minutes, changes, inputs)
+
+
 DRAWN = "bars roofline launch_bars backtest_points cpu_bars _cpu_panel _newest_cells _figure times".split()
 ARTEFACTS = (
     # Data of the package, which the others are counted with.
     Artefact("known", "-m benchmarks.recognition", "fastvit_triton/convert/known.json", 0.3, known),
+    Artefact("cpu-gains", "-m benchmarks.cpu_gains", "fastvit_triton/convert/cpu_gains.json", 0.1, cpu_gains),
     Artefact(
         "pretrained",
         "-m benchmarks.pretrained_table",
@@ -474,58 +506,32 @@ ARTEFACTS = (
         )
         for version in ("3.6.0", "3.9.0")
     ),
-    Artefact("candidates", "-m benchmarks.candidates", f"{R}/candidates.json", 20, candidates),
-    Artefact("launches", f"-m benchmarks.launches --table --out {R}/launches.json", f"{R}/launches.json", 2, launches),
-    Artefact("gains", f"-m benchmarks.gains --out {R}/gains.json", f"{R}/gains.json", 0.6, gains),
-    Artefact("backtest", f"-m benchmarks.backtest --out {R}/backtest.json", f"{R}/backtest.json", 20, backtest),
-    Artefact(
-        "backtest-measured",
-        f"-m benchmarks.backtest --measured --out {R}/backtest-measured.json",
-        f"{R}/backtest-measured.json",
-        0.2,
-        partial(backtest, measured=True),
+    result("candidates", "candidates", 20, candidates),
+    result("launches", "launches --table --out FILE", 2, launches),
+    result("gains", "gains --out FILE", 0.6, gains),
+    result("saved", "saved --out FILE", 0.3, saved),
+    result("backtest", "backtest --out FILE", 20, backtest),
+    result("backtest-measured", "backtest --measured --out FILE", 0.2, partial(backtest, measured=True)),
+    *(
+        result(f"coverage{of}", f"coverage{of.replace('-', ' ')} --out FOLDER", minutes, changes, "json md")
+        for of, minutes, changes in (
+            ("", 1, coverage("coverage", "MODELS", 1, 3)),
+            ("-towers", 4, coverage("coverage-towers", "TOWERS", 1, 6)),
+            ("-detection", 2, coverage("coverage-detection", "DETECTION", 0, 1)),
+            ("-capture", 5, capture),
+        )
     ),
-    Artefact(
-        "coverage",
-        f"-m benchmarks.coverage --out {R}",
-        f"{R}/coverage.json {R}/coverage.md",
-        1,
-        coverage("coverage", "MODELS", 1, 3),
-    ),
-    Artefact(
-        "coverage-towers",
-        f"-m benchmarks.coverage towers --out {R}",
-        f"{R}/coverage-towers.json {R}/coverage-towers.md",
-        4,
-        coverage("coverage-towers", "TOWERS", 1, 6),
-    ),
-    Artefact(
-        "coverage-detection",
-        f"-m benchmarks.coverage detection --out {R}",
-        f"{R}/coverage-detection.json {R}/coverage-detection.md",
-        2,
-        coverage("coverage-detection", "DETECTION", 0, 1),
-    ),
-    Artefact(
-        "coverage-capture",
-        f"-m benchmarks.coverage capture --out {R}",
-        f"{R}/coverage-capture.json {R}/coverage-capture.md",
-        5,
-        capture,
-    ),
-    Artefact(
-        "recognition", f"-m benchmarks.recognition --gain {R}/recognition.json", f"{R}/recognition.json", 5, recognition
-    ),
-    Artefact("recompiles", f"-m benchmarks.recompiles --out {R}", f"{R}/recompiles.json", 20, recompiles),
-    Artefact("fuzz", "-m benchmarks.fuzz", f"{R}/fuzz.json", 2, fuzz),
-    Artefact("mutants", "-m benchmarks.mutants", f"{R}/mutants.json", 60, mutants),
+    result("recognition", "recognition --gain FILE", 5, recognition),
+    result("recompiles", "recompiles --out FOLDER", 20, recompiles),
+    result("fuzz", "fuzz", 2, fuzz),
+    result("mutants", "mutants", 60, mutants),
     Artefact("claim-mutants", "-m benchmarks.claim_mutants --missing", f"{R}/claim_mutants.json", 10, claims),
-    Artefact(
+    result(
         "survey",
-        "-m benchmarks.survey --counts",
-        f"{R}/survey.json {R}/survey.png",
+        "survey --counts",
         10,
         survey,
+        "json png",
         "benchmarks/survey.py::draw benchmarks/survey.py::free_place",
     ),
     # Made of the files above and of measurements.
@@ -537,7 +543,7 @@ ARTEFACTS = (
         0.3,
         tables,
         " ".join(f"{R}/{name}.json" for name in ("backtest", "launches", "gains", "host", "cpu*", "nvidia-*"))
-        + " benchmarks/drop_in.py::draw benchmarks/drop_in.py::measured"
+        + " benchmarks/drop_in.py::draw benchmarks/drop_in.py::measured benchmarks/drop_in.py::bars"
         + "".join(f" benchmarks/plot.py::{name}" for name in DRAWN),
     ),
     Artefact(
@@ -546,7 +552,7 @@ ARTEFACTS = (
         "docs/claims.md docs/survey.md",
         0.2,
         docs,
-        " ".join(f"{R}/{name}.json" for name in ("survey", "learn", "fashion-mnist")),
+        " ".join(f"{R}/{name}.json" for name in ("survey", "trainings")),
     ),
     # Measured or trained, or made by hand.
     Artefact(
@@ -559,19 +565,13 @@ ARTEFACTS = (
     Artefact("cpu", "-m benchmarks.cpu --resume --out FILE", f"{R}/cpu*.json", needs=f"{IDLE} for hours"),
     Artefact("gpu", f"-m benchmarks.gpu --out {R}", f"{R}/nvidia-*.json", needs=GPU),
     Artefact("users", "-m fastvit_triton.cli check", f"{R}/community/*.json", needs=f"{GPU} of a user"),
-    Artefact("digits", "-m benchmarks.digits", f"{R}/digits-recipe.json", 60, needs=IDLE),
-    Artefact("learn", "-m benchmarks.train_digits", f"{R}/learn.json", 60, needs=IDLE),
     Artefact(
-        "fashion-mnist",
-        "-m benchmarks.fashion_mnist FOLDER",
-        f"{R}/fashion-mnist.json {R}/fashion-mnist.png",
-        needs="Fashion-MNIST in FOLDER",
+        "trainings",
+        "-m benchmarks.trainings TRAINING",
+        f"{R}/trainings.json {R}/sample-*.jpg {R}/fashion-mnist.png {R}/scenes.png {R}/queries.png {R}/shapes.png "
+        f"{R}/segmentation.png {R}/photographs.png",
+        needs=IDLE,
     ),
-    Artefact(
-        "scenes", "-m benchmarks.scenes", f"{R}/scenes-recipe.json {R}/scenes.png {R}/queries.png", 12, needs=IDLE
-    ),
-    Artefact("segmentation", "-m benchmarks.segmentation", f"{R}/segmentation.json {R}/segmentation.png", needs=IDLE),
-    Artefact("photographs", "-m benchmarks.photographs", f"{R}/photographs.json {R}/photographs.png", needs=IDLE),
     Artefact("faults", f"-m benchmarks.faults --out {R}", f"{R}/faults.json", 20, needs=IDLE),
     Artefact("releases", "-m pytest -m releases", f"{R}/releases.json", 60, needs="downloads of other releases"),
     Artefact("suites", "-m pytest -p no:benchmark", f"{R}/suites.json", needs="the newest releases, and is by hand"),

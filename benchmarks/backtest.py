@@ -29,16 +29,16 @@ from typing import Any, NamedTuple
 import torch
 
 from fastvit_triton import optimize
-from fastvit_triton.expected.count import traced
+from fastvit_triton.expected.count import traced, weightless
 from fastvit_triton.expected.gpus import Device, devices, gpus
 from fastvit_triton.expected.times import call_us, family, with_ours
-from fastvit_triton.expected.values import weightless
-from fastvit_triton.expected.work import UNMODELLED, Work, ours, work_of
+from fastvit_triton.expected.work import UNMODELLED, GpuWork, ours, work_of
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels.settings import forcing
 from fastvit_triton.measure.machine import provenance
 
 from . import drop_in
+from .result_file import as_json, write_text
 from .rows import committed
 
 COMMAND = "python -m benchmarks.backtest --out benchmarks/results/backtest.json"
@@ -170,7 +170,7 @@ def counted(key: str) -> dict[str, Any]:
     return {mode: [[times, *kernel] for kernel, times in getattr(call, mode)] for mode in ("eager", "compiled")}
 
 
-def _fused(model: torch.nn.Module, shape: tuple, gpu: str, batch: int) -> tuple[tuple[Work, int], ...]:
+def _fused(model: torch.nn.Module, shape: tuple, gpu: str, batch: int) -> tuple[tuple[GpuWork, int], ...]:
     optimize(model.eval())
     images = torch.empty(batch, *shape, dtype=next(model.parameters()).dtype, device="meta")
     with forcing("fused"):
@@ -200,10 +200,12 @@ def counts(rows: Iterable[Row], known: dict[str, Any], jobs: int, kept: Path | N
     return known
 
 
-def work(found: Mapping[str, Any], mode: str) -> list[tuple[Work, int]]:
+def work(found: Mapping[str, Any], mode: str) -> list[tuple[GpuWork, int]]:
     """The kernels of a mode in the counts of a model."""
     kernels = found["compiled" if mode == "compile" else mode]
-    return [(Work(kind, nbytes, flops, tuple(size), tuple(step)), n) for n, kind, nbytes, flops, size, step in kernels]
+    return [
+        (GpuWork(kind, nbytes, flops, tuple(size), tuple(step)), n) for n, kind, nbytes, flops, size, step in kernels
+    ]
 
 
 def predicted(
@@ -336,8 +338,7 @@ def main() -> None:
     rows = predicted(rows, counts(rows, model_counts, args.jobs, args.counts))
     result = summary(rows)
     if args.out:
-        with replacing(args.out) as temporary:
-            temporary.write_text(to_json(result, rows, COMMAND_MEASURED if args.measured else COMMAND))
+        write_text(args.out, to_json(result, rows, COMMAND_MEASURED if args.measured else COMMAND))
     if args.json:
         print(json.dumps(result, indent=1))
         return
@@ -361,10 +362,9 @@ def to_json(found: Mapping[str, Any], rows: Iterable[Row], command: str = COMMAN
     for row, shown in zip(rows, without_excluded(rows), strict=True):
         value = None if row.predicted is None else round(row.predicted, 1)
         pair = [value, None] if shown.predicted else [None, value]
-        lines.append("  " + json.dumps([*(getattr(row, name) for name in names), *pair]))
-    head = json.dumps(provenance() | {"command": command} | dict(found), indent=1)[1:-2]
-    columns, body = json.dumps([*names, "predicted", "excluded"]), ",\n".join(lines)
-    return f'{{{head},\n "columns": {columns},\n "predictions": [\n{body}\n ]\n}}\n'
+        lines.append([*(getattr(row, name) for name in names), *pair])
+    facts = provenance() | {"command": command} | dict(found) | {"columns": [*names, "predicted", "excluded"]}
+    return as_json(facts, predictions=lines)
 
 
 if __name__ == "__main__":

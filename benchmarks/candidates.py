@@ -17,14 +17,13 @@ import triton
 from rich.progress import track
 from triton.errors import TritonError
 
-from fastvit_triton.files import replacing
-from fastvit_triton.measure.candidates import targets
-
 from .fingerprint import checks, key
 from .launch_recorder import Launch, compiled
 from .predict import record_candidates
+from .result_file import as_json, write_text
 from .sass import GPUS
 from .static import RESULTS, examined, ptxas_versions
+from .targets import targets
 
 FILE = RESULTS / "candidates.json"
 TARGETS = [replace(target, shape=target.shape | dict(B=16)) for target in targets()]  # binaries as for larger batches
@@ -76,8 +75,7 @@ def main() -> None:
         found = faults(arch, {} if arguments.all else record(arch))
         held = json.loads(FILE.read_text()) if FILE.exists() else {}
         held[arch] = made_by(arch) | dict(faults=dict(sorted(found.items())))
-        with replacing(FILE) as temporary:
-            temporary.write_text(json.dumps(held, indent=1) + "\n")
+        write_text(FILE, as_json(held))
         wrong = {name: said for name, said in found.items() if said}
         print(
             f"{arch}: {len(found)} launches", *(f"{name}: {', '.join(said)}" for name, said in wrong.items()), sep="\n"

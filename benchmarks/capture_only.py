@@ -31,14 +31,13 @@ from fastvit_triton.convert import captured, modules
 from fastvit_triton.convert.example import arguments
 from fastvit_triton.expected.count import traced
 from fastvit_triton.expected.gpus import gpus
-from fastvit_triton.files import replacing
 from fastvit_triton.kernels.settings import forcing
-from fastvit_triton.measure.machine import provenance
 from fastvit_triton.measure.timeout import one_line
 
 from .host import calls_of
 from .no_device import no_device
 from .official import difference, randomise, results
+from .result_file import as_json, origin, write_text
 from .tables import capture_markdown
 
 DEPTHS = (2, 6)
@@ -252,8 +251,6 @@ def main(only: str, out: Path | None) -> None:
             rows.append(row_of(case))
             print(*(f"{name}={value}" for name, value in rows[-1].items()), flush=True)
     if out is not None:
-        facts = {k: v for k, v in provenance().items() if k in ("command", "date", "commit", "packages")}
-        result = facts | dict(rows=rows)
-        for kind, text in (("json", json.dumps(result, indent=1) + "\n"), ("md", capture_markdown(result))):
-            with replacing(out / f"coverage-capture.{kind}") as temporary:
-                temporary.write_text(text)
+        text = as_json(origin(), rows=rows)
+        write_text(out / "coverage-capture.json", text)
+        write_text(out / "coverage-capture.md", capture_markdown(json.loads(text)))

@@ -43,6 +43,13 @@ def sources(folder: Path) -> Iterator[None]:
         sys.modules.update(before)
 
 
+def without_init(name: str) -> None:
+    """Makes the modules of a package importable without its `__init__`, which imports what these models do not need."""
+    package = types.ModuleType(name)
+    package.__path__ = [str(Path(sys.path[0], *name.split(".")))]
+    sys.modules[name] = package
+
+
 def commit(folder: Path, repository: str) -> str:
     """The commit of a repository's checkout, from its .git or a file COMMIT."""
     root = folder / repository.partition("/")[2]

@@ -2,7 +2,7 @@
 
     python -m benchmarks.choices                              write the table of every GPU in expected/rates.json
     python -m benchmarks.choices --compare --out FOLDER       compare the tables with the times they are made from
-    python -m benchmarks.choices --collect                    write choices_sizes.json from the models of `coverage`
+    python -m benchmarks.choices --collect                    write choices_sizes.json from these models and ours
 
 choices_sizes.json has the sizes of blocks and ops that models ask for. Each is predicted on each GPU for 18 numbers of
 images, by `expected.blocks` and `expected.ops`. For each width, a row has the ways that lose least, of at most three
@@ -24,20 +24,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
-from fastvit_triton import optimize
+from fastvit_triton import create_model, list_models, optimize
 from fastvit_triton.expected import blocks, gpus, ops
 from fastvit_triton.expected.count import traced
 from fastvit_triton.expected.gpus import Gpu
 from fastvit_triton.expected.trace import assuming_true
 from fastvit_triton.files import replacing
-from fastvit_triton.kernels import choose
+from fastvit_triton.kernels import choose, mixed
 from fastvit_triton.kernels import sizes as sizes_of_kernels
 from fastvit_triton.kernels.launch import TUNED
 from fastvit_triton.kernels.settings import observing
 from fastvit_triton.kernels.sizes import WAYS, Branch
 from fastvit_triton.measure.machine import provenance
 from fastvit_triton.measure.timeout import one_line
+from fastvit_triton.models import model_config
 
 from . import coverage
 from .result_file import ROOT
@@ -90,7 +92,7 @@ class Point(NamedTuple):
 
 
 def collect() -> None:
-    """Writes the sizes of blocks and ops that the models of `coverage` ask for, for one image."""
+    """Writes the sizes of blocks and ops that the models of `coverage` and ours ask for, for one image."""
     found: set[tuple] = set()
     asked: set[tuple] = set()
 
@@ -107,20 +109,14 @@ def collect() -> None:
         return original(op, dtype, training, sizes)
 
     choose.op_row = recorded
-    for listed in (coverage.MODELS, coverage.TOWERS):
-        for entry in coverage.entries(listed.read_text(encoding="utf-8")):
-            if not entry.called:
-                continue
-            model = coverage.build(entry)
-            optimize(model)
-            positional, named = coverage.inputs_of(entry, model)
-            for key, training in (("h200", False), ("rtx4090", False), ("h200", True)):
-                choose.forget()
-                try:
-                    with assuming_true(), observing(seen):
-                        traced(model, gpus.gpus()[key], training, positional, named)
-                except TypeError as error:  # a model that refuses 16-bit weights in training
-                    print(f"{entry.name}, {'training' if training else 'inference'}: {one_line(error)}")
+    for name, model, positional, named in itertools.chain(_models_of_others(), _our_models()):
+        for key, training in (("h200", False), ("rtx4090", False), ("h200", True)):
+            choose.forget()
+            try:
+                with assuming_true(), observing(seen):
+                    traced(model, gpus.gpus()[key], training, positional, named)
+            except TypeError as error:  # a model that refuses 16-bit weights in training
+                print(f"{name}, {'training' if training else 'inference'}: {one_line(error)}")
     content = dict(blocks=sorted(found), ops=sorted(asked))
     lines = (
         f' "{kind}": [\n' + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n ]"
@@ -128,6 +124,28 @@ def collect() -> None:
     )
     with replacing(SIZES) as temporary:
         temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _models_of_others() -> Iterator[tuple[str, nn.Module, tuple, dict]]:
+    """(name, converted model, positional inputs, named inputs) of the models of `coverage`."""
+    for listed in (coverage.MODELS, coverage.TOWERS):
+        for entry in coverage.entries(listed.read_text(encoding="utf-8")):
+            if entry.called:
+                model = coverage.build(entry)
+                optimize(model)
+                yield entry.name, model, *coverage.inputs_of(entry, model)
+
+
+def _our_models() -> Iterator[tuple[str, nn.Module, tuple, dict]]:
+    """The same for one of our models of each kind and width, except NaFlex, which reads the values of its input."""
+    configs = {name: model_config(name) for name in list_models()}
+    kinds = {(type(c).__name__, str(getattr(c, "embed_dim", 0))): name for name, c in configs.items()}
+    for name in kinds.values():
+        if not name.startswith("naflex"):
+            with torch.device("meta"):
+                model = create_model(name).bfloat16()
+            shape = coverage.BATCH, model.config.in_chans, *model.config.img_size
+            yield name, model, (torch.empty(shape, dtype=torch.bfloat16, device="meta"),), {}
 
 
 def sizes() -> tuple[list[tuple[Branch, ...]], list[tuple[str, tuple[int, ...]]]]:
@@ -148,7 +166,8 @@ def _grid() -> Iterator[tuple[str, tuple[int, ...]]]:
         for pair in itertools.product(flags, flags):
             yield "add_layer_norm", (N, C, *pair)
             yield "batch_norm_act", (N, C, *pair)
-            yield "patch_embed", (N, 768, C, *pair)
+            for K in (768, 8 * C):
+                yield "patch_embed", (N, K, C, *pair)
             for window in (49, 64, 144, 256):
                 yield "window_attention", (N, C, window, *pair)
         for K, stride, *ends in itertools.product((3, 5, 7), (1, 2), flags, flags, flags, flags):
@@ -184,8 +203,8 @@ def _of_block(gpu: Gpu, block: tuple[Branch, ...], dtype: str, training: bool, m
     refused = {w for w, launches in every.items() if blocks.refusal(launches, every["plain"], training, exact)}
     for mode in modes:
         name = _exactly(exact, choose.block_row, block, _dtype(dtype), training, mode)
-        if mode == "compiled":  # mixed is what the compiler makes of plain
-            pair = {"fused": us["fused"], "plain": min(us["plain"], us["mixed"])}
+        if mode == "compiled":
+            pair = {"fused": us["fused"], "plain": min(us["plain"], blocks.compiled_us(gpu, block, training))}
             yield Point(
                 name, block[0].channels, block[0].images * block[0].tokens, pair, frozenset(refused & {"fused"}), 0
             )
@@ -197,7 +216,8 @@ def _of_block(gpu: Gpu, block: tuple[Branch, ...], dtype: str, training: bool, m
 
 def op_points(gpu: Gpu, op: str, one: tuple[int, ...], images: Iterable[int]) -> Iterator[Point]:
     """The points of an op on a GPU: each phase and dtype, for these numbers of images."""
-    for training, dtype, B in itertools.product((False, True), (DTYPES[0], *DTYPES[2:]), images):
+    dtypes = DTYPES[:1] + DTYPES[-1 if op in choose.KEEP_DTYPE else 2 :]
+    for training, dtype, B in itertools.product((False, True), dtypes, images):
         exact = dtype == DTYPES[-1]
         given = (one[0] * B, *one[1:])
         ours, theirs = ops.OPS[op](4 if "32" in dtype else 2, training, *given)
@@ -284,7 +304,9 @@ def model() -> str:
         digest.update(Path(path).read_bytes())
     for code in (Point, sizes, _grid, block_points, _of_block, op_points, points, steps, table):
         digest.update(inspect.getsource(code).encode())
-    digest.update(repr([choose.OPS, IMAGES, SLOWER, REFUSED, GAIN, DTYPES, SCALES]).encode())
+    digest.update(
+        repr([choose.OPS, choose.KEEP_DTYPE, mixed.FASTER_ON, IMAGES, SLOWER, REFUSED, GAIN, DTYPES, SCALES]).encode()
+    )
     known = gpus.table()
     digest.update(json.dumps([known["gpus"], known["blocks"]], sort_keys=True).encode() + SIZES.read_bytes())
     return digest.hexdigest()[:12]

@@ -1,8 +1,6 @@
-"""Joins, checks and tabulates what users measured on their GPUs: the files in benchmarks/results/community.
+"""Checks and tabulates what users measured on their GPUs: the files in benchmarks/results/community.
 
-    python -m benchmarks.community join --benchmark rows.json --selftest selftest.json [--tune tuned.json] --out FILE
     python -m benchmarks.community check FILE...
-    python -m benchmarks.community table
 
 A file holds what `fastvit-triton benchmark --out`, `selftest` and, optionally, `tune --export` wrote on one GPU, as
 schema.json there says. `fastvit-triton check` writes such a file, and so does examples/measure_on_your_gpu.ipynb.
@@ -14,14 +12,12 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fastvit_triton.files import replacing
 from fastvit_triton.kernels import measured
 
 from .result_file import ROOT
 
 FOLDER = ROOT / "benchmarks" / "results" / "community"
 SCHEMA = "schema.json"
-FORMAT = 1
 NOTHING = "Nothing has been contributed yet."
 # column of the table → variants of a row, of models of ours and of other libraries
 COLUMNS = {
@@ -30,12 +26,6 @@ COLUMNS = {
     "ours, compiled": ("ours compiled", "optimized, compiled"),
 }
 OURS = {*COLUMNS["ours"], *COLUMNS["ours, compiled"], "our kernels", "our kernels, compiled", "compiled, our backend"}
-
-
-def join(benchmark: dict, selftest: dict, tune: dict | None = None) -> dict:
-    """Combines the commands' results into the content of a contributed file."""
-    summary = {name: value for name, value in selftest.items() if name != "rows"}
-    return dict(format=FORMAT, benchmark=benchmark, selftest=summary) | ({} if tune is None else dict(tune=tune))
 
 
 def read(path: Path) -> object:
@@ -64,7 +54,7 @@ def problems(held: object) -> list[str]:
     from jsonschema import Draft202012Validator
 
     if not isinstance(held, dict) or "format" not in held:
-        return ["it is not a contributed file; python -m benchmarks.community join makes one from the commands' files"]
+        return ["it is not a contributed file; fastvit-triton check makes one"]
     errors = Draft202012Validator(json.loads((FOLDER / SCHEMA).read_text())).iter_errors(held)
     violations = [_sentence(error) for error in errors]
     return violations or [*_wrong_parts(**held), *_wrong_times(held["benchmark"]["rows"])]
@@ -178,10 +168,13 @@ def _cell(row: dict | None, best: float) -> str:
     return f"{f'**{text}**' if row['us'] == best else text} ({spread})"
 
 
-def _check(paths: Sequence[Path]) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Prints one line per problem, or one line for a valid file; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=["check"])
+    parser.add_argument("files", type=Path, nargs="+")
     wrong = 0
-    for path in paths:
+    for path in parser.parse_args(words).files:
         try:
             content = read(path)
             sentences = problems(content)
@@ -193,34 +186,6 @@ def _check(paths: Sequence[Path]) -> int:
             print(f"{path}: a valid measurement of {content['benchmark']['gpu']}")
         wrong += bool(sentences)
     return int(wrong > 0)
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("join", help="combine the commands' files into one")
-    for name, command in dict(benchmark="benchmark --out", selftest="selftest", tune="tune --export").items():
-        text = f"file of `fastvit-triton {command}`"
-        one.add_argument(f"--{name}", type=Path, metavar="FILE", required=name != "tune", help=text)
-    one.add_argument("--out", type=Path, metavar="FILE", required=True, help="the file to contribute")
-    commands.add_parser("check", help="check contributed files").add_argument("files", type=Path, nargs="+")
-    commands.add_parser("table", help="print the table of docs/benchmarks.md")
-    arguments = parser.parse_args(words)
-    if arguments.command == "check":
-        return _check(arguments.files)
-    if arguments.command == "table":
-        print(table(load()))
-        return 0
-    try:
-        contents = [path and read(path) for path in (arguments.benchmark, arguments.selftest, arguments.tune)]
-        if not isinstance(contents[1], dict):
-            raise ValueError(f"{arguments.selftest} is not a file of `fastvit-triton selftest`")
-        with replacing(arguments.out) as temporary:
-            temporary.write_text(json.dumps(join(*contents), indent=1) + "\n", encoding="utf-8")
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    return _check([arguments.out])
 
 
 if __name__ == "__main__":

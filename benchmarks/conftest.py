@@ -19,7 +19,7 @@ from fastvit_triton.measure.libraries import MEDIUM
 from fastvit_triton.measure.machine import provenance
 from fastvit_triton.measure.timeout import Deadline
 from fastvit_triton.measure.timing import WARM_UP, timing_columns
-from fastvit_triton.measure.variants import Case, Measured, compare_variants, measure
+from fastvit_triton.measure.variants import Case, VariantTimes, compare_variants, measure
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DEFAULTS = dict(
@@ -75,7 +75,7 @@ class Replay:
 
 
 @functools.lru_cache(maxsize=1)  # tests of the same case run consecutively
-def measured(build: Callable[[], Case], phase: str, session: pytest.Session, timed: bool) -> Measured:
+def measured(build: Callable[[], Case], phase: str, session: pytest.Session, timed: bool) -> VariantTimes:
     """The baseline of a case and those of its variants whose tests run, compared with float64 and timed together."""
     every = [item.callspec.params for item in session.items if hasattr(item, "callspec")]
     names = {p["variant"] for p in every if p.get("build") is build and p["phase"] == phase}
@@ -89,16 +89,16 @@ def measured(build: Callable[[], Case], phase: str, session: pytest.Session, tim
     return result
 
 
-def comparisons(case: Case, phase: str) -> Measured:
+def comparisons(case: Case, phase: str) -> VariantTimes:
     """Compares each variant with float64, and times none."""
     torch.compiler.reset()  # Dynamo limits recompilations of one function, and cases share functions
     rows: dict[str, dict] = {v.name: {} if v.reason is None else dict(reason=v.reason) for v in case.variants}
     for name, result in compare_variants(case, case.inputs(0), phase, Deadline(600)):
         rows[name] = dict(error=result) if isinstance(result, str) else result.columns()
-    return Measured(rows, {})
+    return VariantTimes(rows, {})
 
 
-def timings(case: Case, phase: str, config: pytest.Config) -> Measured:
+def timings(case: Case, phase: str, config: pytest.Config) -> VariantTimes:
     """Compares each variant with float64, and times those that match as the options of pytest-benchmark say."""
     option = config.option
     seconds = float(option.benchmark_max_time) * sum(variant.reason is None for variant in case.variants)
@@ -114,7 +114,7 @@ def timings(case: Case, phase: str, config: pytest.Config) -> Measured:
             gc.enable()
 
 
-def against_compile(measurement: Measured) -> str | None:
+def against_compile(measurement: VariantTimes) -> str | None:
     """How fast ours is compiled, in multiples of torch.compile's speed, and if it is correct; None if not measured."""
     ours = next((name for name in COMPILED if "reason" not in measurement.rows.get(name, dict(reason=""))), None)
     if ours is None or "torch.compile" not in measurement.rows:

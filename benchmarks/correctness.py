@@ -11,7 +11,7 @@ import torch
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import overriding
 from fastvit_triton.measure.selftest import planned
-from fastvit_triton.measure.workers import Run, Worker, count
+from fastvit_triton.measure.workers import Worker, WorkerRun, count
 
 from .result_file import ROOT, ResultFile
 
@@ -49,7 +49,7 @@ def run(result: ResultFile, device: torch.device) -> None:
     names = list(planned(device))
     if result.dry:
         names = [names[0], next(name for name in names if name.endswith("under load"))]
-    work = Run([n for n in names if n not in result.done], result.deadline, result.add, partial(Worker, device))
+    work = WorkerRun([n for n in names if n not in result.done], result.deadline, result.add, partial(Worker, device))
     try:
         work.run(1 if result.dry else count(device))
     finally:

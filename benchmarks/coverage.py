@@ -29,16 +29,14 @@ from fastvit_triton import optimize
 from fastvit_triton.convert.reporting import Report
 from fastvit_triton.engine.hooks import type_name
 from fastvit_triton.engine.leaves import LINEARS
-from fastvit_triton.expected.count import traced
+from fastvit_triton.expected.count import traced, weightless
 from fastvit_triton.expected.gpus import gpus
 from fastvit_triton.expected.trace import assuming_true
-from fastvit_triton.expected.values import weightless
-from fastvit_triton.files import replacing
 from fastvit_triton.kernels.choose import Choice
 from fastvit_triton.kernels.settings import forcing, observing
-from fastvit_triton.measure.machine import provenance
 from fastvit_triton.measure.timeout import one_line
 
+from .result_file import as_json, origin, write_text
 from .tables import coverage_markdown, towers_markdown
 
 MODELS, TOWERS, DETECTION, EXCLUDED = (
@@ -219,18 +217,14 @@ def guarded(entry: Entry, capturing: bool = False) -> dict[str, object]:
 
 def write(rows: list[dict[str, object]], folder: Path, listed: str = "models") -> None:
     """Writes coverage.json, one row on a line, and coverage.md; for another list, coverage-LIST.json and .md."""
-    facts: dict[str, object] = {"note": NOTE}
-    facts |= {k: v for k, v in provenance().items() if k in ("command", "date", "commit", "packages")}
+    facts: dict[str, object] = {"note": NOTE} | origin()
     if listed == "towers":
         facts["excluded"] = excluded(EXCLUDED.read_text(encoding="utf-8"))
-    body = ",\n".join("  " + json.dumps(row, separators=(",", ":")) for row in rows)
-    head = json.dumps(facts, indent=1)[:-2]
-    text = f'{head},\n "rows": [\n{body}\n ]\n}}\n'
+    text = as_json(facts, rows=rows)
     table = (towers_markdown if listed == "towers" else coverage_markdown)(json.loads(text))
     name = "coverage" if listed == "models" else f"coverage-{listed}"
-    for kind, content in (("json", text), ("md", table)):
-        with replacing(folder / f"{name}.{kind}") as temporary:
-            temporary.write_text(content)
+    write_text(folder / f"{name}.json", text)
+    write_text(folder / f"{name}.md", table)
 
 
 def main() -> None:

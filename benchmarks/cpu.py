@@ -42,13 +42,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit_triton.convert  # noqa: F401  (registers the backend if the package is not installed)
 from fastvit_triton import freeze, optimize
-from fastvit_triton.files import replacing
 from fastvit_triton.kernels import onednn
 from fastvit_triton.kernels.measured import cpu_name
 from fastvit_triton.measure.libraries import medium
 from fastvit_triton.measure.machine import provenance
 from fastvit_triton.measure.timeout import one_line
 from fastvit_triton.measure.timing import order
+
+from .result_file import as_json, write_text
 
 DIGITS = "vit_digits_patch2_8"  # of this package; here timm's ViT of the same sizes
 MODELS: dict[str, dict[str, int]] = {
@@ -304,9 +305,7 @@ def quartiles(eager: list[float], times: list[float]) -> dict[str, float]:
 
 def write(path: Path, rows: list[dict]) -> None:
     """Writes the rows with their provenance."""
-    with replacing(path) as temporary:
-        facts = provenance() | {"processor": cpu_name(), "rows": rows}
-        temporary.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    write_text(path, as_json(provenance() | {"processor": cpu_name()}, rows=rows))
 
 
 def table(rows: list[dict]) -> Table:

@@ -23,10 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit_triton.files import replacing
 from fastvit_triton.kernels import onednn
 from fastvit_triton.kernels.measured import cpu_name
 from fastvit_triton.measure.machine import provenance
+
+from .result_file import as_json, write_text
 
 ROWS = (1, 16, 50, 197, 788, 1576)  # of x: images · tokens
 SHAPES = tuple((d * a, d * b) for d in (192, 384, 768) for a, b in ((1, 1), (1, 3), (1, 4), (4, 1)))  # (K, F)
@@ -141,8 +142,7 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
     if arguments.write:
         table = json.loads(onednn.TABLE.read_text(encoding="utf-8"))
         table["cpus"].setdefault(cpu_name(), {}).update(entry)
-        with replacing(onednn.TABLE) as temporary:
-            temporary.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        write_text(onednn.TABLE, as_json(table))
     return entry
 
 

@@ -1,4 +1,4 @@
-"""What `optimize` gives models of other authors: README's picture and a table, of rows measured on a GPU alone.
+"""What `optimize` gives models of other authors: README's picture, and a table of rows measured on a GPU alone.
 
 Each model is shown in inference and in training, with the rows of the largest batch: of the whole model if there are
 any, else of two of its blocks. Float32 weights train under autocast; in inference all is bfloat16. A model that
@@ -159,33 +159,89 @@ def _speed(pair: tuple[float, list[float] | None] | None) -> str:
     return f"{speed:.2f}" + (f" ({quartiles[0]:.2f} to {quartiles[1]:.2f})" if quartiles else "")
 
 
-def draw(rows: Iterable[dict], speeds: Any, memory: Any) -> bool:
-    """Draws bars on two axes, speed and memory relative to eager PyTorch; False without rows."""
+class Bars(NamedTuple):
+    """Speeds of a model in one phase, relative to eager PyTorch.
+
+    Attributes:
+        title: model, phase if it trains, and number of images.
+        measured: False if they are predicted.
+        compiled: of the fastest mode of torch.compile; None if it was not measured.
+        optimized: of `optimize`.
+    """
+
+    title: str
+    measured: bool
+    compiled: float | None
+    optimized: float
+
+    @property
+    def speeds(self) -> dict[str, float]:
+        """Those that are known, by the names of `LOOKS`."""
+        known = {"fastest torch.compile": self.compiled, "optimize(model)": self.optimized}
+        return {name: speed for name, speed in known.items() if speed is not None}
+
+
+LOOKS = {"fastest torch.compile": "#8d8d8d", "optimize(model)": "#4c72b0"}  # name → colour
+
+
+def bars(rows: Iterable[dict], predicted: Iterable[dict]) -> list[Bars]:
+    """What was measured on the GPU that has most models, then what is predicted for it, the largest gain first.
+
+    Args:
+        rows: measured rows.
+        predicted: rows of `benchmarks.gains`; of a model in one phase the first one is shown.
+    """
     found = measured(rows)
-    rivals = any(one.rival in RIVALS for one in found)
-    for y, one in enumerate(found):
-        bars = {"optimize": ("optimize(model)", "#4c72b0" if one.gain >= 1 else "#c44e52")}
-        if rivals and one.rival in RIVALS:
-            bars = {one.rival: ("the faster of torch.compile's modes", "#8d8d8d")} | bars
-        for i, (arm, (label, color)) in enumerate(bars.items()):
-            at = y + 0.4 * i - 0.2 * (len(bars) - 1)
-            values = one.speed[arm][0], one.peak[arm] / one.peak["eager"]
-            for axis, value in zip((speeds, memory), values, strict=True):
-                axis.barh(at, value, 0.38, color=color, label=label)
-                axis.text(value, at, f" {value:.2f}", va="center", fontsize=8)
-    for axis, what in ((speeds, "speed, more is better"), (memory, "peak memory, less is better")):
-        axis.axvline(1, color="black", linewidth=0.8)
-        axis.set_ylim(len(found) - 0.4, -0.6)
-        axis.set_xlim(0, 1.2 * max([axis.get_xlim()[1] / 1.05, 1]))
-        axis.set_xlabel(f"{what} (eager PyTorch = 1)", fontsize=8)
-        axis.tick_params(labelsize=8)
-    speeds.set_yticks(range(len(found)), [one.title for one in found], fontsize=8)
-    memory.set_yticks([])
-    if rivals:
-        handles, labels = speeds.get_legend_handles_labels()
-        unique = dict(zip(labels, handles, strict=True))
-        speeds.legend(unique.values(), unique.keys(), fontsize=7)
-    if found:
-        gpu = found[0].facts["gpu"]
-        speeds.figure.suptitle(f"optimize(model), models of timm, {gpu}, bfloat16, measured", fontsize=9)
-    return bool(found)
+    shown, expected = [], {}
+    for one in found:
+        compiled = [speed for arm, (speed, _) in one.speed.items() if arm in RIVALS]
+        title = one.title.replace(", inference", "")
+        shown.append(Bars(title, True, max(compiled, default=None), one.speed["optimize"][0]))
+    for row in predicted:
+        key = row["model"], row["phase"]
+        if found and row["gpu"] == found[0].gpu and key not in expected:
+            what = row["model"].replace("/16", "") + (" blocks, training" if row["phase"] == "training" else "")
+            ms = [row[name] for name in ("compile_ms", "autotune_ms") if name in row]
+            speeds = row["eager_ms"] / min(ms), row["eager_ms"] / row["ours_ms"]
+            expected[key] = Bars(f"{what}, {row['batch']} images", False, *speeds)
+    return shown + sorted(expected.values(), key=lambda one: -one.optimized)
+
+
+def described(found: Iterable[Bars]) -> str:
+    """The numbers of the picture in words, for those who do not see it."""
+    parts = {True: [], False: []}
+    for one in found:
+        parts[one.measured].append(f"{one.title}: {' and '.join(f'{speed:.2f}' for speed in one.speeds.values())}")
+    return (
+        f"Speed relative to eager PyTorch. Measured, optimize(model): {'; '.join(parts[True])}. "
+        f"Predicted, fastest torch.compile and optimize(model): {'; '.join(parts[False])}"
+    )
+
+
+def draw(found: list[Bars], title: str, axis: Any) -> None:
+    """Draws a bar for each speed, solid if measured, hatched if predicted; a line is eager PyTorch."""
+    from matplotlib.patches import Patch
+
+    ticks, y, kind = [], 0.0, None
+    for one in found:
+        if one.measured != kind:
+            kind, y = one.measured, y + 0.4
+            axis.text(0, y, "measured" if kind else "predicted for this version", fontsize=8, style="italic")
+            y += 0.4
+        ticks.append(y + 0.2 * (len(one.speeds) - 1))
+        for name, speed in one.speeds.items():
+            fill = dict(color=LOOKS[name]) if one.measured else dict(fill=False, edgecolor=LOOKS[name], hatch="//////")
+            axis.barh(y, speed, 0.36, linewidth=0.8, **fill)
+            axis.text(speed, y, f" {speed:.2f}", va="center", fontsize=8)
+            y += 0.4
+        y += 0.3
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.text(1, y, "eager PyTorch", ha="center", va="top", fontsize=8)
+    legend = [Patch(color=color, label=name) for name, color in LOOKS.items()]
+    axis.legend(handles=legend, fontsize=8, frameon=False, loc="lower right")
+    axis.set_ylim(y, 0)
+    axis.set_yticks(ticks, [one.title for one in found], fontsize=8)
+    axis.tick_params(length=0)
+    axis.set_xticks([])
+    axis.spines[:].set_visible(False)
+    axis.set_title(title, fontsize=9, loc="left")

@@ -9,7 +9,6 @@ it is read unchanged or refused in one sentence (`ValueError`). Everything else 
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import random
 import resource
@@ -28,7 +27,6 @@ import torch
 
 from fastvit_triton import create_model, load_model
 from fastvit_triton.cli import main as cli
-from fastvit_triton.files import replacing
 from fastvit_triton.measure.machine import provenance
 from fastvit_triton.train.checkpoint import STATE, load_state
 from fastvit_triton.train.outputs import LOG, WEIGHTS
@@ -48,7 +46,7 @@ from .damaged_files import (
     reads_weights,
     samples,
 )
-from .result_file import ROOT
+from .result_file import ROOT, as_json, write_text
 
 Trial = Callable[[Path], str | None]  # in an empty folder; returns what was lost, or None
 
@@ -242,8 +240,7 @@ def main(words: list[str] | None = None) -> int:
     began = time.monotonic()
     results = campaign(args.seed, args.minutes)
     facts = provenance() | dict(seed=args.seed, seconds=round(time.monotonic() - began)) | results
-    with replacing(args.out / "faults.json") as temporary:
-        temporary.write_text(json.dumps(facts, indent=1) + "\n")
+    write_text(args.out / "faults.json", as_json(facts))
     for row in results["rows"]:
         print(f"{row['fault']:45} {row['tried']:5} tried {row['survived']:5} survived {len(row['lost']):3} lost")
     print(f"memory: {results['memory']['mib']} MiB over the second half of {results['memory']['steps']:,} steps")

@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 
 from fastvit_triton.convert.flop_shares import flops, stated_input
-from fastvit_triton.files import replacing
 from fastvit_triton.models import list_models
 from fastvit_triton.models.weights.pretrained import FIGURES, figures
 from fastvit_triton.models.weights.pretrained import list_models as list_tagged
 from fastvit_triton.models.weights.rebuild import skeleton
+
+from .result_file import write_text
 
 
 def size_of(name: str) -> list[float | None]:
@@ -43,8 +44,7 @@ def main(path: str | None = None) -> None:
     for part, rows in parts.items():
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
         blocks.append(f" {json.dumps(part)}: {{\n{lines}\n }}")
-    with replacing(FIGURES) as temporary:
-        temporary.write_text("{\n" + ",\n".join(blocks) + "\n}\n", encoding="utf-8")
+    write_text(FIGURES, "{\n" + ",\n".join(blocks) + "\n}\n")
 
 
 if __name__ == "__main__":

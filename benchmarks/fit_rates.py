@@ -39,10 +39,10 @@ from benchmarks.backtest import (
     read,
     work,
 )
+from benchmarks.result_file import as_json, write_text
 from fastvit_triton.expected.gpus import RATES, Device, devices
 from fastvit_triton.expected.times import constants, kernel_us
-from fastvit_triton.expected.work import UNMODELLED, Work
-from fastvit_triton.files import replacing
+from fastvit_triton.expected.work import UNMODELLED, GpuWork
 
 from .rows import committed
 
@@ -66,7 +66,7 @@ class Fit:
         self.rows = [
             row for row in rows if not any(one.kind in UNMODELLED for one, _ in work(known[row.key], row.mode))
         ]
-        self.kernels: dict[str, list[tuple[int, int, Work]]] = defaultdict(list)  # kind → (row, times, work)
+        self.kernels: dict[str, list[tuple[int, int, GpuWork]]] = defaultdict(list)  # kind → (row, times, work)
         for n, row in enumerate(self.rows):
             for kernel, times in work(known[row.key], row.mode):
                 self.kernels[kernel.kind].append((n, times, kernel.at_batch(row.batch)))
@@ -203,8 +203,7 @@ def main() -> None:
 
 def write(table: Mapping[str, Any]) -> None:
     """Writes rates.json."""
-    with replacing(RATES) as temporary:
-        temporary.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n")
+    write_text(RATES, as_json(table))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 
 import fastvit_triton
-from fastvit_triton.files import replacing
 from fastvit_triton.kernels import OPS
 from fastvit_triton.kernels.activation import ACTIVATIONS
 from fastvit_triton.kernels.backend import using_backend
@@ -33,7 +32,7 @@ from fastvit_triton.kernels.op import Op
 from fastvit_triton.measure.compare import leaves, named_leaves, outcome, verdict
 
 from .correctness import kernels_on
-from .result_file import ROOT
+from .result_file import ROOT, as_json, write_text
 
 RESULT = ROOT / "benchmarks" / "results" / "fuzz.json"
 OURS = str(Path(fastvit_triton.__file__).parent)
@@ -319,8 +318,7 @@ def report(seed: int = SEED) -> list[str]:
         pytorch=counts(plain),
         kernels=counts(kernels),
     )
-    with replacing(RESULT) as temporary:
-        temporary.write_text(json.dumps(result, indent=2) + "\n")
+    write_text(RESULT, as_json(result))
     return wrong
 
 

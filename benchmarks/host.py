@@ -29,7 +29,6 @@ from torch import nn
 
 from fastvit_triton import create_model, freeze, optimize
 from fastvit_triton.engine import ways
-from fastvit_triton.files import replacing
 from fastvit_triton.kernels import fold
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.settings import forcing
@@ -37,6 +36,7 @@ from fastvit_triton.kernels.sizes import WAYS
 from fastvit_triton.measure.machine import provenance
 
 from .no_device import no_device
+from .result_file import as_json, write_text
 
 DEPTHS = (2, 10)
 SMALL = dict(img_size=16, embed_dim=16, num_heads=1, num_classes=0)  # 2 tokens, 16 channels
@@ -209,8 +209,7 @@ def main(words: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     results = rows(arguments.rounds)
     if arguments.out:
-        with replacing(arguments.out) as temporary:
-            temporary.write_text(json.dumps(dict(provenance=provenance(), rows=results), indent=1) + "\n")
+        write_text(arguments.out, as_json(dict(provenance=provenance()), rows=results))
     if arguments.json:
         print(json.dumps(results, indent=1))
         return

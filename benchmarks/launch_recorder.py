@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from fastvit_triton.kernels import launch as launcher
 from fastvit_triton.kernels.backend import using_backend
+from fastvit_triton.kernels.descriptor import given
 from fastvit_triton.kernels.launch import targeting
 
 TARGETS = {f"sm_{n}": GPUTarget("cuda", n, 32) for n in (80, 86, 89, 90, 100, 120)}
@@ -204,14 +205,19 @@ def _on(arch: str) -> Iterator[_Absent]:
 def compiled(launch: Launch, arch: str):
     """The compiled kernel of a launch on `arch`; Triton's errors are raised."""
     with _on(arch):
-        return launch.kernel.run(grid=launch.grid, warmup=True, **launch.values, **launch.options)
+        return launch.kernel.run(grid=launch.grid, warmup=True, **_given(launch), **launch.options)
+
+
+def _given(launch: Launch) -> dict:
+    """The arguments of a launch as Triton takes them."""
+    return {name: given(name, value) for name, value in launch.values.items()}
 
 
 def specialization(launch: Launch, arch: str) -> tuple[str, str]:
     """What determines the binary of a launch on `arch`: the arguments' types and properties, and the options."""
     with _on(arch) as device:
         *_, binder = launch.kernel.device_caches[device.get_current_device()]
-    _, facts, options = binder(**launch.values, **launch.options)
+    _, facts, options = binder(**_given(launch), **launch.options)
     return str(facts), str(sorted(options.items()))
 
 

@@ -5,8 +5,9 @@
 
 Counted from shapes by fastvit_triton.expected; nothing runs and nothing is measured. Phases: inference,
 training (forward and backward of one batch, new gradient tensors), autocast (training of float32 weights in bfloat16).
-Figures are those of the whole model and, under "block", of one block: two blocks minus one. torch.compile is estimated
-by the rule of fastvit_triton.expected.inductor.
+Figures are those of the whole model and, under "block", of one block: two blocks minus one. The peak is of the memory
+that a call allocates, without weights and workspaces of libraries. torch.compile is estimated by the rule of
+fastvit_triton.expected.inductor.
 """
 
 import argparse
@@ -22,21 +23,23 @@ import torch
 from torch import nn
 
 import fastvit_triton
-from fastvit_triton.cli.checks import at_least, check_size, image_size
+from fastvit_triton.cli.arguments import at_least, check_size, image_size
 from fastvit_triton.cli.model_by_name import check_name
+from fastvit_triton.engine.values import without_weights
 from fastvit_triton.expected.cuda_operators import as_on_cuda
 from fastvit_triton.expected.events import Count
 from fastvit_triton.expected.inductor import inductor_count
 from fastvit_triton.expected.trace import Trace, tracing
-from fastvit_triton.expected.values import without_weights
-from fastvit_triton.files import replacing
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.choose import Choice
 from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.settings import observing
 from fastvit_triton.layers.embed import sides
 
+from .result_file import as_json, write_text
+
 COMMAND = "python -m benchmarks.launches --table --out benchmarks/results/launches.json"
+NOTE = "of one block, and of the rest; counted from shapes, not measured; inductor_* are estimated by a rule"
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 MODELS = tuple(f"timm:vit_{size}_patch16_224" for size in ("tiny", "small", "base", "large"))
 BATCHES = (1, 8, 64, 256)
@@ -129,19 +132,24 @@ def _traced(model: nn.Module, images: torch.Tensor, phase: str) -> Trace:
 
 
 @functools.lru_cache(maxsize=64)
-def _eager(setting: Setting) -> tuple[Count, Count]:
-    """Counts for eager PyTorch, and for torch.compile as estimated by the rule."""
+def _eager(setting: Setting) -> tuple[Count, Count, int]:
+    """Counts for eager PyTorch, and for torch.compile as estimated by the rule; and eager PyTorch's peak memory."""
     eager, _ = trace(replace(setting, arch=None))
-    return eager.count, inductor_count(eager.events)
+    return eager.count, inductor_count(eager.events), eager.peak
 
 
 def figures(setting: Setting) -> dict[str, object]:
-    """Ways, launches and bytes of a model: ours, eager PyTorch's and Inductor's."""
+    """Ways, launches, bytes and peak memory of a model: ours, eager PyTorch's and, without memory, Inductor's."""
     traced, ways = trace(setting)
-    eager, inductor = _eager(replace(setting, arch=None, ours=False, frozen=False))
+    eager, inductor, eager_peak = _eager(replace(setting, arch=None, ours=False, frozen=False))
     counts = {"": traced.count, "eager_": eager, "inductor_": inductor}
     numbers = {f"{who}{n}": v for who, c in counts.items() for n, v in (("launches", c.launches), ("bytes", c.nbytes))}
-    return {"ways": ways} | numbers | ({"findings": traced.findings} if traced.findings else {})
+    return (
+        {"ways": ways}
+        | numbers
+        | {"peak": traced.peak, "eager_peak": eager_peak}
+        | ({"findings": traced.findings} if traced.findings else {})
+    )
 
 
 def parts(setting: Setting) -> tuple[dict[str, object], dict[str, object]]:
@@ -175,6 +183,10 @@ def violations(setting: Setting, block: dict[str, object], rest: dict[str, objec
         # it writes the gradient in float32, 4 bytes, where eager PyTorch writes 16 bits and casts them, 8 bytes
         limit(f"bytes in {where}", part["bytes"], part["eager_bytes"] + (6 + 4 - 8) * count)
         limit(f"launches in {where}", part["launches"], part["eager_launches"] * (1 if inference else 1.1))
+    if setting.batch >= 8:  # for one image most memory is gradients of weights, which every way keeps
+        blocks = 2 if inference else 12  # in inference a block takes the memory of the one before
+        peak, eager_peak = (blocks * block[name] + rest[name] for name in ("peak", "eager_peak"))
+        limit(f"bytes at the peak of a model of {blocks} blocks", peak, eager_peak)
     if inference and chosen == {"fused"}:
         limit("launches in a fused block", launches, 6 - setting.ours + (0 if setting.frozen else 2))
         if setting.frozen and setting.batch >= 64:
@@ -206,13 +218,6 @@ def row_of(setting: Setting) -> dict[str, object]:
     return facts | block | {"rest": rest, "violations": violations(setting, block, rest)}
 
 
-def to_json(rows: list[dict[str, object]]) -> str:
-    """JSON with one row per line, so that a changed figure is a changed line."""
-    lines = ",\n".join("  " + json.dumps(row, separators=(",", ":")) for row in rows)
-    note = "of one block, and of the rest; counted from shapes, not measured; inductor_* are estimated by a rule"
-    return f'{{\n "command": {json.dumps(COMMAND)},\n "note": {json.dumps(note)},\n "rows": [\n{lines}\n ]\n}}\n'
-
-
 def main() -> None:
     """Prints the figures of one model, or writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -232,8 +237,10 @@ def main() -> None:
     if args.table:
         rows = table()
         if args.out:
-            with replacing(args.out) as temporary:
-                temporary.write_text(to_json(rows))
+            note = (
+                "of one block, and of the rest; counted from shapes, not measured; inductor_* are estimated by a rule"
+            )
+            write_text(args.out, as_json(dict(command=COMMAND, note=note), rows=rows))
         print(f"{len(rows)} rows, {sum(bool(row['violations']) for row in rows)} of them violate a limit")
         return
     size = args.img_size
@@ -254,7 +261,8 @@ def main() -> None:
     for who, numbers in (("model", result), ("block", block)):
         for arm in ("", "eager_", "inductor_"):
             launches, mb = numbers[f"{arm}launches"], numbers[f"{arm}bytes"] / 1e6
-            print(f"{who}  {arm.rstrip('_') or 'default':8}  {launches:6g} launches  {mb:10.1f} MB")
+            peak = f"  {numbers[f'{arm}peak'] / 1e6:8.1f} MB at the peak" if f"{arm}peak" in numbers else ""
+            print(f"{who}  {arm.rstrip('_') or 'default':8}  {launches:6g} launches  {mb:10.1f} MB{peak}")
     print(*(f"{branch}: {way}" for branch, way in result["ways"].items()), *result["violations"], sep="\n")
 
 

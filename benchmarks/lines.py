@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastvit_triton import create_model, cuda_graph, optimize
+from fastvit_triton.kernels.attention_launch import WHOLE, whole
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import overriding
 from fastvit_triton.measure.compare import Named, named_leaves
@@ -53,7 +54,12 @@ FP8 = torch.float8_e4m3fn
 # Attention
 
 STAGES = {"ours, 1 stage": 1, "ours, 2 stages": 2, "ours, 3 stages": 3}
-UNBUILT_ATTENTION = ("ours, tail first", "ours, whole rows", "ours, whole rows by TMA", "ours, slices of channels")
+FORMS = {  # of the forward pass, for up to 256 keys
+    "ours, whole rows": dict(BLOCK_M=64, num_warps=4, num_stages=1),
+    "ours, whole rows by TMA": dict(BLOCK_M=128, TMA=1, num_warps=8, num_stages=3),  # on other than sm_90 as "ours"
+    "ours, whole rows by TMA, 2 stages": dict(BLOCK_M=128, TMA=1, num_warps=8, num_stages=2),
+}
+UNBUILT_ATTENTION = ("ours, slices of channels",)
 ATTENTION_ARMS = ("SDPA cuDNN", "SDPA flash", "ours", *STAGES, *UNBUILT_ATTENTION)
 
 
@@ -67,6 +73,7 @@ def attention(N: int, D: int, batch: int, device: torch.device, dry: bool) -> Ca
     ours = replace(held["ours eager"], name="ours")
     variants = [held["eager"], held["SDPA cuDNN"], held["SDPA flash"], ours]
     variants += [Variant(name, None, Staged(ours.call, stages)) for name, stages in STAGES.items()]
+    variants += [Variant(name, None, partial(_in_form, ours.call, whole(**blocks))) for name, blocks in FORMS.items()]
     variants += [Variant(name, NOT_BUILT) for name in UNBUILT_ATTENTION]
     few = max(1, 2**31 // (heads * N * N * 8))  # images whose scores take 2 GiB in float64
 
@@ -76,6 +83,11 @@ def attention(N: int, D: int, batch: int, device: torch.device, dry: bool) -> Ca
 
     name = attention_name(N, D, batch)
     return replace(case, name=name, variants=variants, truth=truth, work=None, facts=dict(N=N, D=D, batch=batch))
+
+
+def _in_form(run: Callable, rows: dict[str, dict[str, int]], qkv: Tensor) -> Tensor:
+    with overriding(rows):
+        return run(qkv=qkv)
 
 
 class Staged:
@@ -126,11 +138,13 @@ def attention_lines() -> Iterator[Line]:
         build = partial(attention, N, D, batch)
         for phase in ("forward", "backward"):
             usual = {"": 0.3, **dict.fromkeys(UNBUILT_ATTENTION, 0.0)}
+            forms = [arm for arm, blocks in FORMS.items() if D == 64 or "TMA" not in blocks]
+            forms = forms if N <= WHOLE and (phase == "forward" or batch == 8) else []  # gradients check their L
             yield Line(
                 "attention",
                 attention_name(N, D, batch),
                 phase,
-                ATTENTION_ARMS,
+                (*ATTENTION_ARMS, *forms),
                 value,
                 build,
                 None,

@@ -7,8 +7,9 @@ it cannot translate; and the accesses that `races` finds.
 `races` reads TTGIR, the last form of a kernel in which an access has a layout, which says what thread takes what
 element. Within a warp accesses are in order; between warps only a barrier orders them. So a load and a store of the
 same tensor, or of tensors that overlap, are refused if some path from one to the other has no barrier, unless they use
-the same addresses in the same layout, and the layout gives each element to one warp. Not covered: two stores, and
-addresses of a loop that meet those of another pass.
+the same addresses in the same layout, and the layout gives each element to one warp. A copy by a descriptor goes on
+after its instruction, and no barrier of threads ends it: no later access of the other kind may meet it. Not
+covered: two stores, and addresses of a loop that meet those of another pass.
 """
 
 import math
@@ -22,6 +23,8 @@ from .sass import GPUS, Binary
 
 READS = {"tt.load", "ttg.async_copy_global_to_local", "amdg.buffer_load", "amdg.buffer_load_to_local"}
 WRITES = {"tt.store", "amdg.buffer_store"}
+# copies by descriptors → whether they store
+COPIES = {"ttng.async_tma_copy_global_to_local": False, "ttng.async_tma_copy_local_to_global": True}
 ADDRESSES = {"tt.addptr", "tt.splat", "tt.broadcast", "tt.expand_dims", "ttg.convert_layout", "tt.bitcast"}
 ADDRESSES |= {"cf.br", "cf.cond_br"}
 BARRIER = r"gpu\.barrier|ttg\.barrier .*(all|global)"  # others order shared memory only
@@ -60,12 +63,10 @@ def races(ttgir: str, launch: Launch) -> list[str]:
     """Loads and stores of the same memory that no barrier orders."""
     if '"ttg.num-warps" = 1 ' in ttgir:
         return []
-    if "tensordesc" in ttgir:
-        return ["it uses descriptors, for which there is no rule"]
     header = next(line for line in ttgir.splitlines() if "tt.func public" in line)
-    names = re.findall(rf"({VALUE}): !tt\.ptr", header)
+    names = re.findall(rf"({VALUE}): !tt\.(?:ptr|tensordesc)", header)
     if len(names) != len(launch.tensors):
-        return [f"TTGIR has {len(names)} pointers for {len(launch.tensors)} tensors"]
+        return [f"TTGIR has {len(names)} pointers and descriptors for {len(launch.tensors)} tensors"]
     walk = _Walk(names, launch, dict(re.findall(r"^(#\w+) = (#\w+\.\w+<.*>)$", ttgir, re.M)))
     walk.run(_operations(ttgir))
     return sorted(set(walk.found))
@@ -115,6 +116,7 @@ class _Access(NamedTuple):
     parameter: str
     addresses: str
     layout: str | None  # None if one element may belong to several warps
+    lasts: bool = False  # no barrier ends it
 
 
 class _Walk:
@@ -182,10 +184,10 @@ class _Walk:
         if step.text.startswith("^"):
             self.since |= self.left
         elif re.match(BARRIER, step.text):
-            self.since.clear()
+            self.since = {each for each in self.since if each.lasts}
         elif step.name == "scf.yield":
             self.yielded = [self.origin(value) for value in step.values]
-        elif step.name in READS | WRITES:
+        elif step.name in READS | WRITES | COPIES.keys():
             for parameter in sorted(origins):
                 self.access(step, parameter)
             if not origins:
@@ -212,8 +214,10 @@ class _Walk:
     def access(self, step: _Operation, parameter: str) -> None:
         indexed = re.search(rf"({VALUE})\[({VALUE})\]", step.text)  # AMD's buffer operations
         addresses = indexed[0] if indexed else step.values[0]
-        layout = None if "to_local" in step.name else self.layout(step.text)  # a copy that ends later
-        new = _Access(step.name in WRITES, parameter, self.numbered(addresses), layout)
+        copies = "to_local" in step.name or step.name in COPIES  # they end later
+        layout = None if copies else self.layout(step.text)
+        stores = COPIES.get(step.name, step.name in WRITES)
+        new = _Access(stores, parameter, self.numbered(addresses), layout, step.name in COPIES)
         for old in self.since:
             meets = old.parameter == parameter or {old.parameter, parameter} in self.overlaps
             own = layout is not None and (old.addresses, old.layout) == (new.addresses, layout)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from fastvit_triton.files import replacing
+from .result_file import as_json, write_text
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks/results/mutants.json"
@@ -62,8 +62,7 @@ def commit() -> str:
 
 def write(rows: dict) -> None:
     """Writes the file, a line for each mutant."""
-    with replacing(RESULT) as temporary:
-        temporary.write_text(json.dumps(rows, indent=1) + "\n")
+    write_text(RESULT, as_json(rows))
 
 
 if __name__ == "__main__":

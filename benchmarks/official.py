@@ -28,12 +28,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fastvit_triton import optimize, set_backend
 from fastvit_triton.convert.captured import captures_of, is_bound
 from fastvit_triton.convert.reporting import Report
-from fastvit_triton.files import replacing
-from fastvit_triton.measure.machine import provenance
 from fastvit_triton.measure.timeout import one_line
 
 from . import official_speed
 from .checkouts import commit, sources
+from .official_speed import depth_anything_3, intern_vit, pi3
+from .result_file import as_json, origin, write_text
 from .tables import official_markdown
 
 ATTENTION = ("scaled_dot_product_attention", "softmax", "multi_head_attention")
@@ -313,6 +313,24 @@ def tiny_vit() -> tuple[nn.Module, Any]:
     ), images(64)  # fmt: skip
 
 
+def croco() -> tuple[nn.Module, Any]:
+    """CroCo with RoPE in two axes, whose tables have the length of the largest position."""
+    from models.croco import CroCoNet
+
+    return CroCoNet(
+        img_size=32, patch_size=8, mask_ratio=0.5, enc_embed_dim=48, enc_depth=2, enc_num_heads=2, dec_embed_dim=32,
+        dec_depth=2, dec_num_heads=2, pos_embed="RoPE100",
+    ), (images(32), images(32))  # fmt: skip
+
+
+def small_intern_vit() -> tuple[nn.Module, Any]:
+    """InternViT, with RMSNorms of queries and keys that span all heads."""
+    return intern_vit(
+        hidden_size=48, num_attention_heads=3, image_size=32, patch_size=8, intermediate_size=96, num_hidden_layers=2,
+        qk_normalization=True, norm_type="rms_norm",
+    ), images(32)  # fmt: skip
+
+
 MODELS = (
     Official("facebookresearch/dinov2", "ViT", lambda: dinov2(block_chunks=0)),
     Official("facebookresearch/dinov2", "ViT, chunked", lambda: dinov2(block_chunks=2)),
@@ -344,6 +362,20 @@ MODELS = (
     Official("bytedance/ibot", "ViT", ibot),
     Official("whai362/PVT", "PVT v2", pvt, "classification"),
     Official("microsoft/Cream", "TinyViT", tiny_vit, "TinyViT"),
+    Official("naver/croco", "CroCo", croco),
+    Official(
+        "ByteDance-Seed/Depth-Anything-3",
+        "views",
+        lambda: (
+            depth_anything_3(
+                img_size=42, embed_dim=48, depth=4, num_heads=3, alt_start=2, qknorm_start=2, rope_start=2
+            ),
+            torch.randn(2, 2, 3, 42, 42),
+        ),
+        "src",
+    ),
+    Official("yyfz/Pi3", "decoder", lambda: (pi3(48, 2, 3, 4, 5), torch.randn(2, 2, 20, 48))),
+    Official("OpenGVLab/InternVL", "InternViT", small_intern_vit, "internvl_chat/internvl/model"),
 )
 
 
@@ -471,8 +503,6 @@ def main(folder: Path, only: str, out: Path | None) -> None:
             speeds.append(speed | dict(commit=commit(folder, usual.repository)))
             print(*(f"{name}={value}" for name, value in speed.items()), flush=True)
     if out is not None:
-        facts = {k: v for k, v in provenance().items() if k in ("command", "date", "commit", "packages")}
-        result = facts | dict(rows=rows, speeds=speeds)
-        for kind, text in (("json", json.dumps(result, indent=1) + "\n"), ("md", official_markdown(result))):
-            with replacing(out / f"coverage-official.{kind}") as temporary:
-                temporary.write_text(text)
+        text = as_json(origin(), rows=rows, speeds=speeds)
+        write_text(out / "coverage-official.json", text)
+        write_text(out / "coverage-official.md", official_markdown(json.loads(text)))

@@ -8,6 +8,7 @@ of inference relative to it is predicted by expected.times. Nothing is measured.
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from fastvit_triton.expected.trace import Trace
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.measure.timeout import one_line
 
-from .checkouts import sources
+from .checkouts import sources, without_init
 
 BATCH, GPU = 64, "h100"
 
@@ -163,6 +164,91 @@ def pvt() -> nn.Module:
     )  # fmt: skip
 
 
+class Views(nn.Module):
+    """The features of some views that a tower of Depth Anything 3 hands to its heads."""
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.tower = tower
+
+    def forward(self, x: Tensor) -> Any:
+        """Features of the last two blocks of [B, S, 3, H, W]."""
+        depth = len(self.tower.blocks)
+        return self.tower.get_intermediate_layers(x, [depth - 2, depth - 1])
+
+
+def depth_anything_3(**options: Any) -> nn.Module:
+    """Depth Anything 3's ViT: within views and across them in turn, with RoPE and norms on heads."""
+    without_init("depth_anything_3.model")
+    from depth_anything_3.model.dinov2.vision_transformer import DinoVisionTransformer
+
+    return Views(DinoVisionTransformer(patch_size=14, init_values=1.0, **options))
+
+
+def intern_vit(**options: Any) -> nn.Module:
+    """InternViT; it computes norms in float32."""
+    without_init("internvl_chat")
+    from internvl_chat.modeling_intern_vit import InternVisionConfig, InternVisionModel
+
+    config = InternVisionConfig(use_flash_attn=False, drop_path_rate=0.0, **options)
+    model = InternVisionModel(config)
+    model.encoder.gradient_checkpointing = False
+    return model
+
+
+class Decoder(nn.Module):
+    """Pi3's blocks, called as its `decode` does, on two views of a grid of patches."""
+
+    positions: Tensor
+
+    def __init__(self, blocks: nn.ModuleList, rows: int, columns: int) -> None:
+        super().__init__()
+        self.blocks = blocks
+        self.register_buffer("positions", torch.cartesian_prod(torch.arange(rows), torch.arange(columns)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 2, N, D] → [B, 2, N, D], within views and across them in turn."""
+        batch, views, _, width = x.shape
+        for i, block in enumerate(self.blocks):
+            groups = batch * views if i % 2 == 0 else batch
+            positions = self.positions.repeat(groups, batch * views // groups, 1)
+            x = block(x.reshape(groups, -1, width), xpos=positions)
+        return x.reshape(batch, views, -1, width)
+
+
+def pi3(dim: int, depth: int, heads: int, rows: int, columns: int) -> nn.Module:
+    """Pi3's decoder, with RoPE and norms on heads."""
+    from pi3.models.dinov2.layers import Mlp
+    from pi3.models.layers.attention import FlashAttentionRope
+    from pi3.models.layers.block import BlockRope
+    from pi3.models.layers.pos_embed import RoPE2D
+
+    rope = RoPE2D(freq=100.0)
+    block = dict(mlp_ratio=4, qkv_bias=True, proj_bias=True, ffn_bias=True, drop_path=0.0, act_layer=nn.GELU)
+    block |= dict(ffn_layer=Mlp, init_values=0.01, qk_norm=True, attn_class=FlashAttentionRope, rope=rope)
+    norm = partial(nn.LayerNorm, eps=1e-6)
+    return Decoder(nn.ModuleList(BlockRope(dim, heads, norm_layer=norm, **block) for _ in range(depth)), rows, columns)
+
+
+class Encoder(nn.Module):
+    """CroCo's encoder of a whole image, as downstream models call it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 3, H, W] → [B, N, D]."""
+        return self.model._encode_image(x)[0]
+
+
+def croco() -> nn.Module:
+    """CroCo v2's ViT-B/16 with RoPE in two axes."""
+    from models.croco import CroCoNet
+
+    return Encoder(CroCoNet(pos_embed="RoPE100", dec_depth=1))
+
+
 MODELS = (
     Usual("facebookresearch/dinov2", "ViT-B/14", dinov2),
     Usual("facebookresearch/dinov3", "ViT-S/16", lambda: dinov3("vit_small")),
@@ -182,6 +268,34 @@ MODELS = (
     Usual("facebookresearch/deit", "DeiT III, ViT-B/16", deit),
     Usual("microsoft/unilm", "BEiT 2, ViT-B/16", beit, folder="beit2"),
     Usual("whai362/PVT", "PVT v2-B2", pvt, folder="classification"),
+    Usual("naver/croco", "CroCo v2, ViT-B/16", croco),
+    Usual(
+        "ByteDance-Seed/Depth-Anything-3",
+        "DA3-Base, 2 views",
+        lambda: depth_anything_3(
+            img_size=518, embed_dim=768, depth=12, num_heads=12, alt_start=4, qknorm_start=4, rope_start=4
+        ),
+        (2, 3, 252, 252),
+        "src",
+    ),
+    Usual("yyfz/Pi3", "decoder, 2 views", lambda: pi3(1024, 36, 16, 16, 16), (2, 256, 1024)),
+    Usual(
+        "OpenGVLab/InternVL",
+        "InternViT-300M",
+        lambda: intern_vit(
+            hidden_size=1024,
+            num_attention_heads=16,
+            image_size=448,
+            patch_size=14,
+            intermediate_size=4096,
+            num_hidden_layers=24,
+            qk_normalization=False,
+            qkv_bias=True,
+            norm_type="layer_norm",
+        ),
+        (3, 448, 448),
+        "internvl_chat/internvl/model",
+    ),
 )
 
 
@@ -202,6 +316,8 @@ def row_of(entry: Usual, folder: Path) -> dict[str, Any]:
             model = entry.build().to(dtype).eval()
             example = torch.randn(2, *entry.shape, dtype=dtype)
             report = optimize(model, example=example, compile=True)
+            with torch.no_grad():
+                model(example)  # fills what it caches by size, such as tables of rotations
             images = torch.empty(BATCH, *entry.shape, dtype=dtype, device="meta")
             shares = report.shares()
             row["flops"] = None if shares is None or shares.replaced is None else round(shares.replaced_share(""), 4)

@@ -2,13 +2,14 @@
 
     python -m benchmarks.plot [--results benchmarks/results]
 
-Where there is no measurement, a table says so and shows the predicted bound from the committed compile report.
+Where there is no measurement, a table says so.
 """
 
 import argparse
 import json
+import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,12 @@ from fastvit_triton.kernels.sizes import WAYS, Branch
 
 from . import community, drop_in
 from .backtest import ALWAYS, family
-from .result_file import ROOT
+from .result_file import ROOT, write_text
 from .rows import committed, is_result
 
 RESULTS = ROOT / "benchmarks" / "results"
 NOT_YET = "*not yet measured*"
+ON_A_GPU = f"{NOT_YET}; `python -m benchmarks.gpu --out benchmarks/results` measures it on a GPU."
 # variants of a table → titles of its columns
 COLUMNS = {
     "eager": "eager",
@@ -67,13 +69,12 @@ SHOWN_MODELS = (("ViT-S/16", 384, 6), ("ViT-B/16", 768, 12), ("ViT-L/16", 1024, 
 
 @dataclass(frozen=True)
 class Results:
-    """Newest measurement of each part, compile reports, CPU files (oldest first), and users' files."""
+    """Newest measurement of each part, CPU files (oldest first), and users' files."""
 
     ops: dict | None
     models: dict | None
     ceilings: dict | None
     ways: dict | None
-    static: dict | None
     cpu: tuple[dict, ...] = ()
     host: dict | None = None
     launches: dict | None = None
@@ -96,15 +97,15 @@ def load(folder: Path = RESULTS) -> Results:
             cpu.append(result)
         if "part" in result and result.get("dry_run") is False and result.get("gpu"):
             newest[result["part"]] = max(newest.get(result["part"], result), result, key=lambda r: r["date"])
-    report, *others, predicted = (
+    *others, predicted = (
         json.loads(path.read_text()) if (path := folder / f"{name}.json").exists() else None
-        for name in ("static", "host", "launches", "gains", "backtest", "backtest-measured")
+        for name in ("host", "launches", "gains", "backtest", "backtest-measured")
     )
     rows = tuple(committed(folder))
     parts = (_with_rows(newest.get(part), part, rows) for part in ("ops", "models", "ceilings", "ways"))
     users = community.load(folder / "community")
     ordered = tuple(sorted(cpu, key=lambda result: result["date"]))
-    return Results(*parts, report, ordered, *others, users, rows, predicted)
+    return Results(*parts, ordered, *others, users, rows, predicted)
 
 
 def _with_rows(part: dict | None, section: str, rows: Iterable[dict]) -> dict | None:
@@ -138,16 +139,11 @@ def origin(result: dict) -> str:
     return f"{result['gpu']}{driver}, {versions}, {run}.{later}"
 
 
-def drop_in_table(results: Results) -> str:
-    """Table of models of timm after `optimize`, measured."""
-    return drop_in.table(results.rows) or NOT_YET
-
-
 def models_table(results: Results) -> str:
     """Table of milliseconds per batch by variant; the fastest is bold."""
     measured = times(results.models)
     if not measured:
-        return _predicted("models", results.static)
+        return ON_A_GPU
     variants = [variant for variant in COLUMNS if any(variant in by_variant for by_variant in measured.values())]
     lines = [f"| ms | {' | '.join(COLUMNS[variant] for variant in variants)} |", "|---" * (len(variants) + 1) + "|"]
     for (case, _), by_variant in measured.items():
@@ -168,7 +164,7 @@ def ops_table(results: Results) -> str:
     """Table of speedups over eager and over the fastest other variant, including those below 1."""
     measured = times(results.ops, SHOWN)
     if not measured:
-        return _predicted("ops", results.static)
+        return ON_A_GPU
     lines = ["| op | phase | ours µs | × eager | × best other |", "|---|---|--:|--:|--:|"]
     for (case, phase), by_variant in measured.items():
         ours = [by_variant[variant] for variant in OURS if variant in by_variant]
@@ -214,27 +210,6 @@ def _newest_cells(results: Results, shown: str = "") -> dict[str, list[tuple[dic
     return {processor: list(rows.values()) for processor, rows in newest.items() if rows}
 
 
-def cpu_short_table(results: Results) -> str:
-    """One image of ViT-B in float32 on one thread, a line for each processor; see `cpu_table`."""
-    cell = f"{PICTURED} float32 batch 1 inference threads 1"
-    newest = {file["processor"]: (row, file) for file in results.cpu for row in file["rows"] if row["cell"] == cell}
-    if not newest:
-        return cpu_table(results, cell)
-    names = [n for n in CPU_COLUMNS if any("ratio" in row["columns"].get(n, {}) for row, _ in newest.values())]
-    lines = [
-        f"| times as fast as eager | {' | '.join(CPU_COLUMNS[n] for n in names)} |",
-        "|---" + "|--:" * len(names) + "|",
-    ]
-    for processor, (row, _) in newest.items():
-        lines.append(f"| {processor} | {' | '.join(_ratio(row['columns'].get(name)) for name in names)} |")
-    runs = (f"{file['date']}, commit {file['commit']}" for _, file in newest.values())
-    versions = dict.fromkeys(file["packages"]["torch"] for _, file in newest.values())
-    note = "Columns with an error round to bf16 or int8 (ours by `freeze(model, precision=...)`), the others do not."
-    return "\n".join(
-        [*lines, "", f"{note} `python -m benchmarks.cpu`, torch {', '.join(versions)}: {'; '.join(runs)}."]
-    )
-
-
 def host_table(results: Results) -> str:
     """Table of a block's host time relative to timm's, with quartiles, by way and phase."""
     if results.host is None:
@@ -259,30 +234,10 @@ def _ratio(column: dict | None) -> str:
     return f"{text}, error {column['error']:.0e}" if column["error"] > 1e-3 else text
 
 
-def _predicted(what: str, static: dict | None) -> str:
-    """States that there is no measurement; for ops, adds the H200 bounds from the compile report."""
-    if static is None:
-        return f"{NOT_YET}; `python -m benchmarks.gpu --out benchmarks/results` measures it on a GPU."
-    rows = [r for r in static["operations"] if r["arch"] == "sm_90" and r["dtype"] == "bfloat16"]
-    if what == "models" or not rows:
-        return f"{NOT_YET}; bounds of single ops are predicted below."
-    lines = [f"{NOT_YET}. Predicted bounds, sm_90, bfloat16:", ""]
-    times = {"predicted bound, µs": "predicted_us", "expected, µs": "expected_us", "floor, µs": "floor_us"}
-    times = {head: name for head, name in times.items() if name in rows[0]}
-    lines += [f"| case | op | phase | {' | '.join(times)} |", "|---|---|---|" + "--:|" * len(times)]
-    lines += [
-        f"| {r['case']} | {r['op']} | {r['phase']} | {' | '.join(f'{r[name]:.1f}' for name in times.values())} |"
-        for r in rows
-        if r["case"] == SHOWN
-    ]
-    source = f"Predicted from instruction counts by `{static['command']}` on {static['date']}; nothing was measured."
-    return "\n".join([*lines, "", source])
-
-
 def ways_table(results: Results) -> str:
     """Table of the measured milliseconds of two blocks in each way, in inference and training; the fastest is bold."""
     if results.ways is None:
-        return f"{NOT_YET}; `python -m benchmarks.gpu --only ways --out benchmarks/results` measures it on a GPU."
+        return ON_A_GPU
     ways = ("plain", "mixed", "fused")
     lines = [f"| ms of two blocks | {' | '.join(ways)} | by the rule |", "|---|--:|--:|--:|---|"]
     for row in results.ways["rows"]:
@@ -292,11 +247,6 @@ def ways_table(results: Results) -> str:
             title = row["case"].removeprefix("ways of ")
             lines.append(f"| {title} | {' | '.join(_cell(times[way], best) for way in ways)} | {row['rule']} |")
     return "\n".join([*lines, "", origin(results.ways)])
-
-
-def users_table(results: Results) -> str:
-    """Table of users' measurements."""
-    return community.table(results.users)
 
 
 def training_table(results: Results) -> str:
@@ -329,19 +279,19 @@ def gains_table(results: Results) -> str:
     """Table of predicted speedups over torch.compile, and the error of such predictions; nothing is measured."""
     if results.gains is None or results.backtest is None:
         return NOT_YET
-    titles = ["H200", "A100", "RTX 4090"]
-    lines = [f"| against torch.compile, predicted | {' | '.join(titles)} | error | saved activations |"]
-    lines.append("|---" * (len(titles) + 3) + "|")
+    lines = [f"| against torch.compile, predicted | {' | '.join(SHOWN_GPUS.values())} | error | saved activations |"]
+    lines.append("|---" * (len(SHOWN_GPUS) + 3) + "|")
     tested = results.backtest["by"]["gain by family"]
-    for model in dict.fromkeys(row["model"] for row in results.gains["rows"]):
-        rows = [row for row in results.gains["rows"] if row["model"] == model]
-        cells = [
-            f"{row['compile_ms'] / row['ours_ms']:.2f} ({row['autotune_ms'] / row['ours_ms']:.2f})" for row in rows
-        ]
-        error = tested.get(rows[0]["family"])
+    every = results.gains["rows"]
+    for model, phase, batch in dict.fromkeys((row["model"], row["phase"], row["batch"]) for row in every):
+        rows = [row for row in every if (row["model"], row["phase"], row["batch"]) == (model, phase, batch)]
+        autotune = (f" ({row['autotune_ms'] / row['ours_ms']:.2f})" if "autotune_ms" in row else "" for row in rows)
+        cells = [f"{row['compile_ms'] / row['ours_ms']:.2f}{more}" for row, more in zip(rows, autotune, strict=True)]
+        error = tested.get(rows[0]["family"]) if phase == "inference" else None
         error = "not tested" if error is None else f"± {100 * error['p90']:.0f} %"
-        images = f", {rows[0]['batch']} images"
-        lines.append(f"| {model}{images} | {' | '.join(cells)} | {error} | {rows[0]['saved']:.2f} |")
+        saved = f"{rows[0]['saved']:.2f}" if phase == "training" else ""
+        what = "" if phase == "inference" else ", training"
+        lines.append(f"| {model}{what}, {batch} images | {' | '.join(cells)} | {error} | {saved} |")
     return "\n".join(lines)
 
 
@@ -409,23 +359,24 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-TABLES = {
-    "drop in": drop_in_table,
+TABLES: dict[str, Callable[[Results], str]] = {
+    "drop in": lambda results: drop_in.table(results.rows) or NOT_YET,
     "models": models_table,
     "ops": ops_table,
     "cpu": cpu_table,
-    "cpu short": cpu_short_table,
     "host": host_table,
     "ways": ways_table,
-    "users": users_table,
+    "users": lambda results: community.table(results.users),
+    "measured backtest": measured_backtest_table,
+    "gains": gains_table,
+    "training": training_table,
+    "backtest": backtest_table,
+    "families": families_table,
 }
-TABLES |= {"measured backtest": measured_backtest_table}
-TABLES |= {"gains": gains_table, "training": training_table, "backtest": backtest_table,
-           "families": families_table}  # fmt: skip
 
 
 def fill(readme: str, results: Results) -> str:
-    """Replaces each table between `<!-- measured: NAME -->` and `<!-- end -->`.
+    """Replaces each table between `<!-- measured: NAME -->` and `<!-- end -->`, and the words for the first picture.
 
     Raises:
         ValueError: a marker is not closed, or names an unknown table.
@@ -438,14 +389,23 @@ def fill(readme: str, results: Results) -> str:
                 f"the marker <!-- measured: {name[:40]} needs a table ({', '.join(TABLES)}) and <!-- end -->"
             )
         parts[i] = f"{name} -->\n{TABLES[name](results)}\n<!-- end -->" + rest.split("<!-- end -->", 1)[1]
-    return "<!-- measured: ".join(parts)
+    words = drop_in.described(_bars(results))
+    return re.sub(r"!\[[^\]]*\](?=\([^)]*\bspeedup\.png\))", f"![{words}]", "<!-- measured: ".join(parts))
 
 
 def bars(results: Results, path: Path) -> bool:
-    """Plots what `optimize` gives models of timm, measured: speed and memory; False if there are no measurements."""
-    models = len(drop_in.measured(results.rows))
-    figure, axes = _figure(8, 0.9 + 0.5 * models, 2)
-    return drop_in.draw(results.rows, *axes) and _saved(figure, path)
+    """Plots what `optimize` gives models of other authors, measured and predicted; False if nothing was measured."""
+    if not (found := _bars(results)):
+        return False
+    gpu = drop_in.measured(results.rows)[0].facts["gpu"].removeprefix("NVIDIA ")
+    figure, axis = _figure(7, 0.6 + 0.29 * len(found))
+    drop_in.draw(found, f"Speed relative to eager PyTorch on an {gpu}, bfloat16", axis)
+    return _saved(figure, path)
+
+
+def _bars(results: Results) -> list[drop_in.Bars]:
+    """What the first picture shows."""
+    return drop_in.bars(results.rows, results.gains["rows"] if results.gains else ())
 
 
 def roofline(results: Results, path: Path) -> bool:
@@ -585,8 +545,7 @@ def main(words: Iterable[str] | None = None) -> None:
     for page in pages():
         text = page.read_text(encoding="utf-8")
         if (new := fill(text, results)) != text:
-            with replacing(page) as temporary:
-                temporary.write_text(new, encoding="utf-8")
+            write_text(page, new)
 
 
 if __name__ == "__main__":

@@ -6,20 +6,20 @@ from functools import partial
 import torch
 
 from fastvit_triton.kernels.launch import overriding
-from fastvit_triton.measure.candidates import Config, Target
+from fastvit_triton.measure.candidates import Config
 from fastvit_triton.measure.timeout import capturing
-from fastvit_triton.measure.tuning import arguments_of, candidates_of
 
 from .launch_recorder import Launch, compiled, record
 from .sass import GPUS
 from .static import bounds, examined
+from .targets import Target, arguments_of, candidates_of
 
 
 def predict_candidates(target: Target, arch: str) -> dict:
     """Compiles all candidates; the best has the smallest bound of the compile report among those without violations.
 
-    The parameters in use stay the best unless another bound is 5 % lower. The result has the form of `time_candidates`,
-    with "predicted_us" and "faults" instead of measured times.
+    The parameters in use stay the best unless another bound is 5 % lower. The result has the form of
+    `tune.time_target`, with "predicted_us" and "faults" instead of measured times.
     """
     name, tried = compile_candidates(target, arch)
     right = [t for t in tried if not t.get("faults", ["error"])]
@@ -84,6 +84,10 @@ def _uses(launch: Launch, row: str) -> bool:
     file, kernel = row.split(".")[:2]
     if row.startswith("attention.bwd."):  # this row chooses between one kernel and two
         return launch.name in ("attention._bwd_kernel", "attention._bwd_dq_kernel", "attention._bwd_dkdv_kernel")
+    if row.startswith(
+        "attention.fwd_whole."
+    ):  # parameters in use launch another: they count 0, and no bound beats that
+        return launch.name in ("attention._fwd_whole_kernel", "attention._fwd_tma_kernel")
     if row.startswith("mlp.fwd."):
         return launch.name in ("mlp._fwd_kernel", "linear._fwd_kernel", "layer_norm._stats_kernel")
     return launch.name == f"{file}._{'bwd_weight' if kernel == 'bwd' else kernel}_kernel"

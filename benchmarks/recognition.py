@@ -27,10 +27,9 @@ from fastvit_triton import optimize
 from fastvit_triton.convert import forwards, modules, third_party  # registers the forwards
 from fastvit_triton.convert.forwards import FORWARDS, INNER
 from fastvit_triton.convert.recognition import KNOWN, Unreadable, fingerprint, recognised
-from fastvit_triton.files import replacing
-from fastvit_triton.measure.machine import provenance
 
 from . import coverage
+from .result_file import as_json, origin, write_text
 
 PACKAGES = ("timm", "transformers", "vit_pytorch")
 assert modules.LEFT is not None
@@ -45,9 +44,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.gain:
         rows = dict(gains())
-        facts = {k: v for k, v in provenance().items() if k in ("command", "date", "commit", "packages")}
-        with replacing(arguments.gain) as path:
-            path.write_text(json.dumps(facts | dict(rows=rows), indent=1) + "\n")
+        write_text(arguments.gain, as_json(origin() | dict(rows=rows)))
         print(f"{sum(named < share for share, named in rows.values())} of {len(rows)} classes gain")
         return
     if arguments.list:
@@ -55,8 +52,7 @@ def main() -> None:
             print(f"{name}: {', '.join(classes)}")
         return
     rows = merged(json.loads(KNOWN.read_text()) if KNOWN.exists() else {}, fingerprints(portable()))
-    with replacing(KNOWN) as path:
-        path.write_text(json.dumps(rows, indent=1) + "\n")
+    write_text(KNOWN, as_json(rows))
     print(f"{KNOWN}: {len(rows)} fingerprints")
 
 

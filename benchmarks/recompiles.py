@@ -34,14 +34,12 @@ from torch._dynamo.utils import counters
 
 from fastvit_triton import optimize
 from fastvit_triton.expected.trace import tracing
-from fastvit_triton.files import replacing
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.settings import forcing
-from fastvit_triton.measure.machine import provenance
 from fastvit_triton.measure.timeout import one_line
 
-from .result_file import ROOT
+from .result_file import ROOT, as_json, origin, write_text
 
 VARIANTS = ("original", "converted", "kernels")
 CALLS, SIZES = 3, 20
@@ -262,10 +260,7 @@ def main() -> None:
 
 def write(path: Path, rows: list[dict]) -> None:
     """Writes the rows, one on a line, with their provenance."""
-    facts = {k: v for k, v in provenance().items() if k in ("command", "date", "commit", "packages")}
-    body = ",\n".join("  " + json.dumps(row, separators=(",", ":")) for row in rows)
-    with replacing(path) as temporary:
-        temporary.write_text(f'{json.dumps(facts, indent=1)[:-2]},\n "rows": [\n{body}\n ]\n}}\n')
+    write_text(path, as_json(origin(), rows=rows))
 
 
 if __name__ == "__main__":

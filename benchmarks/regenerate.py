@@ -11,7 +11,6 @@ or files that are not here run only by name; measurements are never stale, and a
 """
 
 import argparse
-import json
 import os
 import re
 import shlex
@@ -23,11 +22,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from fastvit_triton.files import replacing
-
 from . import artefacts
 from .artefacts import Artefact
-from .result_file import ROOT
+from .result_file import ROOT, as_json, write_text
 
 LOGS = ROOT / "build" / "regenerate"
 SHOWN = 3  # reasons of an artefact
@@ -117,8 +114,7 @@ def finish(run: Run, thorough: bool) -> None:
         raise Failed(f"{name}: python {run.artefact.command} ended with code {code}: {said}")
     if run.hashes:
         recorded = artefacts.hashes() | {name: run.hashes}
-        with replacing(artefacts.HASHES) as temporary:
-            temporary.write_text(json.dumps(dict(sorted(recorded.items())), indent=1) + "\n")
+        write_text(artefacts.HASHES, as_json(dict(sorted(recorded.items()))))
     if why := run.artefact.why(thorough):
         raise Failed(f"{name} is still stale after its command: {why[0]}")
 
@@ -188,7 +184,7 @@ def main(words: list[str] | None = None) -> None:
     if args.jobs < 1:
         parser.error(f"--jobs is {args.jobs}; use at least 1")
     for name in args.only or ():
-        if re.search(r"\b(FOLDER|FILE|COMMAND)\b", known[name].command):
+        if re.search(r"\b(FOLDER|FILE|COMMAND|TRAINING)\b", known[name].command):
             parser.error(f"--only {name}: run python {known[name].command}; it needs {known[name].needs}")
     if args.stale and (other := artefacts.other_versions()):
         parser.error(f"--stale counts with the versions of constraints.txt, and {', '.join(other)}; install these")

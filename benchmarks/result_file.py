@@ -5,14 +5,35 @@ import datetime
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from fastvit_triton.files import replacing
 from fastvit_triton.measure.machine import device_answers, driver, gpu_name, provenance
 from fastvit_triton.measure.timeout import Deadline, TimedOut, one_line
 
 ROOT = Path(__file__).parents[1]
+
+
+def origin() -> dict:
+    """Command, date, commit and packages of a result that does not depend on the machine."""
+    return {k: v for k, v in provenance().items() if k in ("command", "date", "commit", "packages")}
+
+
+def as_json(facts: Mapping[str, Any], **tables: Iterable[Any]) -> str:
+    """JSON of facts, and of tables with one row on a line, so that a changed row is a changed line."""
+    parts = [json.dumps(facts, indent=1, ensure_ascii=False)[2:-2]] if facts else []
+    for name, rows in tables.items():
+        lines = ",\n".join("  " + json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in rows)
+        parts.append(f' "{name}": [\n{lines}\n ]')
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file as a whole."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 class DeviceLost(BaseException):
@@ -70,8 +91,7 @@ class ResultFile:
         head = json.dumps(facts, indent=1)
         self._lines += [f"  {json.dumps(row)}" for row in self.rows[len(self._lines) :]]
         body = ",\n".join(self._lines)
-        with replacing(self.path) as temporary:
-            temporary.write_text(f'{head[:-2]},\n "rows": [\n{body}\n ]\n}}\n')
+        write_text(self.path, f'{head[:-2]},\n "rows": [\n{body}\n ]\n}}\n')
 
     def close(self) -> None:
         """Writes the file for the last time, with the driver's state after the measurements."""

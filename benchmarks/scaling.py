@@ -24,7 +24,8 @@ import torch
 
 from fastvit_triton import create_model
 from fastvit_triton.explain.costs import image_cost
-from fastvit_triton.files import replacing
+
+from .result_file import write_text
 
 PEAK = 989e12  # dense bfloat16, operations per second: NVIDIA H200 data sheet (1,979 with sparsity)
 MFU = 0.40  # assumed fraction of the peak
@@ -188,8 +189,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     default = Path(__file__).parent / "results" / "scaling.md"
     parser.add_argument("--out", type=Path, default=default, help="file (default: benchmarks/results/scaling.md)")
-    with replacing(parser.parse_args(argv).out) as temporary:
-        temporary.write_text(markdown(), encoding="utf-8")
+    write_text(parser.parse_args(argv).out, markdown())
 
 
 if __name__ == "__main__":

@@ -23,8 +23,9 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from datetime import date
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -33,19 +34,26 @@ from rich.console import Console
 from rich.progress import track
 from triton.errors import TritonError
 
-from fastvit_triton.expected.launched import sequence, work
-from fastvit_triton.files import replacing
+from fastvit_triton.expected.launched import heads_of, sequence, work
 from fastvit_triton.kernels.sizes import seen_pairs
 
 from .fingerprint import checks, key
 from .launch_cases import Case, cases
 from .launch_recorder import Launch, compiled, least_of_windows, record
 from .lint import violations
+from .result_file import as_json, write_text
 from .sass import GPUS, TOOL, Binary, Gpu, Pipes, read
 from .tables import kernel_table, markdown, operation_table, violation_lines
 
 COMMAND = "python -m benchmarks.static --out benchmarks/results"
 RESULTS = Path(__file__).parent / "results"
+CALL = ("case", "op", "phase", "dtype", "arch")
+LAUNCH = (  # columns that are equal in all rows of a key
+    *("key", "kernel", "config", "programs", "violations", "registers", "spill_bytes", "shared_bytes"),
+    *("tensor_columns", "ctas_per_sm", "stores", "wide", "narrow", "mma", "mix", "flops", "bytes", "fill_bytes"),
+    *("predicted_us", "bound", "floor_us", "expected_us"),
+)
+PARTS = dict(loop=[field.name for field in fields(Pipes)], bounds_us=["tensor", "exp", "issue", "shared", "memory"])
 
 
 def program_cost(launch: Launch, binary: Binary) -> tuple[Pipes, Pipes]:
@@ -91,14 +99,15 @@ def floor(launch: Launch, phase: str, gpu: Gpu) -> float:
     not padded. Row statistics and folded weights are overhead, so their floor is 0.
     """
     a, name = launch.values, launch.name
-    if name in ("attention._fwd_kernel", "attention._bwd_dq_kernel", "attention._bwd_kernel"):
-        heads, backward = launch.programs / a["tiles"], "_bwd_" in name
+    forward = ("attention._fwd_kernel", "attention._fwd_whole_kernel", "attention._fwd_tma_kernel")
+    if name in (*forward, "attention._bwd_dq_kernel", "attention._bwd_kernel"):
+        heads, backward = heads_of(launch), "_bwd_" in name
         Nq, Nk = sequence(launch)
-        seen = seen_pairs(Nq, Nk, a["CAUSAL"]) / max(Nq * Nk, 1)
+        seen = seen_pairs(Nq, Nk, a.get("CAUSAL", False)) / max(Nq * Nk, 1)
         pairs = heads * math.ceil(Nq / 64) * 64 * math.ceil(Nk / 16) * 16 * seen
-        values = heads * (Nq + Nk) * (a["D"] + a["Dv"]) * (2 if backward else 1)
-        flops = pairs * (2 * a["D"] + 2 * a["Dv"]) * (2.5 if backward else 1)
-        itemsize = a["q_ptr"].dtype.itemsize
+        values = heads * (Nq + Nk) * (a["D"] + a.get("Dv", a["D"])) * (2 if backward else 1)
+        flops = pairs * (2 * a["D"] + 2 * a.get("Dv", a["D"])) * (2.5 if backward else 1)
+        itemsize = launch.tensors[0].dtype.itemsize
         exp = pairs / (16 * gpu.units * gpu.ghz * 1e3)
         return max(values * itemsize / gpu.gbs / 1e3, flops / gpu.tflops / 1e6, exp)
     if name.startswith("window."):
@@ -248,14 +257,38 @@ def ptxas_versions() -> dict[str, str]:
 
 
 def to_json(result: dict) -> str:
-    """JSON with one row per line, so that a changed kernel is a changed line."""
-    lists = {name: result[name] for name in ("operations", "rows")}
-    head = json.dumps({name: value for name, value in result.items() if name not in lists}, indent=1)
-    parts = [
-        f' "{name}": [\n' + ",\n".join("  " + json.dumps(r, separators=(",", ":")) for r in v) + "\n ]"
-        for name, v in lists.items()
-    ]
-    return head[:-2] + ",\n" + ",\n".join(parts) + "\n}\n"
+    """JSON of two tables, one row per line: launches by key, of which a changed kernel changes a line, and calls.
+
+    A call states what it launches: case, operation, phase, dtype, architecture, and the keys, separated by spaces.
+
+    Raises:
+        ValueError: two rows of a key have other figures.
+    """
+    launches: dict[str, list] = {}
+    for row in result["rows"]:
+        values = [row[name] for name in LAUNCH if name in row]
+        for name, parts in PARTS.items():
+            values += [[row[name][part] for part in parts]] if name in row else []
+        if launches.setdefault(row["key"], values) != values:
+            raise ValueError(f"launch {row['key']} of {row['kernel']} has two rows with other figures")
+    of_call = groupby(result["rows"], lambda row: [row[name] for name in CALL])
+    calls = [[*call, " ".join(row["key"] for row in rows)] for call, rows in of_call]
+    facts = {name: value for name, value in result.items() if name not in ("operations", "rows")}
+    facts["columns"] = dict(launches=[*LAUNCH, *PARTS], **PARTS, calls=[*CALL, "keys"])
+    return as_json(facts, launches=launches.values(), calls=calls)
+
+
+def load(path: Path) -> dict:
+    """The content of a static.json as `report` returns it, with one row for each launch of each call."""
+    result = json.loads(path.read_text())
+    columns, launches = result.pop("columns"), {}
+    for values in result.pop("launches"):
+        row = dict(zip(columns["launches"], values, strict=False))  # one that did not compile has no figures
+        row |= {name: dict(zip(columns[name], row[name], strict=True)) for name in PARTS if name in row}
+        launches[row["key"]] = row
+    calls = ((dict(zip(CALL, call, strict=True)), keys.split()) for *call, keys in result.pop("calls"))
+    rows = [launches[key] | call for call, keys in calls for key in keys]
+    return result | dict(operations=operations(rows), rows=rows)
 
 
 def main() -> None:
@@ -271,7 +304,7 @@ def main() -> None:
         arguments.out.mkdir(parents=True, exist_ok=True)
     earlier, reused = arguments.out and arguments.out / "static.json", {}
     if earlier and earlier.exists() and not arguments.all:
-        reused = reusable(json.loads(earlier.read_text()))
+        reused = reusable(load(earlier))
     result, console = report(arguments.arch.split(","), arguments.quick, reused), Console(width=180)
     for arch in result["parts"]:
         console.print(kernel_table(result, arch))
@@ -281,9 +314,8 @@ def main() -> None:
     summary = f"{len(result['rows'])} launches, {kept} of them unchanged and not compiled, {len(lines)} violations"
     console.print(summary, *lines, sep="\n", markup=False)
     if arguments.out:
-        for name, text in (("static.json", to_json(result)), ("static.md", markdown(result))):
-            with replacing(arguments.out / name) as temporary:
-                temporary.write_text(text)
+        write_text(arguments.out / "static.json", to_json(result))
+        write_text(arguments.out / "static.md", markdown(result))
     sys.exit(bool(lines) and not arguments.report_only)
 
 

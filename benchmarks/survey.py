@@ -24,11 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.digits import provenance
+from benchmarks.result_file import as_json, write_text
+from benchmarks.trainings import provenance
 from fastvit_triton import create_model
-from fastvit_triton.expected.count import traced
+from fastvit_triton.expected.count import traced, weightless
 from fastvit_triton.expected.gpus import gpus
-from fastvit_triton.expected.values import weightless
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels.settings import forcing
 from fastvit_triton.models import CATALOGUE, model_config
@@ -223,10 +223,8 @@ def write(rows: list[dict[str, Any]], folder: Path) -> None:
     """Writes survey.json, one row on a line, in the order of SYSTEMS."""
     order = [system.name for system in SYSTEMS]
     rows = sorted((row for row in rows if row["system"] in order), key=lambda row: order.index(row["system"]))
-    head = json.dumps({"note": NOTE, "command": "python -m benchmarks.survey"}, indent=1)[:-2]
-    body = ",\n".join("  " + json.dumps(row) for row in rows)
-    with replacing(folder / "survey.json") as temporary:
-        temporary.write_text(f'{head},\n "rows": [\n{body}\n ]\n}}\n')
+    facts = {"note": NOTE, "command": "python -m benchmarks.survey"}
+    write_text(folder / "survey.json", as_json(facts, rows=rows))
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

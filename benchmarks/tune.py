@@ -21,17 +21,19 @@ import torch
 
 from fastvit_triton.kernels import launch
 from fastvit_triton.kernels.backend import using_backend
-from fastvit_triton.kernels.compiling import Launch, compiling
-from fastvit_triton.measure.candidates import targets
+from fastvit_triton.kernels.compiling import CompiledLaunch, compiling
 from fastvit_triton.measure.timeout import Deadline, capturing
-from fastvit_triton.measure.tuned_tables import adopt, best_rows, write
-from fastvit_triton.measure.tuning import launches_of, time_candidates
-from fastvit_triton.measure.ways import MODELS, time_ways
+from fastvit_triton.measure.tuning import race
 
 from .result_file import ResultFile
+from .targets import Target, targets, to_race
+from .tuned_tables import adopt, best_rows, write
+from .ways import MODELS, time_ways
+
+Context = Callable[[], AbstractContextManager]  # in which our kernels run
 
 
-def measure_ways(result: ResultFile, device: torch.device, context: Callable[[], AbstractContextManager]) -> None:
+def measure_ways(result: ResultFile, device: torch.device, context: Context) -> None:
     """Times the blocks of all models in each way, in inference and training, and adds a row for each.
 
     In `context` our kernels run there; it must not override launch parameters, or blocks are not replayed.
@@ -47,17 +49,17 @@ def measure_ways(result: ResultFile, device: torch.device, context: Callable[[],
                     result.add(dict(case=case, arch=arch, **time_ways(*call, **tiny if result.dry else {})))
 
 
-def compile_candidates(result: ResultFile, device: torch.device, context: Callable[[], AbstractContextManager]) -> None:
+def compile_candidates(result: ResultFile, device: torch.device, context: Context) -> None:
     """Compiles the kernels of all candidates in threads, and adds a row with the number of launches and the seconds."""
     with result.row("compile candidates") as wanted:
         if wanted and not result.dry:  # the interpreter compiles nothing
             start = time.monotonic()
-            launches: dict[tuple, Launch] = {}
+            launches: dict[tuple, CompiledLaunch] = {}
             errors: dict[str, str] = {}  # each is raised again when the target is timed
             for target in targets():
-                with capturing(errors, target.row):
-                    recorded = launches_of(target, torch.bfloat16, device, context)
-                    launches |= {each.key: each for each in recorded}
+                with capturing(errors, target.row), context():
+                    recorded = to_race(target, torch.bfloat16, device).launches()
+                    launches |= {each.key: each for group in recorded.values() for each in group}
             with compiling(list(launches.values())) as futures:
                 failed = sum(future.exception() is not None for future in futures)
             seconds = round(time.monotonic() - start, 1)
@@ -65,7 +67,22 @@ def compile_candidates(result: ResultFile, device: torch.device, context: Callab
             result.add(dict(case="compile candidates") | facts)
 
 
-def run(result: ResultFile, device: torch.device, context: Callable[[], AbstractContextManager]) -> None:
+def time_target(
+    target: Target,
+    dtype: torch.dtype,
+    device: torch.device,
+    deadline: Deadline,
+    context: Context,
+    most: int | None = None,
+) -> dict:
+    """Times the candidates of a target, or the first `most` once."""
+    with context():
+        choices = [to_race(target, dtype, device, most)]
+        (row,) = race(choices, device, deadline, seconds=1.0, rounds=(1, 1) if most else (3, 30))
+    return row
+
+
+def run(result: ResultFile, device: torch.device, context: Context) -> None:
     """Times all candidates; `--adopt` reads the file."""
     arch = launch.architecture(device)
     compile_candidates(result, device, context)
@@ -74,7 +91,7 @@ def run(result: ResultFile, device: torch.device, context: Callable[[], Abstract
         with result.row(name) as wanted:
             if wanted:
                 most = 2 if result.dry else None
-                row = time_candidates(target, torch.bfloat16, device, result.deadline, context, most)
+                row = time_target(target, torch.bfloat16, device, result.deadline, context, most)
                 result.add(dict(case=name, arch=arch, **row))
 
 
@@ -102,7 +119,7 @@ def main() -> None:
         if deadline.over:
             break
         if here:
-            row = time_candidates(target, torch.bfloat16, torch.device("cuda", 0), deadline, kernels)
+            row = time_target(target, torch.bfloat16, torch.device("cuda", 0), deadline, kernels)
         else:
             row = predict.predict_candidates(target, arguments.arch)
         print(row["row"], row["best"], *row["tried"], sep="\n  ")
