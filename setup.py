@@ -17,6 +17,7 @@ DEMO = [
 JSONSCHEMA = "jsonschema>=4.20"  # checks the files that users contribute
 DETECT = [
     "scipy>=1.10",  # assigns predictions to objects
+    "pyyaml>=6",  # data.yaml of YOLO
 ]
 SHARDS = [
     "webdataset>=1.0",  # writes shards; reading them needs nothing
@@ -27,9 +28,16 @@ HUB = [
 PARQUET = [
     "pyarrow>=15",  # evaluate and predict --out FILE.parquet
 ]
+DATASETS = [
+    "datasets>=4",  # train --data hf:NAME
+]
 EXPORT = [
     "onnxscript",  # torch.onnx.export
     "onnxruntime; python_version >= '3.11'",  # compares what was exported with PyTorch
+]
+OPENVINO = [
+    "openvino>=2025.2",  # export --to openvino, and check on a CPU
+    "onnxscript",  # the ONNX program that it reads
 ]
 DOCS = [
     "zensical>=0.0.70; python_version >= '3.11'",  # the site of docs/
@@ -42,6 +50,7 @@ TEST = [
     *HUB,
     *PARQUET,
     *EXPORT,
+    *OPENVINO,
     "pytest>=8",
     "pytest-benchmark>=4",
     "pytest-xdist>=3.8",  # parallel workers; tests/conftest.py may order the files from version 3.8 on
@@ -92,7 +101,7 @@ setup(
             "*.pyi",
             "kernels/tuned/*.json",
             "kernels/tuned/choices/*.json",
-            "convert/known.json",
+            "convert/*.json",
             "expected/*.json",
             "models/weights/*.json",
             "models/weights/*.txt",
@@ -115,13 +124,24 @@ setup(
         "detect": DETECT,  # training of detectors
         "shards": SHARDS,
         "hub": HUB,
-        "datasets": ["datasets>=4"],  # train --data hf:NAME
+        "datasets": DATASETS,
         "parquet": PARQUET,
         "tensorboard": ["tensorboard>=2.16"],  # train --log-to, this and the next three
         "wandb": ["wandb>=0.19"],
         "trackio": ["trackio>=0.3"],
         "mlflow": ["mlflow>=3"],
         "export": EXPORT,
+        "all": [
+            *DEMO,
+            *DETECT,
+            *SHARDS,
+            *HUB,
+            *DATASETS,
+            *PARQUET,
+            *EXPORT,
+            *OPENVINO,
+        ],  # trackers have services of their own
+        "openvino": OPENVINO,
         "docs": DOCS,
         "test": TEST,
         "bench": ["pytest-benchmark>=4", "timm>=1.0", MATPLOTLIB, JSONSCHEMA],

@@ -2,14 +2,14 @@
 
     python docs/generate.py
 
-writes the pages that are in the repository, claims.md (from claims.txt, reported.txt and results) and survey.md (from
-benchmarks/survey_systems.txt and results).
+writes what is in the repository: claims.md (from claims.txt, reported.txt and results), survey.md (from
+benchmarks/survey_systems.txt and results), and in other pages the tables of TABLES, each between
+`<!-- table: name -->` and `<!-- end -->`.
 
     python docs/generate.py --site
 
-fills build/pages, from which the site is built: the pages of docs/, with `{{ name }}` replaced by the text of
-PAGES[name] and without `NOTE`, one page of API for each task under api/, and the images of benchmarks/results under
-images/.
+fills build/pages, from which the site is built: the pages of docs/, whose links to long tables are replaced by those of
+LINKED, one page of API for each task under api/, and the images of benchmarks/results under images/.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -38,10 +39,7 @@ GPUS = {
     "gfx942": "MI300X",
 }
 
-NOTE = (  # below the title of pages with placeholders
-    "On GitHub, names in double braces stand for tables, which `python docs/generate.py --site` writes into "
-    "`build/pages`."
-)
+BLOCK = re.compile(r"<!-- table: (\w+) -->\n(.*?)\n<!-- end -->", re.DOTALL)
 SIZES = (("ViT-Ti/16", 192, 3), ("ViT-S/16", 384, 6), ("ViT-B/16", 768, 12), ("ViT-L/16", 1024, 16))
 
 
@@ -79,6 +77,16 @@ def memory() -> str:
         )
         plain, fused = (sum(saved_values(b, way) for b in block) * 64 * 197 * 2 / 2**20 for way in ("plain", "fused"))
         lines.append([name, C, f"{plain:.0f}", f"{fused:.0f}", f"{1 - fused / plain:.0%}"])
+    return _table(*lines)
+
+
+def saved() -> str:
+    """Memory that a block saves in eager PyTorch, torch.compile and ours, from results/saved.json."""
+    lines = [["model", "eager PyTorch, MiB a block", "torch.compile", "ours", "of eager", "of torch.compile"]]
+    for row in json.loads((RESULTS / "saved.json").read_text())["rows"]:
+        eager, compiled, ours = (row[key] / 2**20 for key in ("eager", "compile", "ours"))
+        numbers = [f"{eager:.0f}", f"{compiled:.0f}", f"{ours:.0f}", f"{ours / eager:.2f}", f"{ours / compiled:.2f}"]
+        lines.append([row["model"], *numbers])
     return _table(*lines)
 
 
@@ -172,17 +180,19 @@ def faults() -> str:
 
 def fashion_mnist() -> str:
     """Accuracies of ours and timm's on Fashion-MNIST, by seed."""
-    result = json.loads((RESULTS / "fashion-mnist.json").read_text())
-    seeds = [row["seed"] for row in result["runs"]["timm"]]
-    rows, found = [], result["summary"]
-    for name, runs in result["runs"].items():
+    from benchmarks.trainings import compared, rows_of
+
+    runs = rows_of("fashion-mnist")
+    found, seeds = compared(runs), sorted({row["seed"] for row in runs})
+    rows = []
+    for name in ("fastvit_triton", "timm"):
         spread = f"{100 * found[name]['mean']:.2f} ± {100 * found[name]['deviation']:.2f} %"
-        rows.append([name, *(f"{100 * row['accuracy']:.2f} %" for row in runs), spread])
+        rows.append([name, *(f"{100 * row['accuracy']:.2f} %" for row in runs if row["name"] == name), spread])
     table = _table(["test accuracy", *(f"seed {seed}" for seed in seeds), "mean and standard deviation"], *rows)
     apart = f"The means differ by {100 * abs(found['difference']):.2f} points, their standard error is"
-    seconds = sum(row["core_seconds"] for runs in result["runs"].values() for row in runs) / (2 * len(seeds))
+    seconds = sum(row["core_seconds"] for row in runs) / len(runs)
     text = f"{apart} {100 * found['standard_error']:.2f}. A run takes {seconds / 60:.1f} minutes of one core."
-    return f"{table}\n\n{text} Source: `benchmarks/results/fashion-mnist.json`, {result['date']}."
+    return f"{table}\n\n{text} Source: `benchmarks/results/trainings.json`, {runs[-1]['date']}."
 
 
 def official() -> str:
@@ -259,10 +269,11 @@ def covering(text: str) -> str:
 def facts() -> dict[str, str]:
     """Measured and counted results, by the names that reported.txt uses."""
     from benchmarks.survey import reached
+    from benchmarks.trainings import compared, rows_of
 
-    held = {n: json.loads((RESULTS / f"{n}.json").read_text()) for n in ("learn", "fashion-mnist", "survey")}
-    seeds, fashion = held["learn"]["seeds"], held["fashion-mnist"]["summary"]
-    systems = {row["system"]: row for row in held["survey"]["rows"]}
+    (seeds,) = (row for row in rows_of("learn") if row["name"] == "vit seeds")
+    fashion = compared(rows_of("fashion-mnist"))
+    systems = {row["system"]: row for row in json.loads((RESULTS / "survey.json").read_text())["rows"]}
     ends = {name: f"{reached(row)[0]:.1f} %" for name, row in systems.items() if "digits" in row}
     before, after = systems["ViT"]["launches"]
     return dict(
@@ -380,9 +391,9 @@ API = {
     "models": {
         "Create": "create_model list_models ViTConfig",
         "Load and save": "load_model load_weights save_weights",
-        "Prepare images": "transforms data_config",
+        "Images": "predict transforms read_image data_config",
     },
-    "deploy": {"CUDA graphs": "cuda_graph cuda_graph_packed warmup", "Export": "export_model"},
+    "deploy": {"CUDA graphs": "cuda_graph cuda_graph_packed cuda_graph_step warmup", "Export": "export_model"},
     "kernels": {
         "Attention": "attention attention_qkv varlen_attention window_attention deformable_attention",
         "Linear layers": "linear mlp patch_embed fold depthwise",
@@ -392,9 +403,9 @@ API = {
 # Task → heading → modules of its package, of whose names those in `__all__` are listed.
 PARTS = {
     "train": {
-        "Loop": "loop step run trainer settings",
+        "Loop": "loop step run stopping trainer settings",
         "Recipes": "recipes",
-        "Data": "data",
+        "Data": "data sources",
         "Augmentation": "augment",
         "Losses and objectives": "loss objective",
         "Optimisers, schedules, averages": "optim muon schedule ema",
@@ -416,44 +427,71 @@ PARTS = {
 }
 REPORTED = "What the papers report, and what this package shows"
 GENERATED = "Written by `python docs/generate.py` from {}."
-PAGES = dict(
+# Tables in pages of the repository, and those that are too long for it, to which a page has a link.
+TABLES = dict(
     ways=ways,
+    memory=memory,
+    saved=saved,
+    choices=choices,
+    faults=faults,
+    fashion_mnist=fashion_mnist,
+    recompiles=recompiles,
+)
+LINKED = dict(
     coverage=coverage,
     official=official,
     capture=capture,
     towers=towers,
     detection=detection,
-    memory=memory,
     models=models,
     kernels=kernels,
     api=api,
 )
-PAGES |= dict(choices=choices, faults=faults, fashion_mnist=fashion_mnist, recompiles=recompiles)
 WRITTEN = dict(claims=claims, survey=survey)
 
 
-def filled(markdown: str) -> str:
-    """A page as the site has it: placeholders are replaced, and its images lie beside it."""
-    markdown = markdown.replace(f"{NOTE}\n\n", "")
-    markdown = re.sub(r"\]\(((?:\.\./)*)\.\./benchmarks/results/([^)/]+\.png)\)", r"](\1images/\2)", markdown)
-    for name, text in PAGES.items():
-        if "{{ " + name + " }}" in markdown:
-            markdown = markdown.replace("{{ " + name + " }}", text())
-    return markdown
+def filled(markdown: str, tables: Collection[str]) -> str:
+    """A page in which the blocks of these names hold their tables.
+
+    Raises:
+        KeyError: a block has no known name.
+    """
+
+    def block(found: re.Match) -> str:
+        name, held = found.groups()
+        table = (TABLES | LINKED)[name]
+        return f"<!-- table: {name} -->\n{table() if name in tables else held}\n<!-- end -->"
+
+    return BLOCK.sub(block, markdown)
+
+
+def pages() -> dict[Path, str]:
+    """The pages of docs/ that are written here, as they should be."""
+    texts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")}
+    found = {path: filled(text, TABLES) for path, text in texts.items() if BLOCK.search(text)}
+    return found | {ROOT / "docs" / f"{name}.md": text() for name, text in WRITTEN.items()}
+
+
+def of_site(markdown: str) -> str:
+    """A page as the site has it: with all tables, and with images that lie beside it."""
+    markdown = re.sub(r"\]\(((?:\.\./)*)\.\./benchmarks/results/([^)/]+\.(?:png|jpg))\)", r"](\1images/\2)", markdown)
+    return filled(markdown, LINKED)
 
 
 def write_site(folder: Path) -> None:
     """Fills a folder with what the site is built from; what it held before is removed."""
     shutil.rmtree(folder, ignore_errors=True)
     texts = {path.relative_to(ROOT / "docs"): path for path in (ROOT / "docs").rglob("*.md")}
-    pages = {name: filled(path.read_text(encoding="utf-8")) for name, path in texts.items()}
-    pages |= {Path("api") / f"{name}.md": api_page(name) for name in TASKS}
-    for name, text in pages.items():
+    written = {name: of_site(path.read_text(encoding="utf-8")) for name, path in texts.items()}
+    written |= {Path("api") / f"{name}.md": api_page(name) for name in TASKS}
+    for name, text in written.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "images").mkdir()
-    for path in [*RESULTS.glob("*.png"), *(ROOT / "docs").glob("*.css")]:
-        shutil.copy(path, folder / "images" if path.suffix == ".png" else folder)
+    for path in [*RESULTS.glob("*.png"), *RESULTS.glob("*.jpg")]:
+        shutil.copy(path, folder / "images")
+    for path in (ROOT / "docs").glob("*.css"):
+        shutil.copy(path, folder)
 
 
 if __name__ == "__main__":
@@ -461,6 +499,6 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--site"]:
         write_site(ROOT / "build" / "pages")
     else:
-        for name, text in WRITTEN.items():
-            with replacing(ROOT / "docs" / f"{name}.md") as temporary:
-                temporary.write_text(text(), encoding="utf-8")
+        for path, text in pages().items():
+            with replacing(path) as temporary:
+                temporary.write_text(text, encoding="utf-8")
