@@ -79,7 +79,7 @@ def seed() -> None:
 @pytest.fixture(autouse=True)
 def unknown_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test runs as on a CPU without a row, in a new process: choices depend on no machine and no other test."""
-    monkeypatch.setattr(settings, "cpu_row", onednn.Row({}))
+    monkeypatch.setattr(settings, "cpu_row", onednn.OneDnnRow({}))
     monkeypatch.setattr(settings, "reduced", False)
     monkeypatch.setattr(onednn, "_rows", set())
 

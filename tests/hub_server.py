@@ -101,10 +101,12 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/api/validate-yaml":
             return self.json({"errors": [], "warnings": []})
         if self.headers.get("Authorization") != "Bearer hf_good":
-            return self.refuse(401, "")
+            return self.refuse(403 if self.headers.get("Authorization") == "Bearer hf_read" else 401, "")
         if path == "/api/repos/create":
             held = json.loads(body)
-            name = f"{held.get('organization') or 'me'}/{held['name']}"
+            if held.get("organization") not in (None, "me"):
+                return self.refuse(404, "")
+            name = f"me/{held['name']}"
             self.server.repositories.setdefault(name, {"main": {}})
             return self.json({"url": f"{self.server.url}/{name}", "id": name})
         found = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(preupload|commit)/(.+)", path)

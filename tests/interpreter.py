@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from fastvit_triton.kernels import launch
 from fastvit_triton.kernels.backend import using_backend
+from fastvit_triton.kernels.descriptor import described
 
 _MADE = {}
 _DTYPES = {}
@@ -193,11 +194,12 @@ class Memory:
 
     def hold(self, what, pointers, mask):
         """Raises IndexError if an unmasked lane is out of bounds, and TypeError if the mask is not boolean."""
-        if mask.data.dtype != bool:  # block & scalar, broadcast as int32, which triton 3.9 rejects
+        allowed = np.asarray(mask.data)  # a handle's, or a buffer of the array that is a descriptor's mask
+        if allowed.dtype != bool:  # block & scalar, broadcast as int32, which triton 3.9 rejects
             raise TypeError(
-                f"{what} with a mask of {mask.data.dtype}: move its limit instead, m < tl.where(scalar, M, 0)"
+                f"{what} with a mask of {allowed.dtype}: move its limit instead, m < tl.where(scalar, M, 0)"
             )
-        at = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
+        at = pointers.data[np.broadcast_to(allowed, pointers.data.shape)]
         if not at.size:
             return
         size = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
@@ -221,7 +223,7 @@ _memory = Memory()
 def _run(self, *arguments, grid, warmup=False, **options):
     """Runs a launch in the interpreter, where only its tensors may be accessed."""
     _memory.open([*arguments, *options.values()])
-    return _interpreted(self).run(*arguments, grid=grid, warmup=warmup, **options)
+    return _interpreted(self).run(*described(self, arguments), grid=grid, warmup=warmup, **options)
 
 
 def _launch(kernel, grid, arguments, fixed):
@@ -230,17 +232,17 @@ def _launch(kernel, grid, arguments, fixed):
 
 
 def _loading(original):
-    def load(self, pointers, mask, *rest):
+    def load(self, pointers, mask, *rest, **named):
         _memory.hold("a load", pointers, mask)
-        return original(self, pointers, mask, *rest)
+        return original(self, pointers, mask, *rest, **named)
 
     return load
 
 
 def _storing(original):
-    def store(self, pointers, values, mask, *rest):
+    def store(self, pointers, values, mask, *rest, **named):
         _memory.hold("a store", pointers, mask)
-        return original(self, pointers, values, mask, *rest)
+        return original(self, pointers, values, mask, *rest, **named)
 
     return store
 

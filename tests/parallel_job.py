@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fastvit_triton import create_model, optimize
 from fastvit_triton.train import checkpoint, trainer
-from fastvit_triton.train.data import Data, TensorBatches, load
+from fastvit_triton.train.data import Data, TensorBatches
 from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.train.distributed import World, process_group
 from fastvit_triton.train.distributed.checkpoint import (
@@ -34,6 +34,7 @@ from fastvit_triton.train.distributed.checkpoint import (
 )
 from fastvit_triton.train.distributed.parallel import checkpoint_blocks, ddp, find_blocks, fsdp
 from fastvit_triton.train.recipes import Recipe
+from fastvit_triton.train.sources import load
 
 LR, STEPS = 0.5, 3
 CLIP = 1.0

@@ -148,14 +148,24 @@ def test_captured_maps_are_the_oracles(name):
 
 
 @torch.no_grad()
-def test_maps_that_are_not_captured_have_a_reason():
-    """Oracle: the sentences."""
-    model = create_model("refiner_vit_small", depth=2, img_size=32).eval()
-    with pytest.raises(ValueError, match="refine them by convolutions"), explain.capture(model):
-        model(torch.randn(1, 3, 32, 32))
-    model = create_model("deepvit_16b", depth=2, img_size=32).train()
-    with pytest.raises(ValueError, match="BatchNorm of its maps is in training mode"), explain.capture(model):
-        model(torch.randn(1, 3, 32, 32))
+def test_captured_maps_are_refined():
+    """Oracle: what the BatchNorm of the refined maps returns, times the scale; rows of the others sum to 1, and more
+    where they add the map before them."""
+    case = CASES["refiner"]
+    model, _ = pair(case, case.sizes[0])
+    model.eval()
+    wanted = {}
+    for path, module in model.named_modules():
+        if path.endswith(".adapt_bn"):
+            module.register_forward_hook(lambda module, x, y, path=path: wanted.update({path[:-9]: y}))
+    with explain.capture(model) as seen:
+        model(torch.randn(2, 3, *case.sizes[0]).double())
+    refined = [layer for layer in seen.layers if layer.path in wanted]
+    assert not seen.left and len(refined) == len(wanted) and 0 < len(wanted) < len(seen.layers)
+    for layer in refined:
+        assert same(layer.map(), model.get_submodule(layer.path).scale * wanted[layer.path])
+    sums = [layer.map().sum(-1) for layer in seen.layers if layer.path not in wanted]
+    assert same(sums[0], torch.ones_like(sums[0])) if len(sums) == 1 else all((s > 1 - 1e-9).all() for s in sums)
 
 
 @pytest.mark.parametrize("name", ["deepvit", "deepvit_stem", "lvvit", "refiner"])
@@ -172,7 +182,7 @@ def test_checkpoints_of_the_authors(name):
     images = torch.randn(2, 3, 16, 16).double()
     assert same(ours(images), theirs(images))
     larger = create_model(case.name, **case.options | dict(num_classes=5, img_size=(24, 16))).double()
-    assert load_weights(larger, theirs.state_dict()).positions.startswith("4x4 resized to 6x4 (bi")
+    assert load_weights(larger, theirs.state_dict()).positions.startswith("4x4 (assumed) resized to 6x4 (bi")
     with pytest.raises(WeightsError, match="does not fit"):
         load_weights(ours, create_model("vit_digits_patch2_8").state_dict())
 

@@ -42,7 +42,7 @@ from fastvit_triton.expected.times import (
     with_ours,
 )
 from fastvit_triton.expected.trace import tracing
-from fastvit_triton.expected.work import Work, work_of
+from fastvit_triton.expected.work import GpuWork, work_of
 from fastvit_triton.measure import expected
 
 RESULT = TABLE.parents[1] / "results" / "backtest.json"
@@ -118,7 +118,7 @@ def test_work_of_any_number_of_images(monkeypatch):
     monkeypatch.undo()
     for mode in ("eager", "compiled"):
         found = {(kernel.at_batch(7), n) for kernel, n in getattr(few, mode)}
-        want = {(Work(*kernel[:4]), n) for kernel, n in getattr(many, mode)}
+        want = {(GpuWork(*kernel[:4]), n) for kernel, n in getattr(many, mode)}
         assert found == want and len(found) > 5, mode
 
 
@@ -143,28 +143,28 @@ def test_time_of_a_kernel_by_hand():
     device = Device("a GPU", 100.0, 10.0, 1000.0, "none", clock=0.5, memory=0.5)
     fitted = {"product: flops": 0.5, "product: bandwidth": 0.5, "product: depth": 64.0, "pass: bandwidth": 0.8}
     fitted |= {"host: eager": 10.0}
-    assert kernel_us(Work("pass", 4e6), device, fitted) == pytest.approx(10)
-    assert kernel_us(Work("pass", 4.0), device, fitted) == 4.0
+    assert kernel_us(GpuWork("pass", 4e6), device, fitted) == pytest.approx(10)
+    assert kernel_us(GpuWork("pass", 4.0), device, fitted) == 4.0
     M, N, K = 10000, 100, 64  # 128 columns in whole tiles; the sum over K takes twice as long as without its start
-    product = Work("product", 0.0, 2.0 * M * N * K, (1, M, N, K))
+    product = GpuWork("product", 0.0, 2.0 * M * N * K, (1, M, N, K))
     want = 2.0 * M * 128 * K * 2 / 25e6
     assert kernel_us(product, device, fitted) == pytest.approx(want)
     both = product._replace(nbytes=want * 250e3)
     assert kernel_us(both, device, fitted) == pytest.approx(want * 2**0.25)
     assert call_us([(product, 2)], device, 0, fitted=fitted) == pytest.approx(2 * want)
-    assert call_us([(Work("pass", 4.0), 3)], device, 0, "eager", fitted) == 30.0
+    assert call_us([(GpuWork("pass", 4.0), 3)], device, 0, "eager", fitted) == 30.0
 
 
 def test_templates_only_save():
     """Oracle: a template that is slower than both kernels is not taken; a free one saves what they take."""
     gpu, product, after = (
         gpus()["h200"],
-        Work("product", 1e6, 1e9, (1, 1000, 500, 1000)),
-        Work("compiled pass", 1e8),
+        GpuWork("product", 1e6, 1e9, (1, 1000, 500, 1000)),
+        GpuWork("compiled pass", 1e8),
     )
     sheet = gpu.sheet
     for factor, wins in ((100.0, False), (1e-3, True)):
-        together = Work("fused product", 1e6 * factor, 1e9 * factor, (1, 1000, 500, 1000))
+        together = GpuWork("fused product", 1e6 * factor, 1e9 * factor, (1, 1000, 500, 1000))
         saved = saved_by_templates_us([(((product, after), (together,)), 2)], gpu, sheet)
         rates = with_ours(gpu, 1)
         apart = kernel_us(product, sheet, rates) + kernel_us(after, sheet, rates)

@@ -22,18 +22,17 @@ import torch.nn.functional as F
 from interpreter import interpreting
 from patience import HANG
 
-from benchmarks import backtest, compare_commits, cpu, drop_in, model_runs, op_cases, plot
+from benchmarks import backtest, compare_commits, cpu, drop_in, model_runs, op_cases, plot, tune, tuned_tables
 from benchmarks.conftest import against_compile
 from benchmarks.result_file import ROOT, ResultFile
+from benchmarks.targets import targets, to_race
+from benchmarks.ways import time_ways
 from fastvit_triton.kernels import launch, onednn
 from fastvit_triton.kernels.sizes import WAYS
-from fastvit_triton.measure import timeout, timing, tuned_tables, tuning
-from fastvit_triton.measure.candidates import targets
-from fastvit_triton.measure.compare import outcome, verdict
+from fastvit_triton.measure import timeout, timing, tuning
+from fastvit_triton.measure.compare import verdict
 from fastvit_triton.measure.timeout import Deadline, TimedOut
-from fastvit_triton.measure.tuning import launches_of
-from fastvit_triton.measure.variants import Case, Measured, Variant, measure, rows_of
-from fastvit_triton.measure.ways import time_ways
+from fastvit_triton.measure.variants import Case, Variant, VariantTimes, measure, rows_of
 
 CPU = torch.device("cpu")
 
@@ -360,12 +359,12 @@ def test_ways_are_timed_and_compared():
 def test_launches_of_candidates_are_collected():
     """Oracle: one launch for each of the row's parameters in use and its candidates; nothing runs."""
     target = next(target for target in targets(True) if target.row == "window.fwd")
-    launches = launches_of(target, torch.float32, CPU, interpreting)
-    arguments = tuning.arguments_of(target, torch.float32, CPU)
+    names = "BLOCK_M", "BLOCK_N", "num_warps", "num_stages"
     with interpreting():
-        _, configs = tuning.candidates_of(target, "cpu", lambda: outcome(arguments[0].run, arguments[1], None))
-    blocks = [tuple(one.fixed[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")) for one in launches]
-    assert blocks == [tuple(c[n] for n in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")) for c in configs]
+        one = to_race(target, torch.float32, CPU)
+        launches = [launch for group in one.launches().values() for launch in group]
+    blocks = [[launch.fixed[name] for name in names] for launch in launches]
+    assert blocks == [[config[name] for name in names] for config in one.configs.values()]
 
 
 @pytest.mark.full
@@ -382,7 +381,7 @@ def test_candidates_that_spill_are_not_timed(monkeypatch):
         yield results
 
     monkeypatch.setattr(tuning, "compiling", spilling)
-    tried = tuning.time_candidates(target, torch.float32, CPU, Deadline(HANG), interpreting, 2)["tried"]
+    tried = tune.time_target(target, torch.float32, CPU, Deadline(HANG), interpreting, 2)["tried"]
     assert [one["config"]["num_stages"] for one in tried] == [1, 2]
     assert "error" not in tried[0] and tried[1]["error"] == "RuntimeError: spills 4 registers" and "us" not in tried[1]
 
@@ -447,12 +446,6 @@ def test_tables_are_generated_from_files_only(tmp_path):
     (tmp_path / "dry.json").write_text(fake("models", [row("eager", 1e3)], dry=True))
     assert plot.fill(readme, plot.load(tmp_path)) == empty
     assert not plot.bars(plot.load(tmp_path), tmp_path / "a.png")
-
-    static = dict(case="ViT-B/16", op="mlp", phase="inference", dtype="bfloat16", arch="sm_90", predicted_us=9.5)
-    report = dict(command="s", date="d", operations=[static | dict(floor_us=8.0)])
-    (tmp_path / "static.json").write_text(json.dumps(report))
-    predicted = plot.fill(readme, plot.load(tmp_path))
-    assert "predicted bound" in predicted and "9.5" in predicted and plot.NOT_YET in predicted
 
     variants_of_m = [row("eager", 3e3), row("torch.compile", 2e3), row("ours eager", 4e3), row("timm AMP", 1.0, False)]
     (tmp_path / "m.json").write_text(fake("models", variants_of_m))
@@ -554,20 +547,31 @@ def test_drop_in_rows_are_chosen_and_sorted():
 
 
 @pytest.mark.fast
-def test_the_picture_is_described_by_its_numbers():
-    """Oracle: the committed rows; the pages that show the picture say in words what it shows."""
-    found = drop_in.measured(plot.load().rows)
-    speeds = [f"{one.title.rpartition(', ')[0].replace(',', '')} {one.speed['optimize'][0]:.2f}" for one in found]
-    memory = [f"{one.peak['optimize'] / one.peak['eager']:.2f}" for one in found]
-    words = f"Speed: {', '.join(speeds)}. Memory: {', '.join(memory)}]("
-    shown = [text for page in plot.pages() if "speedup.png" in (text := page.read_text(encoding="utf-8"))]
-    assert len(shown) == 3 and all(words in text for text in shown)
+def test_the_first_picture_shows_measured_speeds_before_predicted_ones():
+    """Oracle: by hand. Only predictions for the measured GPU count, the fastest mode of torch.compile is shown."""
+    row = dict(model="ViT-L/16", phase="inference", batch=64, gpu="h200", eager_ms=6.0, compile_ms=5.0, ours_ms=3.0)
+    predicted = [
+        row | dict(autotune_ms=4.0),
+        row | dict(batch=256, ours_ms=1.0),
+        row | dict(gpu="a100", phase="training"),
+        row | dict(model="Swin-T", phase="training", ours_ms=2.0),
+    ]
+    found = drop_in.bars(measured_rows({"eager": 1.0, "torch.compile": 1.2, "optimize": 1.5}), predicted)
+    assert [tuple(one) for one in found] == [
+        ("ViT-B, 256 images", True, 1.2, 1.5),
+        ("Swin-T blocks, training, 64 images", False, 1.2, 3.0),
+        ("ViT-L, 64 images", False, 1.5, 2.0),
+    ]
+    assert drop_in.bars([], predicted) == []
+    words = "Swin-T blocks, training, 64 images: 1.20 and 3.00; ViT-L, 64 images: 1.50 and 2.00"
+    assert drop_in.described(found).endswith(words)
 
 
 @pytest.mark.fast
 def test_every_table_is_on_a_page(tmp_path):
     """Oracle: the markers of the pages; test_regenerate.py tests what is between them."""
     found = [page.read_text(encoding="utf-8") for page in plot.pages()]
+    assert sum("speedup.png" in text for text in found) == 2  # README's and the site's first page
     assert all(any(f"<!-- measured: {name} -->" in text for text in found) for name in plot.TABLES)
     assert plot.launch_bars(plot.load(), tmp_path / "launches.png")
 
@@ -705,9 +709,9 @@ def test_the_closing_line_is_the_median_of_pairs():
     """Oracle: ratios of the pairs by hand, 2, 3, 4 and 5; what failed or is wrong has no ratio."""
     rows = {"eager": dict(match=True), "torch.compile": dict(match=True), "ours compiled": dict(match=True)}
     samples = {"torch.compile": [20.0, 3.0, 8.0, 10.0], "ours compiled": [10.0, 1.0, 2.0, 2.0]}
-    assert against_compile(Measured(rows, samples)) == "3.50 (2.75 to 4.25), correct"
+    assert against_compile(VariantTimes(rows, samples)) == "3.50 (2.75 to 4.25), correct"
     wrong = rows | {"ours compiled": dict(match=False, worst="output", within=7.0)}
-    assert against_compile(Measured(wrong, {})) == "incorrect: output has 7.0 times the allowed error"
-    assert against_compile(Measured(rows | {"ours compiled": dict(error="E: x")}, {})) == "E: x"
-    assert against_compile(Measured(rows, {"ours compiled": [1.0]})) == "correct; torch.compile failed"
-    assert against_compile(Measured({"eager": dict(match=True)}, {})) is None
+    assert against_compile(VariantTimes(wrong, {})) == "incorrect: output has 7.0 times the allowed error"
+    assert against_compile(VariantTimes(rows | {"ours compiled": dict(error="E: x")}, {})) == "E: x"
+    assert against_compile(VariantTimes(rows, {"ours compiled": [1.0]})) == "correct; torch.compile failed"
+    assert against_compile(VariantTimes({"eager": dict(match=True)}, {})) is None

@@ -1,14 +1,19 @@
 """Tests of a block's launches and of the row statistics that it passes on."""
 
+import copy
+
 import pytest
 import torch
+import torch.nn.functional as F
 from interpreter import interpreting
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, freeze, layers, optimize
 from fastvit_triton.convert.readers.ours import run_chained
-from fastvit_triton.kernels import fold
+from fastvit_triton.kernels import fold, linear
+from fastvit_triton.kernels.argument import Norm
+from fastvit_triton.kernels.settings import forcing
 from fastvit_triton.layers import Block
 
 pytestmark = pytest.mark.fast
@@ -159,3 +164,48 @@ def test_what_surrounds_a_custom_body_is_fused(body, launches, always_folded):
     with recording("sm_90") as calls, torch.no_grad():
         block.eval().bfloat16()(torch.randn(64, 5, 16).bfloat16())
     assert len(calls) == launches, [launch.name for launch in calls]
+
+
+@pytest.mark.parametrize("scales", [None, 0.1], ids=["", "layer scale"])
+@pytest.mark.parametrize("way", ["mixed", "fused"])
+def test_gradients_under_autocast(way, scales):
+    """Oracle: float64; budget: in the norm twice the error of PyTorch's operators, and one rounding to float16."""
+    torch.manual_seed(0)
+    made = create_model("vit_tiny_patch16_224", depth=2, init_values=scales, **SIZES).train()
+    x = torch.randn(3, 3, 8, 8)
+    found = {}
+    for name in (way, "plain", "exact"):
+        net = copy.deepcopy(made)
+        if name == "exact":
+            net.double()(x.double()).square().sum().backward()
+        else:
+            with interpreting(), forcing(name):
+                with torch.autocast("cpu", torch.float16):
+                    y = net(x)
+                y.float().square().sum().backward()
+        found[name] = [p.grad.double() for p in net.parameters()]
+    for ours, plain, exact in zip(*found.values(), strict=True):
+        budget = 2 * (plain - exact).norm() + torch.finfo(torch.float16).eps * exact.norm()
+        assert (ours - exact).norm() <= budget
+
+
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("way", ["mixed", "fused"])
+def test_an_input_that_is_passed_on_has_the_gradients_of_all_readers(way, kind):
+    """Oracle: the equations in float64, for either output alone and for both; budget: 16 roundings of the largest."""
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(2, 40, 16), torch.randn(24, 16), torch.randn(24)
+    norm_weight, norm_bias = torch.randn(16), torch.randn(16) if kind == "layer_norm" else None
+    norms = {"layer_norm": F.layer_norm, "rms_norm": lambda x, n, w, _, eps: F.rms_norm(x, n, w, eps)}
+    for uses in ((1, 1), (1, 0), (0, 1)):
+        exact = x.double().requires_grad_()
+        first, second = (None if t is None else t.double() for t in (norm_weight, norm_bias))
+        y = F.linear(norms[kind](exact, (16,), first, second, 1e-6), weight.double(), bias.double())
+        (uses[0] * y.sin().sum() + uses[1] * exact.cos().sum()).backward()
+        given = x.clone().requires_grad_()
+        with interpreting():
+            norm = Norm(norm_weight, norm_bias, 1e-6, kind)
+            y, passed = linear.run(given, weight, bias, norm, passes_input=True, way=way)
+            sum(part.sum() for part, used in ((y.sin(), uses[0]), (passed.cos(), uses[1])) if used).backward()
+        error = (given.grad - exact.grad).abs().max()
+        assert error <= 16 * torch.finfo(torch.float32).eps * exact.grad.abs().max()

@@ -5,6 +5,7 @@ The models are those of research.py, in float64 with the references, so that onl
 
 import contextlib
 import copy
+import itertools
 import pickle
 import sys
 import threading
@@ -234,40 +235,85 @@ class Placed(nn.Module):
 
 
 @pytest.mark.full
-def test_a_submodule_that_dynamo_cannot_trace_is_called(no_graphs, runs):
-    """The attention around it is fused; it runs its own code with its own state, also when that changes."""
+def test_values_that_a_forward_reads_are_compared(no_graphs, runs):
+    """One graph for each largest position, whose attention is fused; also when the state of the rotation changes."""
     torch.manual_seed(0)
     original = Placed().double()
     converted = copy.deepcopy(original)
     x, positions = torch.randn(2, 5, D, dtype=torch.float64), torch.arange(5).expand(2, 5)
     report = optimize(converted.eval(), example=(x, positions))
     assert {row.why for row in report.rows} == {None}
-    assert {c.calls["attention"] for block in converted.blocks for c in captured.captures_of(block)} == {1}
-    assert converted.blocks[0].rope.tables == {} and "forward" not in vars(converted.blocks[0].rope)
+    captures = [c for block in converted.blocks for c in captured.captures_of(block)]
+    assert {(c.calls["attention"], c.reads) for c in captures} == {(1, True)}
+    assert converted.blocks[0].rope.tables == {}
 
-    def check(graphs):
-        for grad in (False, True):
+    def check(graphs, *steps):
+        for grad, step in itertools.product((False, True), steps):
             inputs = torch.randn(3, 7, D, dtype=torch.float64).requires_grad_(grad)
-            converted(inputs, 2 * torch.arange(7).expand(3, 7))  # captured with gradients
-            runs["graph"] = 0
+            places = step * torch.arange(7).expand(3, 7)
             with torch.set_grad_enabled(grad):
-                got, want = (m(inputs, 2 * torch.arange(7).expand(3, 7)) for m in (converted, original))
+                converted(inputs, places)  # captured
+                runs["graph"] = 0
+                got, want = (m(inputs, places) for m in (converted, original))
             assert_close(got, want)
             assert (runs["graph"] > 0) == graphs
             if grad:
                 weights = [[*m.parameters()] for m in (converted, original)]
                 assert_close(*(torch.autograd.grad(y.sum(), w) for y, w in zip((got, want), weights, strict=True)))
 
-    check(True)
+    check(True, 2, 3, 2)
     for model in (converted, original):
         model.blocks[0].rope.halves = True  # another dtype than that of the queries
-    check(True)
+    check(True, 2)
     for model in (converted, original):
         model.blocks[0].rope.halves = False
         model.blocks[0].rope.forward = lambda tokens, positions: 2 * tokens
-    check(False)
-    report = optimize(Placed().eval(), example=(x.float(), positions), compile=True)
-    assert {row.why for row in report.rows} == {"not compiled: rope cannot be traced and is called as it is"}
+    check(False, 2)
+    compiled = Placed().double().eval()
+    assert "the rest by Inductor" in optimize(compiled, example=(x, positions), compile=True).text(verbose=True)
+
+
+class Reads(nn.Module):
+    """An MLP whose input is multiplied by a number that is read from a tensor."""
+
+    def __init__(self, floats: bool, writes: bool, draws: bool):
+        super().__init__()
+        self.norm, self.fc1, self.fc2 = nn.LayerNorm(D), nn.Linear(D, D), nn.Linear(D, D)
+        self.floats, self.writes, self.draws = floats, writes, draws
+        self.table = [0.5 + i for i in range(10)]
+
+    def forward(self, x, positions):
+        positions = positions.clone()
+        if self.writes:
+            positions[0] = 9
+        if self.draws:
+            positions = torch.randint(2, (5,))
+        number = int((positions.double() if self.floats else positions).max())
+        return x + self.fc2(self.fc1(self.norm(x) * self.table[number]).relu())
+
+
+@pytest.mark.parametrize(
+    "reads, why",
+    [
+        ((True, False, False), "depends on floating-point numbers"),
+        ((False, True, False), "it wrote"),
+        ((False, False, True), "a random number"),
+        ((False, False, False), None),
+    ],
+)
+def test_values_from_the_graph_itself_are_refused(reads, why, no_graphs):
+    """Oracle: the original, for another largest position than the example's, with the same random numbers."""
+    torch.manual_seed(0)
+    original = Reads(*reads).double()
+    converted, x = copy.deepcopy(original).eval(), torch.randn(2, 5, D, dtype=torch.float64)
+    report = optimize(converted, example=(x, torch.arange(5)))
+    assert captured.is_bound(converted) == (why is None)
+    assert why is None or why in report.text(verbose=True)
+    for size in (5, 8, 5):
+        torch.manual_seed(size)
+        got = converted(x, torch.arange(size))
+        torch.manual_seed(size)
+        assert_close(got, original(x, torch.arange(size)))
 
 
 class ChoosingAttention(research.WrittenAttention):
@@ -663,7 +709,7 @@ class Odd(research.DinoBlock):
 REASONS = {
     "break": "Unsupported: Call to `torch._dynamo.graph_break()`",
     "effect": "its forward changes an attribute or a global",
-    "value": "UserError: Consider annotating your code",
+    "value": "it reads a value that depends on floating-point numbers",
 }
 
 

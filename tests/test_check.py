@@ -4,12 +4,14 @@ Clocks and stages are stand-ins, and the numbers of verdicts are invented; no te
 """
 
 import argparse
+import copy
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,18 +23,20 @@ from torch import nn
 from benchmarks import community
 from benchmarks.no_device import no_device
 from fastvit_triton.cli import check as command
-from fastvit_triton.cli import check_stage, main
-from fastvit_triton.cli.check_stage import Request
+from fastvit_triton.cli import main
+from fastvit_triton.cli.check import CheckRequest
 from fastvit_triton.kernels import choose, onednn
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.settings import forcing
-from fastvit_triton.measure import selftest, variants, workers
+from fastvit_triton.measure import check, selftest, variants, workers
 from fastvit_triton.measure.check import (
     BUDGETS,
     FROZEN,
     MEDIUM,
-    Stage,
-    Subject,
+    ON_A_CPU,
+    OURS,
+    CheckedModel,
+    CheckStage,
     _ratios,
     _remove_chance,
     _ways,
@@ -40,6 +44,8 @@ from fastvit_triton.measure.check import (
     compare,
     contribution,
     run_stages,
+    runtimes,
+    runtimes_skipped,
     verdict,
 )
 from fastvit_triton.measure.libraries import ModelCall
@@ -64,7 +70,7 @@ def test_stages_that_overrun_or_fail_are_named_and_the_others_run():
                 raise result
             return result
 
-        return Stage(name, BUDGETS[name], run)
+        return CheckStage(name, BUDGETS[name], run)
 
     stages = [
         stage("selftest", 41.2, TimedOut("at last")),
@@ -190,6 +196,41 @@ VERDICTS = {
     ),
     "nothing": ({}, "no verdict: too little was timed; try a smaller --model or --batch, or an idle machine"),
 }  # fmt: skip
+BUSY = dict(note="the machine was busy")
+
+
+def beside(best, compile_speed=FAST, advice=FAST, **ratios):
+    """Stages with ONNX Runtime and OpenVINO, by their speeds relative to the best of ours, and to eager PyTorch."""
+    names = dict(onnx="ONNX Runtime", openvino="OpenVINO")
+    ratios = {names[name]: ratio for name, ratio in ratios.items()}
+    row = dict(arm="torch.compile", us=1.0, speedup_quartiles=compile_speed[1:])
+    rates = dict(
+        best=best, ratios=ratios, speeds={name: [2 * part for part in ratio] for name, ratio in ratios.items()}
+    )
+    return dict(compare=compared(["plain"], compile=advice) | dict(rows=[row]), runtimes=rates)
+
+
+PLAIN = "use ours: 1.12 × torch.compile (1.08 to 1.15)"
+VERDICTS |= {
+    "OpenVINO is fastest": (
+        beside(FROZEN, openvino=FAST, onnx=SLOW),
+        "use OpenVINO: 2.24 × eager PyTorch (2.16 to 2.30), 1.12 × ours frozen (1.08 to 1.15); "
+        f"`fastvit-triton export --to openvino` writes its file from a checkpoint; in PyTorch, {PLAIN}",
+    ),
+    "ours is as fast as OpenVINO": (
+        beside("ours eager", onnx=SLOW, openvino=EQUAL),
+        f"{PLAIN}; ONNX Runtime is 0.97 × ours (0.95 to 0.99); OpenVINO is 1.01 × ours (0.98 to 1.03)",
+    ),
+    "torch.compile is as fast as ONNX Runtime": (
+        beside("optimized by us", compile_speed=[2.1, 2.0, 2.2], advice=SLOW, onnx=FAST),
+        "keep torch.compile: ours is 0.97 × (0.95 to 0.99); ONNX Runtime is 1.12 × ours (1.08 to 1.15)",
+    ),
+    "runtimes on a busy machine": (
+        (stages := beside(FROZEN, onnx=SLOW)) | dict(runtimes=stages["runtimes"] | BUSY),
+        f"{PLAIN}; ONNX Runtime is 0.97 × ours frozen (0.95 to 0.99); the machine was busy",
+    ),
+    "no runtime": (beside(None) | dict(runtimes=dict(skipped="neither is installed")), PLAIN),
+}
 
 
 @pytest.mark.fast
@@ -234,7 +275,7 @@ def tiny(dtype=torch.float32, train=False, **options):
     def inputs(seed):
         return dict(image=torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(seed)).to(dtype))
 
-    return Subject("tiny", model, inputs, 2, dtype, CPU, True)
+    return CheckedModel("tiny", model, inputs, 2, dtype, CPU, True)
 
 
 @pytest.mark.full
@@ -289,6 +330,68 @@ def test_comparison_without_a_device():
     assert "ours could not be measured (it gives a wrong result: " in verdict({"compare": found})
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_runtimes_are_compared_and_those_not_installed_are_named(monkeypatch, named):
+    """Oracle: stand-ins: one that computes the exported model's outputs in float64, one a tenth too large, one that is
+    not installed; the number of processors with their load, which says that the machine is busy or is not."""
+
+    class Outputs(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, pixels):
+            return dict(logits=self.model(pixels), other=pixels)
+
+    def stored(model, path, to, preparation):
+        assert to == "onnx" and preparation == {"input_size": (3, 32, 32)} and not path.exists()
+        programs[path] = copy.deepcopy(model).double()
+
+    programs, subject = {}, tiny(depth=1)
+    if named:
+        inputs = subject.inputs
+        subject = replace(subject, model=Outputs(subject.model), ours=False, name="hf:x")
+        subject = replace(subject, inputs=lambda seed: dict(pixels=inputs(seed)["image"]))
+    loaders = {
+        "right": ("torch", lambda path: lambda images: programs[path](images.double()).float(), "onnx"),
+        "wrong": ("torch", lambda path: lambda images: 1.1 * programs[path](images.double()).float(), "onnx"),
+        "absent": ("no_such_package", lambda path: None, "onnx"),
+    }
+    monkeypatch.setattr(check, "export_model", stored)
+    monkeypatch.setattr(check, "RUNTIMES", loaders)
+    monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 9.0, 9.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 100 if named else 2)
+    found = runtimes(subject, Deadline(HANG), 0.01, 60)
+    ours = OURS[named]
+    assert [row["arm"] for row in found["rows"]] == ["eager", ours, FROZEN, *loaders]
+    assert found["ratios"].keys() == {"right"} and found["speeds"].keys() == {ours, FROZEN, "right"}
+    assert found["best"] in (ours, FROZEN) and found["missing"].keys() == {"wrong", "absent"}
+    assert found["missing"]["wrong"].startswith("gives a wrong result")
+    assert found["missing"]["absent"] == "failed: no_such_package is not installed"
+    assert ("note" in found) != named and ("load 9 on 2 processors" in found["said"]) != named
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("package", ["onnxruntime", "openvino"])
+def test_an_exported_program_is_timed(package):
+    """Oracle: float64, within the error that another order of summation explains."""
+    pytest.importorskip("onnxscript")
+    pytest.importorskip(package)
+    found = runtimes(tiny(depth=1), Deadline(HANG), 0.01, 60)
+    name = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}[package]
+    assert next(row for row in found["rows"] if row["arm"] == name)["match"] and found["ratios"][name][0] > 0
+
+
+@pytest.mark.fast
+def test_when_runtimes_are_skipped(monkeypatch):
+    """Oracle: one clause each: training, another precision, and nothing installed."""
+    assert "for inference" in runtimes_skipped(True, "float32") and "in float32" in runtimes_skipped(False, "bfloat16")
+    monkeypatch.setattr(check, "RUNTIMES", {"x": ("no_such_package", None, "onnx")})
+    assert "pip install 'fastvit_triton[export]' 'fastvit_triton[openvino]'" in runtimes_skipped(False, "float32")
+    monkeypatch.setattr(check, "RUNTIMES", {"x": ("torch", None, "onnx")})
+    assert runtimes_skipped(False, "float32") is None
+
+
 @pytest.mark.parametrize("way", ["fused", "mixed", "plain"])
 def test_the_ways_of_the_blocks_are_named(way):
     """Oracle: the way that the context asks for, where the kernels run; nothing where they do not."""
@@ -312,7 +415,7 @@ def test_models_of_other_packages_are_converted():
             return dict(features=self.layer(pixels))
 
     torch.manual_seed(0)
-    given = Subject(
+    given = CheckedModel(
         "timm:x", Named().eval(), lambda seed: dict(pixels=torch.randn(2, 5, 32)), 2, torch.float32, CPU, False
     )
     with compiling("aot_eager"):
@@ -408,11 +511,11 @@ def here(monkeypatch, tmp_path):
 
     def in_process(request, variables, stage, seconds):
         asked = request._replace(stage=stage, budget=seconds, end=time.time() + HANG)
-        words = ["check_stage", json.dumps(asked._asdict()), str(tmp_path / "result.json")]
+        words = ["-c", json.dumps(asked._asdict()), str(tmp_path / "result.json")]
         with compiling("aot_eager"), pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", words)
-            patch.setattr(check_stage, "TIMED", dict(cpu=0.01))
-            check_stage.main()
+            patch.setattr(command, "TIMED", dict(cpu=0.01))
+            command.run_stage()
         return json.loads((tmp_path / "result.json").read_text())
 
     monkeypatch.setattr(command, "_in_process", in_process)
@@ -437,7 +540,7 @@ def test_a_run_on_a_cpu(here, capsys, words):
     assert main(["check", *words]) == 0
     head, *lines, last = capsys.readouterr().out.splitlines()
     assert head.startswith(f"{words[1]}, {'training' if '--train' in words else 'inference'}, float32, batch ")
-    assert [line.partition(":")[0] for line in lines[:-1]] == [name for name in BUDGETS for _ in range(2)]
+    assert [line.partition(":")[0] for line in lines[:-1]] == [name for name in BUDGETS | ON_A_CPU for _ in range(2)]
     assert "skipped, because the kernels do not run here (" in lines[1]
     assert "launch" not in lines[3] and "; saved; " in lines[3]
     assert "ours is" in lines[5] and "torch.compile max-autotune" in lines[7]
@@ -504,9 +607,7 @@ def test_exit_code(here, monkeypatch, capsys, stages, code):
     monkeypatch.setattr(command, "_selftest", lambda request, seconds: stages["selftest"])
     assert main(["check", *DIGITS, "--dry-run", "--out", "out.json"]) == code
     last = capsys.readouterr().out.splitlines()[-1]
-    done = (
-        "Some steps failed or were not reached in time." if "error" in stages["compare"] else "Every step was executed."
-    )
+    done = "Failed, or not reached in time: compare." if "error" in stages["compare"] else "Every step was executed."
     assert last == f"{done} Times in the interpreter are meaningless, so there is no verdict."
     assert json.loads((here / "out.json").read_text())["check"]["verdict"]
 
@@ -532,10 +633,10 @@ def test_a_stopped_check_says_and_keeps_what_it_knows(here, monkeypatch, capsys,
     assert started == ["tune", "compare"] and signal.getsignal(signal.SIGTERM) is before
     *_, stopped, said, last = capsys.readouterr().out.splitlines()
     assert stopped == "compare was stopped" and said.startswith("out.json holds these results")
-    assert last.startswith("Some steps failed or were not reached in time.")
+    assert last.startswith("Failed, or not reached in time: compare.")
     stages = json.loads((here / "out.json").read_text())["check"]["stages"]
     assert list(stages) == ["selftest", "tune", "compare"] and stages["compare"]["error"] == "was stopped"
-    assert verdict(stages).startswith("no verdict: too little was timed (") and "compare was stopped" in verdict(stages)
+    assert verdict(stages) == "no verdict: compare was stopped"
 
 
 def test_a_dry_run_writes_no_file_unless_asked(here, monkeypatch):
@@ -577,7 +678,7 @@ def test_checks_of_the_kernels(monkeypatch):
     monkeypatch.setattr(selftest, "planned", lambda device: dict.fromkeys("ab"))
     monkeypatch.setattr(workers, "Worker", Instant)
     monkeypatch.setattr(workers, "count", lambda device: 1)
-    request = Request("", "x", None, 1, "fp32", False, "cpu", False)
+    request = CheckRequest("", "x", None, 1, "float32", False, "cpu", False)
     wrong = dict(case="b", op="linear", match=False, within=3.0, worst="output 0")
     monkeypatch.setattr(Instant, "answer", lambda self, name: wrong if name == "b" else dict(case=name, op="linear"))
     found = command._selftest(request, 60.0)
@@ -590,8 +691,8 @@ def test_checks_of_the_kernels(monkeypatch):
 @pytest.mark.fast
 def test_a_request_travels_as_json():
     """Oracle: the fields; a size becomes a tuple again where the model is built."""
-    request = Request("compare", "vit_digits_patch2_8", (16, 8), 2, "fp32", False, "cpu", False, 60.0, 1e9)
-    again = Request(**json.loads(json.dumps(request._asdict())))
+    request = CheckRequest("compare", "vit_digits_patch2_8", (16, 8), 2, "float32", False, "cpu", False, 60.0, 1e9)
+    again = CheckRequest(**json.loads(json.dumps(request._asdict())))
     assert again.built().shape == (1, 16, 8) and again.deadline().over
 
 
@@ -611,11 +712,11 @@ def test_tuning_is_summarised():
     text += "not measured in time; new launch parameters for 1 of 3 launches; "
     tuned = SimpleNamespace(parts=blocks, launches=launches)
     clear = "if the machine was busy, `fastvit-triton tune --clear` removes it"
-    assert check_stage._tuned(tuned, False) == f"{text}saved; {clear}"
-    assert check_stage._tuned(tuned, True) == text + "used in this run only"
+    assert command._tuned(tuned, False) == f"{text}saved; {clear}"
+    assert command._tuned(tuned, True) == text + "used in this run only"
     nothing = SimpleNamespace(parts=blocks[2:], launches=launches[2:])
     for dry in (False, True):
-        assert check_stage._tuned(nothing, dry).endswith("0 of 1 launches; nothing was measured, so nothing saved")
+        assert command._tuned(nothing, dry).endswith("0 of 1 launches; nothing was measured, so nothing saved")
 
 
 @pytest.mark.fast
@@ -631,9 +732,7 @@ def test_tuning_is_summarised():
 def test_a_dry_run_says_whether_each_step_was_executed(stages: dict, whole: bool):
     """Oracle: by hand: a part without a way, a missing variant or a failed stage."""
     sentence = command._dry_conclusion(stages)
-    assert sentence.startswith(
-        "Every step was executed." if whole else "Some steps failed or were not reached in time."
-    )
+    assert sentence.startswith("Every step was executed." if whole else "Failed, or not reached in time: ")
     assert sentence.endswith("there is no verdict.")
 
 
@@ -704,7 +803,7 @@ def on_a_gpu():
     rows = dict(selftest=tests | dict(said="x"), tune=dict(path="p", said="x"), compare=compare_row)
     rows["max-autotune"] = compared(["fused"], autotune=FAST) | dict(rows=made["rows"][:2], said="x")
     return run_stages(
-        [Stage(name, BUDGETS[name], lambda _, row=rows[name]: row) for name in BUDGETS], lambda line: None
+        [CheckStage(name, BUDGETS[name], lambda _, row=rows[name]: row) for name in BUDGETS], lambda line: None
     )
 
 

@@ -147,7 +147,7 @@ def test_programs_that_name_other_code_are_refused(small, tmp_path):
     called = tmp_path / "called"
     for name in ("posix\nsystem", "builtins\neval", "torch\nload", "torch._utils\n_rebuild_tensor"):
         attack = module(text("a"), b"c" + name.encode() + b"\n(" + text(f"touch {called}") + b"tR")
-        with pytest.raises(WeightsError, match=r"a pickle that would run code \(" + name.replace("\n", ".")):
+        with pytest.raises(WeightsError, match="it names " + name.replace("\n", ".") + ", whose code"):
             fastvit_triton.load_weights(tower(), with_pickle(small, tmp_path / "attack.pt", attack))
         assert not called.exists()
 

@@ -49,12 +49,20 @@ def test_captured_maps_are_the_oracles(name):
         assert same(found.double(), maps, torch.finfo(torch.float32).eps), layer.path
 
 
-def test_maps_of_training_models_have_a_reason():
-    """Oracle: the sentence."""
-    case = CASES["cvt"]
-    model = create_model(case.name, **case.options, img_size=case.sizes[0]).train()
-    with pytest.raises(ValueError, match="BatchNorm of its projections is in training mode"), explain.capture(model):
-        model(torch.randn(2, 3, *case.sizes[0]))
+def test_gradients_of_a_map_for_all_images_are_each_images():
+    """Oracle: autograd's gradient of the map, for one image at a time; the relevance of both."""
+    case = CASES["attention_conv"]
+    model = pair(case, case.sizes[0])[0].eval()
+    images, wanted, classes = torch.randn(2, 3, *case.sizes[0]).double(), [], torch.tensor([1, 0])
+    for image, k in zip(images, classes, strict=True):
+        with recorded() as maps:
+            logits = model(image[None])
+        wanted.append(torch.autograd.grad(logits[0, k], maps))
+    with explain.capture(model, gradients=True) as seen:
+        model(images).gather(1, classes[:, None]).sum().backward()
+    for layer, *grads in zip(seen.layers, *wanted, strict=True):
+        assert same(layer.map_grad(), torch.stack(grads))
+    assert explain.class_relevance(model, images).shape == (2, *seen.layers[0].shape[2:])
 
 
 @pytest.mark.full

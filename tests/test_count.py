@@ -12,11 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, freeze, optimize
 from fastvit_triton.expected.blocks import host_us
-from fastvit_triton.expected.count import count, predict
+from fastvit_triton.expected.count import count, predict, weightless
 from fastvit_triton.expected.events import Count
 from fastvit_triton.expected.gpus import gpus
 from fastvit_triton.expected.trace import assuming_true, tracing
-from fastvit_triton.expected.values import weightless
 from fastvit_triton.explain.costs import image_cost
 from fastvit_triton.kernels import backend, launch, tile
 from fastvit_triton.kernels.settings import forcing

@@ -21,12 +21,12 @@ import fastvit_triton
 from benchmarks import coverage
 from benchmarks.op_cases import BY_NAME, FULL, NAMES, Shape, _call
 from fastvit_triton import measure
+from fastvit_triton.engine.values import given
 from fastvit_triton.expected.count import assumed, traced
 from fastvit_triton.expected.cuda_operators import as_on_cuda
 from fastvit_triton.expected.events import Count
 from fastvit_triton.expected.gpus import Gpu, gpus
 from fastvit_triton.expected.trace import tracing
-from fastvit_triton.expected.values import given
 from fastvit_triton.kernels import choose, fold, mlp
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import config, targeting
@@ -39,13 +39,7 @@ EXCESS = {
     ("image_transformer", True): (1.0, 1.03),
     ("levit", True): (LIMIT, 1.022),  # between stages three kernels read keys and values backward, of PyTorch one
     ("cvt", False): (1.05, 1.0),
-    # sizes that no row of the tables of choices is made from: MLPs of three times the width, blocks of class tokens
-    ("lvvit", True): (LIMIT, 1.03),
-    ("cait", True): (LIMIT, 1.02),
-    ("timm:beit", True): (1.05, LIMIT),
-    ("vit_pytorch:deepvit", True): (LIMIT, 1.09),
-    ("vit_pytorch:cait", False): (LIMIT, 1.08),
-    ("vit_pytorch:levit", True): (1.04, LIMIT),
+    ("vit_pytorch:deepvit", True): (LIMIT, 1.03),  # its attention mixes heads between two products of PyTorch's
 }
 SHOWN = ("vit_base_patch16_224", "deit3_large_patch16_224", "swin_tiny_patch4_window7_224", "cct_14_7x2_224")
 
@@ -190,6 +184,7 @@ class Block(nn.Module):
         return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("width", [384, 768, 1024])
 def test_captured_blocks(width, questions):
     """Oracle: the operators of eager PyTorch. Row statistics that no kernel reads were the excess of 84 launches."""
@@ -221,6 +216,7 @@ def cost_of_op(name: str, shape: Shape, training: bool, gpu: Gpu | None) -> Coun
     return trace.count
 
 
+@pytest.mark.few(4, one_in=3)
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("name", NAMES)
 def test_public_ops(name, training, questions):

@@ -16,11 +16,14 @@ from torchvision.ops.misc import FrozenBatchNorm2d
 
 from fastvit_triton import create_model, load_model, load_weights, save_weights
 from fastvit_triton.checkpoints import WeightsError
+from fastvit_triton.checkpoints.reading import read
+from fastvit_triton.checkpoints.writing import write_tensors
 from fastvit_triton.layers.frozen_resnet import FrozenResNet
-from fastvit_triton.layers.padded import pad_images, resize_mask
-from fastvit_triton.layers.sine_positions import sine_positions
+from fastvit_triton.layers.padded import pad_images, resize_mask, sine_positions
+from fastvit_triton.layers.residual import ResidualBody
 from fastvit_triton.models import deformable_detr, detr
-from fastvit_triton.models.weights import transformers_detectors
+from fastvit_triton.models.weights import transformers_config
+from fastvit_triton.models.weights.publish import save_pretrained
 
 ROUNDINGS = 84  # as for other models
 TOLERANCE = ROUNDINGS * torch.finfo(torch.float64).eps
@@ -256,6 +259,34 @@ def test_frozen_resnet_equals_torchvision(options, build):
     assert names == {"conv1", "layer1"} and not any("bn" in name for name, _ in ours.named_parameters())
 
 
+@pytest.mark.parametrize("bottleneck", [False, True])
+def test_trained_backbone_equals_the_frozen_one(bottleneck):
+    """Oracle: `FrozenResNet`, which equals torchvision's: the map of every stage; all weights are trained."""
+    frozen = redrawn(FrozenResNet(3, (1, 2, 1, 1), 4, bottleneck)).double()
+    ours = ResidualBody(3, (1, 2, 1, 1), 4, bottleneck).double().eval()
+    assert all(parameter.requires_grad for parameter in ours.parameters())
+    parts = {"stem.": "", "shortcut.conv": "downsample.0", "shortcut.bn": "downsample.1"}
+    parts |= {f"conv{i}{kind}.": f"conv{i}." for i in (1, 2, 3) for kind in ("_1x1", "_kxk")}
+
+    def name(key: str) -> str:
+        for mine, other in parts.items():
+            key = key.replace(mine, other)
+        return re.sub(r"conv(\d?)\.(conv|bn)\.", r"\2\1.", key)
+
+    state = frozen.state_dict()
+    ours.load_state_dict({key: state.get(name(key), tensor) for key, tensor in ours.state_dict().items()})
+    assert {name(key) for key, _ in [*ours.named_parameters(), *ours.named_buffers()] if "tracked" not in key} == {
+        *state
+    }
+    image = torch.randn(1, 3, 40, 33, dtype=torch.float64)
+    with torch.no_grad():
+        for i, (found, wanted) in enumerate(zip(ours(image), frozen(image), strict=True)):
+            assert distance(found, wanted) <= TOLERANCE
+            assert found.shape[1] == ours.channels[i] and -(-40 // ours.reductions[i]) == found.shape[2]
+    with pytest.raises(ValueError, match="dilation is True and block 'bottleneck'; only"):
+        create_model("detr_resnet50", dilation=True, block="bottleneck")
+
+
 def test_small_backbone_equals_equations():
     """Oracle: convolutions and BatchNorms written out; the maps of two levels have 1/4 and 1/8 of the image's sides."""
     torch.manual_seed(0)
@@ -419,10 +450,41 @@ def test_other_detectors_of_transformers_are_refused(change, text):
     """Oracle: the field, its value, and what our models have; the files of facebook/detr-resnet-50 name our model."""
     files = dict(model_type="detr", backbone="resnet50", num_queries=100, d_model=256, dilation=False)
     files |= dict(id2label={str(i): f"thing {i}" for i in range(91)})
-    assert transformers_detectors.read(files, dict(size=800, max_size=1333))[:2] == ("detr_resnet50", {})
-    assert transformers_detectors.read(files | dict(dilation=True), {})[:2] == ("detr_resnet50_dc5", {})
+    assert transformers_config.read(files, dict(size=800, max_size=1333))[:2] == ("detr_resnet50", {})
+    assert transformers_config.read(files | dict(dilation=True), {})[:2] == ("detr_resnet50_dc5", {})
     with pytest.raises(ValueError, match=text):
-        transformers_detectors.read(files | change, {})
+        transformers_config.read(files | change, {})
+
+
+@pytest.mark.parametrize("name, block", [("detr_digits", "'convolutions'"), ("deformable_detr_tiny", "'basic'")])
+def test_layouts_of_others_need_their_backbone(name, block, tmp_path):
+    """Oracle: transformers' own keys, which have no names for these backbones; no file is written."""
+    model = create_model(name)
+    authors = authors_layout("detr" if name.startswith("detr") else "plain")
+    for layout in ("transformers", authors):
+        with pytest.raises(
+            WeightsError, match=f"{layout} needs block='frozen_bottleneck' or 'frozen_basic', not {block}"
+        ):
+            save_weights(model, tmp_path / "a.safetensors", layout=layout)
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_for_transformers_are_refused(tmp_path):
+    """Oracle: the sentence; the file of the weights alone is written, see `test_layouts_are_read_and_written`."""
+    with pytest.raises(WeightsError, match="of transformers is written for detr_resnet50; use a"):
+        save_pretrained(create_model(NAMES["detr"], **SMALL), tmp_path, layout="transformers")
+
+
+def test_files_with_options_that_no_release_had_are_refused(tmp_path):
+    """Oracle: the sentence, which names the file and the option."""
+    model = create_model(NAMES["detr"], **SMALL)
+    save_weights(model, tmp_path / "a.safetensors")
+    state, header = read(tmp_path / "a.safetensors", True)
+    config = json.loads(header["config"])
+    config |= dict(frozen=True, bottleneck=config.pop("block") == "frozen_bottleneck")
+    write_tensors(state, tmp_path / "b.safetensors", {**header, "config": json.dumps(config)})
+    with pytest.raises(WeightsError, match=r"b\..* that this version .*: DetectorConfig has no option 'frozen'"):
+        load_model(tmp_path / "b.safetensors", verify=False)
 
 
 def authors_layout(kind: str) -> str:

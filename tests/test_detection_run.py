@@ -15,31 +15,47 @@ from test_detection_data import coco, write_images
 from test_run import contents, log, train
 from torch import nn
 
+from benchmarks.trainings import rows_of
 from fastvit_triton import create_model
-from fastvit_triton.cli import detect, main
-from fastvit_triton.cli.loading import TrainedModel
+from fastvit_triton.cli import main, train_models
+from fastvit_triton.cli import train as train_cli
 from fastvit_triton.cli.recipe_options import RECIPE_OPTIONS
-from fastvit_triton.train import Recipe, Step, newest_state, parameter_groups, trainer
+from fastvit_triton.cli.tasks import TASKS, TrainedModel
+from fastvit_triton.intervals import percent
+from fastvit_triton.train import Recipe, Run, Step, newest_state, parameter_groups, trainer
 from fastvit_triton.train.batch import blank_target, divide, to_device
-from fastvit_triton.train.data import load as load_data
+from fastvit_triton.train.data import Data
 from fastvit_triton.train.data.transform import Transform
-from fastvit_triton.train.detection import average_precision, criterion_of, detected, evaluate_detector, load, scenes
+from fastvit_triton.train.detection import (
+    average_precision,
+    criterion_of,
+    detected,
+    evaluate_detector,
+    load,
+    scenes,
+    shapes,
+)
 from fastvit_triton.train.detection.batches import SceneBatches, prepared
 from fastvit_triton.train.detection.criterion import padding_mask
 from fastvit_triton.train.detection.draw import COLOURS, draw_boxes
-from fastvit_triton.train.outputs import BEST, LOG, PREDICTIONS, WEIGHTS
-from fastvit_triton.train.recipes import BOXES, SCENES, SCENES_DETR
+from fastvit_triton.train.detection.evaluate import DRAWS
+from fastvit_triton.train.outputs import BEST, LOG, PREDICTIONS, WEIGHTS, is_best, summary, write_log
+from fastvit_triton.train.plots import curves, detections
+from fastvit_triton.train.recipes import BOXES, SCENES, SCENES_DETR, SHAPES
 from fastvit_triton.train.settings import check_used, resolve_settings
+from fastvit_triton.train.sources import load as load_data
 
-RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "scenes-recipe.json"
+pytestmark = pytest.mark.filterwarnings("ignore::fastvit_triton.train.data.findings.DataWarning")  # of `coco()`
 WHOLE = Transform((32, 32), (0.0,), (1.0,))
 
 
 @pytest.fixture
 def few_scenes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight scenes for training and six for testing instead of 12,800 and 400."""
+    """Eight composed images for training and six for testing."""
     monkeypatch.setattr(load, "TRAINING", (8, 0))
     monkeypatch.setattr(load, "TEST", (6, 1))
+    monkeypatch.setattr(load, "SHAPES_TRAINING", (8, 0))
+    monkeypatch.setattr(load, "SHAPES_TEST", (6, 1))
 
 
 @pytest.fixture
@@ -50,6 +66,8 @@ def boxes_folder(tmp_path: Path) -> Path:
         write_images(root / split)
         (root / split / "_annotations.coco.json").write_text(json.dumps(coco()))
     Image.new("RGB", (10, 16)).save(root / "train" / "a.png")
+    images = [coco()["images"][0], dict(id=3, file_name="a.png", width=10, height=16)]
+    (root / "train" / "_annotations.coco.json").write_text(json.dumps(coco(images=images)))
     return root
 
 
@@ -68,11 +86,38 @@ def test_a_detector_learns_and_goes_on(few_scenes, tmp_path: Path):
     assert log(tmp_path / "whole") == log(tmp_path / "resumed")
     assert (tmp_path / "whole" / PREDICTIONS).exists()
     score = run.trainer.test(run.trainer.step.eval_model(run.trainer.model))
-    numbers = average_precision(score.detections, score.objects)
+    numbers = average_precision(score.detections, score.objects, DRAWS)
     last = log(tmp_path / "whole")[-1]
     assert last["test_accuracy"] == last["train_accuracy"] == "" and len(score.objects) == 6
-    assert {name: float(last[f"test_{name}"]) for name in score.metrics} == score.metrics
-    assert score.metrics == {name: numbers[name] for name in ("ap", "ap50", "ap75")}
+    logged = {name: last[f"test_{name}"] for name in score.metrics}
+    assert {name: float(value) if value else None for name, value in logged.items()} == score.metrics
+    known = {name: numbers[name] for name in ("ap", "ap50", "ap75", "ap_low", "ap_high")}
+    assert score.metrics == {name: value if value >= 0 else None for name, value in known.items()}
+    assert last["test_images"] == "6"
+
+
+def test_precision_without_objects_is_no_number(tmp_path: Path):
+    """Oracle: None in the score, a dash in each text; an epoch without it is best only if no epoch has it."""
+    images, targets = scenes("test", 2)
+    nothing = [dict(labels=target["labels"][:0], boxes=target["boxes"][:0]) for target in targets]
+    test = SceneBatches(images, nothing, WHOLE, 2, shuffled=False)
+    score = evaluate_detector(create_model("detr_digits").eval(), test)
+    assert set(score.metrics.values()) == {None} and score.mark is None
+    history: list[dict] = []
+    best = []
+    for ap, loss in ((None, 2.0), (None, 1.0), (0.0, 3.0), (0.1, 2.0), (None, 0.5), (0.05, 0.1)):
+        row = dict(epoch=len(history) + 1, lr=0.1, train_loss=1.0, train_accuracy=None, test_loss=loss)
+        row |= dict(test_accuracy=None, test_ap=ap, test_ap50=ap, test_ap75=ap)
+        history.append(row)
+        best.append(is_best(history))
+    assert best == [True, True, True, True, False, False]
+    data = Data("x", (), WHOLE, test, test)
+    for rows in (history, history[:2]):
+        curves(rows).savefig(tmp_path / "curves.png")
+        write_log(tmp_path / LOG, rows)
+        text = "AP 5.0 %, AP50 5.0 %" if len(rows) > 2 else "AP -, AP50 -, AP75 - after 2 epochs"
+        assert text in summary(tmp_path, data, "detection", len(rows))
+    detections(data, score).savefig(tmp_path / "boxes.png")
 
 
 @pytest.mark.parametrize("name", ["detr_digits", "deformable_detr_digits"])
@@ -90,6 +135,62 @@ def test_score_does_not_depend_on_batches(name):
     with torch.no_grad():
         losses = [float(objective(model, images[part], [targets[i] for i in part])[0]) for part in ([0, 1], [2])]
     torch.testing.assert_close(score.loss, (2 * losses[0] + losses[1]) / 3)
+
+
+@pytest.mark.parametrize(
+    "given, recipe",
+    [
+        ({}, "boxes-tiny"),
+        ({"model": "deformable_detr_tiny"}, "boxes-tiny"),
+        ({"model": "detr_resnet50"}, "boxes"),
+        ({"weights": "x"}, "boxes"),
+        ({"data": "shapes"}, "shapes"),
+        ({"data": "shapes", "model": "deformable_detr_tiny"}, "shapes"),
+        ({"data": "shapes", "model": "detr_resnet50"}, "shapes"),
+        ({"data": "scenes"}, "scenes"),
+        ({"data": "scenes", "model": "detr_digits"}, "scenes-detr"),
+    ],
+    ids=str,
+)
+def test_recipe_of_data_with_boxes(given, recipe, boxes_folder: Path):
+    """Oracle: by hand: a small model in colour, unless the model, weights or composed data say more."""
+    assert resolve_settings({"data": str(boxes_folder)} | given)["recipe"] == recipe
+
+
+@pytest.mark.parametrize(
+    "model, said",
+    [
+        ("deformable_detr_tiny", {"for few images"}),
+        ("deformable_detr_digits", {"for few images", "in grey"}),
+        ("detr_resnet50", {"for few images", "stay random"}),
+    ],
+)
+def test_what_is_said_before_training(model, said, boxes_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: by hand; of composed data and of grey images nothing is said."""
+    Image.new("RGB", (10, 16), "red").save(boxes_folder / "train" / "a.png")
+    given = dict(data=str(boxes_folder), model=model, img_size=32, allow=["lost-objects", "shared-images"])
+    if model == "detr_resnet50":
+        given |= dict(options=dict(depths=(1, 1, 1, 1), stem_dim=4, hidden_dim=32, encoder_layers=1, decoder_layers=1))
+    run = Run.from_settings(resolve_settings(given), tmp_path, train_models)
+    capsys.readouterr()
+    train_cli._print_task(run, None)
+    out = capsys.readouterr().out
+    assert {text for text in ("for few images", "in grey", "stay random") if text in out} == said
+    if model == "deformable_detr_digits":
+        Image.new("RGB", (10, 16), "grey").save(boxes_folder / "train" / "a.png")
+        assert not run.trainer.data.loses_colours()
+
+
+def test_shapes_become_batches(few_scenes):
+    """Oracle: `shapes` with the seeds of the splits, as ImageNet's mean and deviation normalise them."""
+    data = load_data("shapes", SHAPES)
+    (images, targets) = next(iter(data.test))
+    wanted, boxes = shapes(6, 1)
+    mean, std = (torch.tensor(values)[:, None, None] for values in (SHAPES.mean, SHAPES.std))
+    torch.testing.assert_close(images, (wanted / 255 - mean) / std)
+    assert torch.equal(targets[5]["boxes"], boxes[5]["boxes"]) and targets[5]["original"] == (192, 192)
+    assert torch.equal(data.test.display_image(2), wanted[2] / 255) and data.train.digest() != data.test.digest()
+    assert len(data.classes) == 6 and not data.loses_colours()
 
 
 def test_folders_become_padded_batches(boxes_folder: Path):
@@ -115,20 +216,21 @@ def test_folders_become_padded_batches(boxes_folder: Path):
 @pytest.mark.full
 def test_a_folder_is_trained_and_evaluated(boxes_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: a row of the table for each class, with its number of objects that are no crowd; the recipe's rates."""
-    words = ("--data", str(boxes_folder), "--img-size", "32", "--batch-size", "2", "--epochs", "1")
+    words = ["--data", str(boxes_folder), "--img-size", "32", "--batch-size", "2", "--epochs", "1"]
+    words += ["--allow", "lost-objects,shared-images"]
     out = tmp_path / "run"
     assert train_command(out, "--recipe", "boxes", "--model", "deformable_detr_digits", *words) == 0
     settings = newest_state(out)[0]["settings"]
     assert settings["recipe"] == "boxes" and settings["lr_scales"] == BOXES.lr_scales
     assert main(["evaluate", "--checkpoint", str(out), "--data", str(boxes_folder), "--device", "cpu"]) == 0
     table = capsys.readouterr().out
-    assert "cat?[31m" in table and "dog" in table and "(2 images)" in table
+    assert "cat?[31m" in table and "dog" in table and "2 test images. " in table
     assert main(["evaluate", "--checkpoint", str(out), "--data", "digits", "--device", "cpu"]) == 2
     assert "data 'digits' has no boxes, which" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("cat, dog", [(5, 2), (90, 7), (1, 0)], ids=["same", "other", "none"])
-def test_a_model_with_unused_class_numbers_is_evaluated(cat: int, dog: int, boxes_folder: Path, tmp_path: Path):
+def test_a_model_with_unused_class_numbers_is_evaluated(cat: int, dog: int, boxes_folder: Path, tmp_path: Path, capsys):
     """Oracle: by hand: the model's numbers for the names of the file, whose numbers have the same gaps, others or none,
     and a row for each class that has a name."""
     rows = [row | {"category_id": {90: cat, 2: dog}[row["category_id"]]} for row in coco()["annotations"]]
@@ -140,20 +242,22 @@ def test_a_model_with_unused_class_numbers_is_evaluated(cat: int, dog: int, boxe
     assert [target["labels"].tolist() for target in test.targets] == [[], [5, 2]]
     trained = TrainedModel(model, classes, transform, str(boxes_folder), batch_size=2, skip_bad_images=False)
     given = dict(data=None, checkpoint="run", out=tmp_path / "ap.json", device="cpu", max_pixels=200)
-    assert detect.evaluate(trained, argparse.Namespace(**given, workers=0, skip_bad_images=False)) == 0
+    assert TASKS["detect"].evaluate(trained, argparse.Namespace(**given, workers=0, skip_bad_images=False)) == 0
+    lost = f"{boxes_folder}, left out or missing: objects without area: 1, the first: annotations[2] in "
+    assert lost in capsys.readouterr().out
     found = json.loads((tmp_path / "ap.json").read_text())["classes"]
     assert [(row["class"], row["objects"]) for row in found] == [("dog", 0), ("cat", 1), ("bird", 0)]  # no crowds
 
 
-def test_boxes_of_a_larger_image_are_named(boxes_folder: Path):
-    """Oracle: the file and its size; the run stops, or the image is left out."""
-    Image.new("RGB", (10, 10)).save(boxes_folder / "train" / "b.png")  # its boxes are for 20 x 10 pixels
+def test_an_image_that_changes_after_its_header_was_read_is_named(boxes_folder: Path):
+    """Oracle: the file and both sizes; the run stops, or the image is left out."""
     recipe = Recipe(model="detr_resnet50", img_size=20, batch_size=2, epochs=1, lr=1e-3, loss="detection")
-    with pytest.raises(ValueError, match=r"b\.png \(its boxes are for a larger image than 10 x 10 pixels\)"):
-        list(load_data(str(boxes_folder), recipe).train)
-    data = load_data(str(boxes_folder), recipe, skip_bad_images=True)
-    ((images, targets),) = data.train
-    assert len(images) == len(targets) == len(data.train.bad) == 1
+    strict, lenient = (load_data(str(boxes_folder), recipe, skip_bad_images=skip) for skip in (False, True))
+    Image.new("RGB", (10, 10)).save(boxes_folder / "train" / "b.png")  # its boxes are for 20 x 10 pixels
+    with pytest.raises(ValueError, match=r"b\.png \(has 10 x 10 pixels, and its header said 20 x 10, for which"):
+        list(strict.train)
+    ((images, targets),) = lenient.train
+    assert len(images) == len(targets) == len(lenient.train.bad) == 1
 
 
 def test_targets_of_any_kind_are_divided():
@@ -199,7 +303,8 @@ def test_commands_of_a_detector(few_scenes, tmp_path: Path, capsys: pytest.Captu
     with (run / LOG).open() as file:
         (row,) = csv.DictReader(file)
     assert main(["evaluate", "--checkpoint", str(run), "--device", "cpu", "--out", str(tmp_path / "ap.json")]) == 0
-    assert f"test AP {100 * float(row['test_ap']):.1f} %" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"│ {percent(float(row['test_ap']), 6)} " in printed and "bootstrap over the images" in printed
     whole = json.loads((tmp_path / "ap.json").read_text())
     assert whole["ap"] == float(row["test_ap"]) and len(whole["classes"]) == 10 and whole["images"] == 6
     files = [tmp_path / "a.png", tmp_path / "b" / "a.png"]
@@ -244,11 +349,14 @@ def test_boxes_are_drawn_on_their_pixels():
 
 ERRORS = {
     "--model vit_digits_patch2_8 --data scenes": "data 'scenes' has boxes, which vit_digits_patch2_8 does not predict",
-    "--model detr_digits": "data 'digits' has no boxes, which detr_digits learns; give --data scenes",
+    "--model detr_digits": "data 'digits' has no boxes, which detr_digits learns; give --data shapes",
     "--model detr_digits --data scenes --recipe folder": "is not trained by loss 'softmax'; pass --recipe scenes",
     "--data scenes --freeze backbone": "freeze trains the head of a classifier, and loss 'detection' has none",
     "--data scenes --class-weights balanced": "class_weights cannot be combined with loss 'detection'; leave it out",
     "--data scenes --val-split 0.1": "data 'scenes' has test images of its own; leave --val-split out",
+    "--data shapes --levels 4095": "data 'shapes' are composed in [0, 1]; leave --levels out",
+    "--data shapes --mean 0.5,0.5,0.5": "mean is (0.5, 0.5, 0.5), which the training of a detector does not use; leave",
+    "--data shapes --img-size 8": "side is 8; shapes need a side of at least 16 pixels",
     "--data scenes --transform os.path:join": "would not move the boxes of data 'scenes'; leave --transform out",
 }
 
@@ -321,12 +429,14 @@ def test_conflicts_are_one_sentence(words, few_scenes, tmp_path, capsys):
     [
         ("val", dict(categories=[dict(id=90, name="bird"), dict(id=2, name="dog")]), "has bird among its test images"),
         ("train", dict(annotations=[]), "has no objects in its training images; annotate some"),
-        ("train", dict(categories=[]), "lacks 90"),
+        ("train", dict(categories=[]), "has category 90, which `categories` does not list"),
+        ("val", dict(annotations=coco()["annotations"][1:2]), "has no objects in its test images; annotate some"),
     ],
 )
 def test_damaged_folders_are_one_sentence(split, changes, text, boxes_folder, tmp_path, capsys):
     """Oracle: the file or the folder, and what is wrong."""
-    (boxes_folder / split / "_annotations.coco.json").write_text(json.dumps(coco(**changes)))
+    path = boxes_folder / split / "_annotations.coco.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     assert train_command(tmp_path / "out", "--data", str(boxes_folder), "--model", "detr_digits") == 2
     error = capsys.readouterr().err
     assert text in error and error.count("\n") == 1
@@ -347,9 +457,21 @@ def test_options_of_detectors_are_refused_by_classifiers(tmp_path, capsys):
 )
 def test_committed_runs_are_those_of_the_recipes(recipe, steps, ap, ap50):
     """Oracle: the recipe, the model's parameters, a row for each epoch, and the aims: largest length and least AP."""
-    row = json.loads(RESULT.read_text())["models"][recipe.model]
+    (row,) = (row for row in rows_of("scenes") if row["name"] == recipe.model)
     assert row["recipe"] == json.loads(json.dumps(asdict(recipe)))
     assert row["parameters"] == sum(p.numel() for p in create_model(recipe.model).parameters())
     assert [part["epoch"] for part in row["log"]] == list(range(1, recipe.epochs + 1))
     assert row["steps"] == recipe.epochs * load.TRAINING[0] // recipe.batch_size <= steps
-    assert row["log"][-1]["test_ap"] >= ap and row["log"][-1]["test_ap50"] >= ap50 and row["core_seconds_per_step"] > 0
+    assert row["log"][-1]["test_ap"] >= ap and row["log"][-1]["test_ap50"] >= ap50
+    assert (row.get("core_seconds") or row["core_seconds_per_step"]) > 0
+
+
+def test_the_committed_run_on_shapes_is_that_of_the_recipe():
+    """Oracle: the recipe, a row for each epoch, and the aims: at most ten minutes of one core, and least AP."""
+    (row,) = rows_of("shapes")
+    assert row["recipe"] == json.loads(json.dumps(asdict(SHAPES)))
+    assert (
+        row["parameters"] == sum(p.numel() for p in create_model(SHAPES.model, num_classes=6).parameters()) < 10_000_000
+    )
+    assert [part["epoch"] for part in row["log"]] == list(range(1, SHAPES.epochs + 1))
+    assert row["log"][-1]["test_ap"] >= 0.5 and 0 < row["core_seconds"] <= 600

@@ -30,7 +30,7 @@ from benchmarks.sass import read
 from fastvit_triton import optimize
 from fastvit_triton.convert.backend import compiling
 from fastvit_triton.convert.direct import PASS, Lowering, with_lowering
-from fastvit_triton.kernels import OPS, attention, launch, layer_norm, linear, settings
+from fastvit_triton.kernels import OPS, attention, attention_launch, launch, layer_norm, linear, settings
 from fastvit_triton.kernels.backend import using_backend
 
 pytestmark = [
@@ -127,6 +127,18 @@ def test_graphs_compute_the_same_bits(op, case, reasons):
     for graph in graphs:
         for flat, values in launches(graph):
             assert all(isinstance(value, (torch.fx.Node, int)) for value in values.values()), flat.src
+
+
+@pytest.mark.parametrize(
+    "form, said", [({}, []), (dict(TMA=1), ["takes descriptors"])], ids=["pointers", "descriptors"]
+)
+def test_whole_rows_of_attention(form, said, reasons):
+    """Oracle: the opaque graph, as above; launches with descriptors stay opaque."""
+    q, k, v = (torch.randn(1, 2, 9, 16, dtype=torch.float16) for _ in range(3))
+    with launch.overriding(attention_launch.whole(BLOCK_M=64, num_warps=4, num_stages=2, **form)):
+        (graph,) = traced(attention.attention, q, k, v)
+    assert len(launches(graph)) == 1 - len(said) and len(ours(graph)) == len(reasons()) == len(said)
+    assert all(part in reason for part, reason in zip(said, reasons(), strict=True))
 
 
 def test_numbers_are_of_tritons_type():

@@ -1,4 +1,4 @@
-"""Tests of examples/: the notebook runs completely with a stand-in for a GPU, and without one; every script runs."""
+"""Tests of examples/: notebooks run completely, that for a GPU with a stand-in and without one; every script runs."""
 
 import ast
 import json
@@ -16,14 +16,15 @@ import timm
 import torch
 from patience import HANG
 from PIL import Image
-from test_community import GPU, parts
+from test_community import GPU, good, parts
 from test_data import write_folder
 
 import fastvit_triton
 from benchmarks import community
-from fastvit_triton.train.data.model_input import transform_of
+from fastvit_triton.train.data.sample import CLASSES
 
 NOTEBOOK = community.ROOT / "examples" / "measure_on_your_gpu.ipynb"
+PHOTOS_BOOK = NOTEBOOK.with_name("photos_to_prediction.ipynb")
 TORCH = f"""
 class cuda:
     is_available = staticmethod(lambda: True)
@@ -44,15 +45,15 @@ pytestmark = pytest.mark.filterwarnings("default")  # warnings of the notebook's
 
 @pytest.fixture
 def notebook(tmp_path, monkeypatch):
-    """(function that runs the notebook in an empty folder and returns what its code cells print, that folder)."""
+    """(function that runs a notebook in an empty folder and returns what its code cells print, that folder)."""
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "FASTVIT_TRITON_CACHE"):
         monkeypatch.setenv(name, str(tmp_path / name))
     here = tmp_path / "here"
     here.mkdir()
 
-    def run(path: Path) -> list[str]:
+    def run(path: Path, book: nbformat.NotebookNode | None = None) -> list[str]:
         monkeypatch.setenv("PYTHONPATH", str(path))
-        book = nbformat.read(NOTEBOOK, as_version=4)
+        book = book or nbformat.read(NOTEBOOK, as_version=4)
         nbclient.NotebookClient(
             book, timeout=int(HANG), kernel_name="python3", resources={"metadata": {"path": here}}
         ).execute()
@@ -77,11 +78,11 @@ def stand_in(tmp_path):
 
 @pytest.mark.full
 def test_notebook_on_a_gpu_writes_a_valid_file(notebook, stand_in):
-    """Oracle: what `python -m benchmarks.community join` makes of the same files, and its check; the printed line."""
+    """Oracle: the same files, joined by hand, and `python -m benchmarks.community check`; the printed line."""
     run, here = notebook
     skipped, first, *printed = run(stand_in)
     held = json.loads((here / "contribution.json").read_text())
-    assert held == community.join(*parts()) and community.problems(held) == []
+    assert held == good() and community.problems(held) == []
     assert skipped == "" and first.startswith("Measuring ") and first.endswith(f" on {GPU}.\n")
     what = "--model vit_base_patch16_224 --batch 64"
     assert printed[:-1] == [
@@ -121,19 +122,41 @@ def test_notebook_without_a_gpu_runs_to_the_end(notebook, monkeypatch):
     assert len(wrong) == 2 and all("gpu is null; it must be the name of a GPU" in sentence for sentence in wrong)
 
 
-def test_notebook_is_stored_without_outputs():
+@pytest.mark.full
+def test_notebook_of_photos(notebook):
+    """Oracle: the sample and its division by hand, the accuracy of training in `evaluate`, up to the digits of either,
+    and a picture of every class, of the curves, the predictions and the explanation. One epoch is trained."""
+    run, here = notebook
+    book = nbformat.read(PHOTOS_BOOK, as_version=4)
+    (cell,) = (cell for cell in book.cells if "EPOCHS = 30" in cell.source)
+    cell.source = cell.source.replace("EPOCHS = 30", "EPOCHS = 1")
+    _, listed, names, train, _, _, evaluate, explain, predict = run(community.ROOT, book)
+    assert listed.splitlines() == [f"{name}: 40 files" for name in CLASSES] and names.split() == [*CLASSES]
+    assert re.search(r"^images +192 +48$", train, re.MULTILINE) and "epoch 1/1" in train
+    (accuracy,) = re.findall(r"test accuracy ([\d.]+) % \(.*\) after 1 epoch", train)
+    assert min(abs(float(word) - float(accuracy)) for word in re.findall(r"([\d.]+) %", evaluate)) < 0.06
+    assert "\x1b" not in train + evaluate and "report.html" in explain
+    assert re.findall(r"^photos/(\w+)/39.jpg: \w+ \d+%, then \w+ \d+%$", predict, re.MULTILINE) == [*CLASSES]
+    code = [cell for cell in book.cells if cell.cell_type == "code"]
+    shown = [sum("image/png" in output.get("data", {}) for output in cell.outputs) for cell in code]
+    assert shown == [0, 0, 6, 0, 1, 1, 0, 1, 0] and (here / "runs/photos/model.safetensors").exists()
+
+
+def test_notebooks_are_stored_without_outputs():
     """Oracle: nbformat. No outputs or counts are stored, markdown precedes each code cell, only pip is skipped."""
-    book = nbformat.read(NOTEBOOK, as_version=4)
-    nbformat.validate(book)
-    for before, cell in zip([None, *book.cells], book.cells, strict=False):
-        if cell.cell_type == "code":
-            assert cell.outputs == [] and cell.execution_count is None
-            assert before is not None and before.cell_type == "markdown"
-            assert ("skip-execution" in cell.metadata.get("tags", [])) == ("%pip install" in cell.source)
-    assert {"selftest", "tune", "benchmark"} <= set(
-        "".join(cell.source for cell in book.cells).replace('"', " ").split()
-    )
-    assert book.metadata.keys() <= {"kernelspec", "language_info"}
+    for path, commands in (
+        (NOTEBOOK, {"selftest", "tune", "benchmark"}),
+        (PHOTOS_BOOK, {"train", "evaluate", "explain"}),
+    ):
+        book = nbformat.read(path, as_version=4)
+        nbformat.validate(book)
+        for before, cell in zip([None, *book.cells], book.cells, strict=False):
+            if cell.cell_type == "code":
+                assert cell.outputs == [] and cell.execution_count is None
+                assert before is not None and before.cell_type == "markdown"
+                assert ("skip-execution" in cell.metadata.get("tags", [])) == ("%pip install" in cell.source)
+        assert commands <= set("".join(cell.source for cell in book.cells).replace('"', " ").split())
+        assert book.metadata.keys() <= {"kernelspec", "language_info"}
 
 
 SCRIPTS = sorted(NOTEBOOK.parent.glob("*.py"))
@@ -204,7 +227,7 @@ def test_export_onnx(script, monkeypatch):
         torch.nn.init.normal_(parameter, 0, 0.5)
     monkeypatch.setattr(fastvit_triton, "create_model", lambda *_, **__: model)
     text = script("export_onnx.py", *PHOTOS, *DIGITS, "--random")
-    prepared = transform_of(fastvit_triton.data_config(model) | {"crop_mode": "box"})
+    prepared = fastvit_triton.transforms(model)
     with torch.no_grad():
         best = model(torch.stack([prepared(Image.open(path)) for path in PHOTOS])).argmax(1).tolist()
     assert re.findall(r"^images/.*: (\d+)$", text, re.MULTILINE) == list(map(str, best))

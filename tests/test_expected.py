@@ -8,7 +8,7 @@ import triton.language as tl
 from benchmarks import static
 from benchmarks.launch_recorder import Launch, Pointer, compiled
 from benchmarks.sass import GPUS, read
-from fastvit_triton.expected.launched import Work
+from fastvit_triton.expected.launched import KernelWork
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def _attention(q_ptr, k_ptr, v_ptr, o_ptr, scale, N: tl.constexpr, D: tl.constex
     tl.store(o_ptr + head + m[:, None] * D + d[None, :], (acc / row_sum[:, None]).to(tl.float16))
 
 
-def _rates(launch: Launch, kernel: str, todo: Work, arch: str, monkeypatch) -> tuple[float, float]:
+def _rates(launch: Launch, kernel: str, todo: KernelWork, arch: str, monkeypatch) -> tuple[float, float]:
     """(bound, expected) in TFLOP/s."""
     binary, gpu = read(compiled(launch, arch)), GPUS[arch]
     monkeypatch.setattr(static, "work", lambda _: todo)
@@ -82,7 +82,7 @@ def test_expected_time_of_matmul_is_close_to_published_rates(arch, tile, K, meas
         dict(a_ptr=a, b_ptr=b, c_ptr=c, N=N, K=K, BM=BM, BN=BN, BK=BK),
         dict(num_warps=8, num_stages=3),
     )
-    todo = Work(2 * M * N * K, 2 * BM * BN * K, K // BK)
+    todo = KernelWork(2 * M * N * K, 2 * BM * BN * K, K // BK)
     bound, expected = _rates(launch, "matmul", todo, arch, monkeypatch)
     assert expected <= bound
     share = 0.95 if arch == "sm_90" else 0.70
@@ -105,7 +105,7 @@ def test_expected_time_of_attention_is_close_to_published_rates(D, tile, warps, 
         dict(q_ptr=q, k_ptr=k, v_ptr=v, o_ptr=o, scale=0.125, N=N, D=D, BM=BM, BN=BN),
         dict(num_warps=warps, num_stages=stages),
     )
-    todo = Work(4 * B * H * N * N * D, 4 * BM * N * D, N // BN)
+    todo = KernelWork(4 * B * H * N * N * D, 4 * BM * N * D, N // BN)
     bound, expected = _rates(launch, "attention._fwd_kernel", todo, "sm_90", monkeypatch)
     assert all(share <= rate / expected <= 1.02 for rate in measured), (bound, expected)
     assert all(rate / bound <= 0.62 for rate in measured)

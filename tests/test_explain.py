@@ -2,36 +2,34 @@
 
 import base64
 import copy
-import itertools
 import json
 import math
 import re
 import shutil
 import subprocess
-from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from budget import allowed, telling
-from catalogue import build, inputs, outputs
+from catalogue import build, inputs, outputs, redraw
 from interpreter import interpreting
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from patience import HANG
 from PIL import Image
-from sampling import marked, sampled
-from test_convert import Recorder, same, twins
+from test_convert import same, twins
 from test_data import truncate
 
 from fastvit_triton import create_model, explain, optimize, save_weights
 from fastvit_triton.cli import main
-from fastvit_triton.engine.attention import attention_body
+from fastvit_triton.cli.images import class_of, names_of
 from fastvit_triton.explain import figures, published
 from fastvit_triton.explain import layer as layer_file
+from fastvit_triton.explain.gradients import finest
+from fastvit_triton.explain.layer import LayerScores
 from fastvit_triton.train.loop import Score
 from fastvit_triton.train.outputs import write_log
 
@@ -43,8 +41,6 @@ OWN = {
     "relative": dict(pos_embed="relative"),
     "no class token": dict(class_token=False, global_pool="avg", reg_tokens=2),
 }
-FOREIGN = """timm_vit timm_vit_qk_norm timm_dinov2_reg timm_beit timm_beit_shared timm_eva02 timm_dinov3 timm_rope_vit
-timm_naflex timm_swin hf_vit hf_dinov3 hf_clip hf_siglip torchvision_vit vit_pytorch_vit""".split()
 GRADIENTS = ["timm_vit", "timm_beit", "timm_dinov3", "timm_vit_qk_norm"]
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
@@ -67,28 +63,6 @@ def hooks(model):
     """The number of hooks of each module."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return [[len(getattr(m, k)) for k in kinds] for m in model.modules()]
-
-
-def softmaxes(name, model, given):
-    """Each layer's attention probabilities from the package's own unfused code, and the tensors for gradients."""
-    found, handles = [], []
-    if name.startswith("hf_"):
-        model.set_attn_implementation("eager")
-        return list(model(given, output_attentions=True).attentions)
-    for module in model.modules():
-        if hasattr(module, "fused_attn") and hasattr(module, "attn_drop"):
-            module.fused_attn = False
-            handles.append(module.attn_drop.register_forward_pre_hook(lambda _, a: found.append(a[0])))
-        elif hasattr(module, "attend"):
-            handles.append(module.attend.register_forward_hook(lambda _, a, y: found.append(y)))
-        elif isinstance(module, torch.nn.MultiheadAttention):
-            plain = copy.deepcopy(module)
-            look = partial(plain, need_weights=True, average_attn_weights=False)
-            handles.append(module.register_forward_pre_hook(lambda _, a, look=look: found.append(look(*a)[1])))
-    outputs(model, given)
-    for handle in handles:
-        handle.remove()
-    return found
 
 
 def probabilities(model, images):
@@ -134,51 +108,6 @@ def test_maps_of_our_models_equal_the_softmax(options, path):
     for got, right in zip(maps, want, strict=True):
         assert got.shape == right.shape and same(got.double(), right, torch.float32)
     assert hooks(model) == before and not seen.left
-
-
-def test_captured_blocks_stay_fused():
-    """Oracle: the operators of the model without capture; calling its submodules would add LayerNorms and additions."""
-    _, model, images = own()
-    runs = []
-    with torch.no_grad(), interpreting():
-        model(images)  # caches the folds
-        with Recorder() as run:
-            model(images)
-        runs.append(Counter(run.ops))
-        with explain.capture(model), Recorder() as run:
-            model(images)
-        runs.append(Counter(run.ops))
-    fused = [{n: c for n, c in run.items() if n.startswith("fastvit_triton::") or "add" in n} for run in runs]
-    assert fused[0] == fused[1] and any("attention" in n for n in fused[0])
-
-
-MAPS = sampled(itertools.product(FOREIGN, ("interpreter", "reference")), 3)
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("name, path", marked(MAPS, pytest.mark.fast, lambda name, path: path == "reference"))
-def test_maps_of_other_models_equal_their_softmax(name, path, request):
-    """Oracle: the package's own probabilities, unfused, in float64."""
-    truth, plain, model, exactly, given = twins(name, False)
-    optimize(model)
-    if path == "reference":
-        request.getfixturevalue("references")
-    before = hooks(model)
-    with torch.no_grad():
-        want, baseline = softmaxes(name, truth, exactly), softmaxes(name, plain, given)
-        right = outputs(truth, exactly)
-        with interpreting() if path == "interpreter" else torch.no_grad():
-            unwatched = outputs(model, given)
-            with explain.capture(model) as seen, Recorder() as run:
-                watched = outputs(model, given)
-            maps = [layer.map() for layer in seen.layers]
-    assert path == "reference" or any("attention" in name for name in run.ours)  # fused during capture
-    within(watched, unwatched, right)
-    assert len(maps) == len(want) > 0
-    for got, one, exact_map in zip(maps, baseline, want, strict=True):
-        known = got.sum(-1, keepdim=True) > 0  # padded queries are zeros here, and arbitrary in the oracle
-        within(got, one * known, exact_map * known)
-    assert hooks(model) == before
 
 
 @pytest.mark.fast
@@ -262,15 +191,18 @@ def test_masked_queries_have_zero_attention():
     torch.testing.assert_close(sums, (torch.arange(5) != 2).float().expand_as(sums))
 
 
-def test_boolean_masks_select_keys():
-    """Oracle: softmax over the keys whose mask is True, written out; float64 stays float64."""
-    fc, mask = torch.nn.Linear(6, 18).double(), torch.tensor([[True, False, True], [False, True, True], [True] * 3])
-    x = torch.randn(2, 3, 6, dtype=torch.float64)
-    layer = explain.AttentionLayer("a", x, attention_body((fc,), None, 2, 0.7, mask[None, None]))
-    q, k, _ = fc(x).unflatten(-1, (3, 2, 3)).permute(2, 0, 3, 1, 4)
-    want = (0.7 * q @ k.mT).masked_fill(~mask, -torch.inf).softmax(-1)
+@pytest.mark.parametrize("causal", [False, True])
+def test_boolean_masks_select_keys(causal):
+    """Oracle: softmax over the keys whose mask is True, and up to the query, written out; float64 stays float64."""
+    q, k, v = torch.randn(3, 2, 4, 3, 5, dtype=torch.float64)
+    mask = torch.tensor([[True, False, True], [False, True, True], [True] * 3])
+    layer = explain.AttentionLayer("a", LayerScores(q, k, v, mask[None, None].expand(2, 4, 3, 3), 0.7, causal), 5)
+    seen = mask & torch.ones(3, 3, dtype=torch.bool).tril() if causal else mask
+    want = (0.7 * q @ k.mT).masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num()
     got = layer.map()
-    assert got.dtype == torch.float64 and same(got, want, torch.float32)  # the log-sum-exp is fp32
+    assert got.dtype == torch.float64 and layer.shape == (2, 4, 3, 3)
+    exact(got, want)
+    exact(torch.cat([layer.rows(n) for n in range(3)], 2), want)
 
 
 @pytest.mark.full
@@ -448,11 +380,11 @@ def test_cost_by_hand():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained digits model with the log of a run."""
+    """A digits model with random weights, and the log of a run."""
     torch.manual_seed(0)
     out = tmp_path_factory.mktemp("runs") / "digits & <co>"
     out.mkdir()
-    model = create_model("vit_digits_patch2_8")
+    model = redraw(create_model("vit_digits_patch2_8"))
     about = {
         "data": "digits",
         "classes": list("0123456789"),
@@ -480,22 +412,68 @@ def page(checkpoint: Path) -> Path:
 
 
 EACH = ("prediction", "attention", "rollout", "tokens")
-ONCE = ("layers", "similarity", "positions", "filters", "cost", "curves", "confusion")
+ONCE = ("layers", "similarity", "positions", "filters", "cost")
+OPEN = ("why", "curves", "confusion")
 
 
 def test_report_contains_every_figure(page: Path):
-    """Oracle: the list of figures; each is a PNG whose bytes are embedded in the page, and nothing is fetched."""
+    """Oracle: the list of figures, the diagnostics after the others; each is a PNG whose bytes are embedded in the
+    page, and nothing is fetched."""
     text = page.read_text()
-    names = [f"{i:02d}-{name}" for i in (1, 2) for name in EACH] + list(ONCE)
+    folded = [f"{i:02d}-{name}" for i in (1, 2) for name in EACH] + list(ONCE)
+    names = [*OPEN, *folded]
     assert sorted(f.name for f in page.parent.iterdir()) == sorted(["report.html", *(f"{n}.png" for n in names)])
     inside = [base64.b64decode(data) for data in re.findall(r'src="data:image/png;base64,([^"]+)"', text)]
     assert inside == [(page.parent / f"{name}.png").read_bytes() for name in names]
     assert all(data.startswith(b"\x89PNG") for data in inside)
     assert len(re.findall(r'alt="[^"]{20,}"', text)) == len(names) == text.count("<img")
     assert not re.search(r'(src|href)="(?!data:|#)|url\(|@import|<script|<link', text)
-    assert re.findall(r'href="#([^"]+)"', text) == re.findall(r'<section id="([^"]+)"', text) == names  # the contents
+    assert re.findall(r'<section id="([^"]+)"', text) == names
+    (inner,) = re.findall(r"<details>(.*)</details>", text, re.DOTALL)
+    assert re.findall(r'href="#([^"]+)"', text) == re.findall(r'<section id="([^"]+)"', inner) == folded  # the contents
     assert "digits &amp; &lt;co&gt;" in text and "<co>" not in text
     assert "50,176" in text
+
+
+@pytest.mark.fast
+def test_a_second_report_leaves_no_figure_of_the_first(tmp_path: Path):
+    """Oracle: the files: figures that the first page has are gone, but not one that was replaced, or a user's own; a
+    file that the earlier page does not list is not overwritten, and then nothing is written."""
+
+    def written(*names: str) -> set[str]:
+        figures = [explain.Panel(name, name, "r", "a", Figure(figsize=(1, 1))) for name in names]
+        explain.write_report(figures, tmp_path, "t")
+        return {file.name for file in tmp_path.iterdir()} - {"report.html"}
+
+    assert written("01-tokens", "02-tokens", "03-tokens") == {"01-tokens.png", "02-tokens.png", "03-tokens.png"}
+    (tmp_path / "mine.png").write_bytes(b"mine")
+    (tmp_path / "03-tokens.png").write_bytes(b"mine, too")
+    assert written("01-tokens", "why") == {"01-tokens.png", "03-tokens.png", "mine.png", "why.png"}
+    before = (tmp_path / "report.html").read_bytes()
+    for name in ("mine", "03-tokens"):
+        with pytest.raises(ValueError, match=rf"{name}\.png is not of the report in this folder; move it, or give"):
+            written("new", name)
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"mine") and not (tmp_path / "new.png").exists()
+    assert (tmp_path / "report.html").read_bytes() == before
+    (tmp_path / "report.html").write_bytes(b"\xff of another program")
+    with pytest.raises(ValueError, match=r"holds 01-tokens\.png, 03-tokens\.png, mine\.png and more, but no report of"):
+        written()
+
+
+def test_a_folder_of_other_files_is_refused(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: the sentence, and the folder as it was; a hidden file is no content; an earlier report is replaced."""
+    (tmp_path / "tokens.png").write_bytes(b"mine")
+    words = ["explain", "--checkpoint", str(checkpoint), "--image", str(checkpoint / "pictures" / "0.png"), "--no-test"]
+    assert main([*words, "--out", str(tmp_path)]) == 2
+    advice = "give a new or empty folder, or that of an earlier report"
+    assert f"--out {tmp_path} holds tokens.png, but no report of explain; {advice}" in capsys.readouterr().err
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("tokens.png", b"mine")]
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / ".hidden").touch()
+    said = "new/report.html shows 1 of 1 image"
+    for end in ("", " and replaces an earlier report"):
+        assert main([*words, "--out", str(tmp_path / "new")]) == 0
+        assert f"{said}{end}; its figures are in the same folder" in capsys.readouterr().out
 
 
 def test_costs_of_the_report_by_hand(page: Path):
@@ -511,6 +489,11 @@ def test_costs_of_the_report_by_hand(page: Path):
         assert tokens == f"{N:,}" and float(flops.replace(",", "")) == pytest.approx(2 * products / 1e9, rel=0.005)
 
 
+def panels_of(report) -> list[explain.Panel]:
+    """The figures of a report, without what is left out."""
+    return [panel for panel in report if isinstance(panel, explain.Panel)]
+
+
 def sizes(drawn: Figure) -> list[float]:
     """Heights in pixels of the letters of a figure on a phone, which shows it 358 pixels wide."""
     texts = [t for t in drawn.findobj(Text) if t.get_visible() and t.get_text().strip()]
@@ -522,11 +505,18 @@ def test_labels_can_be_read_on_a_phone():
     """Oracle: letters of 10 pixels at least, about a browser's smallest heading (0.67 em)."""
     model = create_model("vit_tiny_patch16_224", **TINY).eval()
     classes = tuple(f"class number {i} with a long name" for i in range(5))
-    panels = list(explain.explain(model, torch.randn(2, 3, 16, 16), torch.rand(2, 3, 16, 16), ["a", "b"], classes))
+    panels = panels_of(explain.explain(model, torch.randn(2, 3, 16, 16), torch.rand(2, 3, 16, 16), ["a", "b"], classes))
     row = dict(epoch=1, lr=0.1, train_loss=2.0, train_accuracy=0.1, test_loss=2.1, test_accuracy=0.2)
     score = Score(0.1, 1.0, torch.arange(10), torch.arange(10))
     panels += [*explain.explain_run([row], score, tuple("0123456789")), explain.published_tables()]
-    assert {panel.name.removeprefix("01-") for panel in panels} > {"tokens", "filters", "cost", "curves", "confusion"}
+    assert {panel.name.removeprefix("01-") for panel in panels} > {
+        "why",
+        "tokens",
+        "filters",
+        "cost",
+        "curves",
+        "confusion",
+    }
     for panel in panels:
         assert min(sizes(panel.figure), default=10) >= 10, panel.name
 
@@ -567,6 +557,96 @@ def test_bars_are_as_wide_as_probabilities():
     assert [text.get_text() for text in texts] == ["50.0 %", "30.0 %", "10.0 %", "8.0 %"]
 
 
+def test_why_is_warm_where_the_map_is():
+    """Oracle: the hot patch's place, the given lines beside each image, and no colour for a map of zeros."""
+    heats = torch.zeros(3, 4, 6)
+    heats[0, 1, 4], heats[1, 3, 0] = 2.0, 0.5
+    titles = [(f"{i}.png", f"cat {i} $ %", "then dog") for i in range(3)]
+    drawn = figures.draw_why(torch.rand(3, 3, 64, 96), heats, titles)
+    assert [text.get_text() for text in drawn.texts] == [line for lines in titles for line in lines]
+    overlays = [axes.images[1].get_array() for axes in drawn.axes if len(axes.images) == 2]
+    assert [len(axes.images) for axes in drawn.axes] == [1, 2, 1, 2, 1, 1]
+    for overlay, (row, column) in zip(overlays, ((1, 4), (3, 0)), strict=True):
+        alpha = overlay[..., 3]
+        y, x = np.unravel_index(alpha.argmax(), alpha.shape)
+        assert (int(y / alpha.shape[0] * 4), int(x / alpha.shape[1] * 6)) == (row, column)
+        assert alpha.max() == pytest.approx(0.8) and (alpha > 0.4).mean() < 4 / 24  # a quarter is within one patch
+
+
+def test_a_picture_is_dimmed_evenly_where_its_map_is_cold():
+    """Oracle: a white picture under a map of two spots, around which bicubic interpolation is negative: a warmer place
+    is brighter and not more transparent, and cold places are of one gray."""
+    heat = torch.full((8, 8), 0.02, dtype=torch.float64)
+    heat[0, 0], heat[4, 4], heat[1, 6] = 0.0, 1.0, 0.4
+    drawn = figures.draw_why(torch.ones(1, 3, 64, 64), heat[None], [("a", "b", "c")])
+    colours = np.asarray(drawn.axes[1].images[1].get_array())
+    smooth = torch.nn.functional.interpolate(heat[None, None], (256, 256), mode="bicubic")[0, 0].numpy()
+    alpha, order = colours[..., 3], smooth.ravel().argsort()
+    luminance = colours[..., :3] @ (0.2126, 0.7152, 0.0722)
+    rounding = np.finfo(np.float32).eps
+    for values in (alpha, luminance):
+        assert (np.diff(values.ravel()[order]) >= -rounding).all() and values.max() > 2 * values.min()
+    cold = smooth < 0.03
+    assert (smooth < -0.01).any() and (smooth[cold] > 0.02).any()
+    shown = 1 - alpha + alpha * luminance
+    assert np.ptp(shown[cold]) < 0.05 and shown[cold].max() < 0.7
+
+
+def test_the_first_panel_says_what_and_where():
+    """Oracle: classes and probabilities of the logits; the map is `class_relevance` of the class token, without
+    which the names alone would be drawn; uniform maps are named."""
+    _, model, images = own()
+    classes = tuple("abcde")
+    first, *_ = explain.explain(model, images, images.sigmoid(), ["one.png", "two.png"], classes)
+    chances, order = model(images).softmax(1).sort(descending=True)
+    for text, values, at in zip(first.alt.split("; "), (100 * chances).tolist(), order.tolist(), strict=True):
+        (best, other), (high, next_) = (classes[k] for k in at[:2]), values[:2]
+        assert text.endswith(f": {best} {high:.1f} %, then {other} {next_:.1f} %")
+    assert first.name == "why" and not first.folded
+    relevance = explain.class_relevance(model, images)[:, 0, 1:].view(2, 4, 4)
+    alphas = [axes.images[1].get_array()[..., 3] for axes in first.figure.axes if len(axes.images) == 2]
+    for alpha, wanted in zip(alphas, relevance, strict=True):
+        y, x = np.unravel_index(alpha.argmax(), alpha.shape)
+        assert wanted[int(4 * y / len(alpha)), int(4 * x / len(alpha))] == wanted.max()
+    assert "as coarse as the model's patches, 4 × 4" in first.reading
+    wrong = int(order[0, -1])
+    first, *_ = explain.explain(
+        model, images, images.sigmoid(), ["one.png", "two.png"], classes, None, [wrong, int(order[1, 0])]
+    )
+    text, right = first.alt.split("; ")
+    assert text.endswith(f" %, true: {classes[wrong]} {100 * chances[0, -1]:.1f} %") and ", then " in right
+    torch.nn.init.zeros_(model.head.weight)  # no gradient reaches a patch
+    first, *_ = explain.explain(model, images, images.sigmoid(), ["one.png", "two.png"], classes)
+    assert first.alt.count("; the map is uniform") == 2
+
+
+def test_images_are_named_with_the_folders_of_classes(tmp_path: Path, monkeypatch):
+    """Oracle: by hand: a folder that is a class's, in Unicode's other form or the working directory, or several."""
+    classes = ("pear", "p\u00eache")
+    files = [tmp_path / "pear" / "0.jpg", tmp_path / "pe\u0302che" / "0.jpg"]
+    assert [class_of(file, classes) for file in files] == [0, 1]
+    assert names_of(files[:1], classes) == ["pear/0.jpg"] and names_of(files[:1]) == ["0.jpg"]
+    assert names_of([tmp_path / "a" / "0.jpg", tmp_path / "b" / "0.jpg"], classes) == ["a/0.jpg", "b/0.jpg"]
+    assert names_of([tmp_path / "a" / "0.jpg"], classes) == ["0.jpg"] and class_of(tmp_path / "0.jpg", classes) is None
+    files[0].parent.mkdir()
+    monkeypatch.chdir(files[0].parent)
+    assert names_of([Path("0.jpg")], classes) == ["pear/0.jpg"] and class_of(Path("0.jpg"), classes) == 0
+
+
+def test_the_deepest_block_with_enough_patches_is_shown():
+    """Oracle: by hand: the last with 7 rows and columns, else the last of those with most patches."""
+
+    def part(path, h, w):
+        return explain.Contribution(
+            path, torch.ones(1, h, w), torch.ones(1, h * w, 4), explain.Geometry((h, w), 0, (1, 1))
+        )
+
+    fine, seven, again, coarse, wide = (
+        part("a", 14, 14), part("b", 7, 8), part("c", 7, 8), part("d", 4, 4), part("e", 2, 20))  # fmt: skip
+    assert finest([fine, seven, again, coarse, wide]).path == "c"
+    assert finest([wide, coarse]).path == "e" and finest([coarse, part("f", 4, 4)]).path == "f"
+
+
 def test_filters_are_framed():
     """Oracle: pixels of white filters on white paper: a closed frame each, nothing else."""
     drawn = figures.draw_filters(torch.ones(3, 3, 4, 4))
@@ -584,9 +664,9 @@ def test_report_of_an_optimised_model_without_class_token(tmp_path: Path, refere
         model = build(name, torch.float32).eval()
         optimize(model)
         images = inputs(name, torch.float32)
-        panels = list(explain.explain(model, images[:1], images[:1].sigmoid(), ["a"]))
+        panels = panels_of(explain.explain(model, images[:1], images[:1].sigmoid(), ["a"]))
         names = [panel.name for panel in panels]
-        assert expected in names and "rollout" in names and ("prediction" in names) == (name != "hf_vit")
+        assert expected in names and "layers" in names and ("prediction" in names) == (name != "hf_vit")
     model = create_model("vit_tiny_patch16_224", **TINY).eval()
     with pytest.raises(ValueError, match="query is 17; the model has tokens 0 to 16"):
         next(explain.explain(model, torch.randn(1, 3, 16, 16), torch.rand(1, 3, 16, 16), ["a"], query=17))
@@ -602,19 +682,25 @@ OF_64 = {  # what `train` writes into weights, for images of 64 x 64
 
 
 @pytest.mark.full
-def test_what_a_model_lacks_is_named(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture):
-    """Oracle: the files and the sentence, for LeViT; a ViT lacks nothing, and nothing is said."""
-    model = create_model("levit_128s", img_size=64, num_classes=10)
+def test_what_is_left_out_is_named(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture):
+    """Oracle: the files and the sentences, on the page, too, for LeViT, whose stages have 4 x 4, 2 x 2 and 1 x 1
+    patches; a ViT lacks nothing, and nothing is said."""
+    model = redraw(create_model("levit_128s", img_size=64, num_classes=10))
     save_weights(model, tmp_path / "model.safetensors", metadata={"training": json.dumps(OF_64)})
     words = ["--image", str(checkpoint / "pictures" / "0.png"), "--no-test"]
     assert main(["explain", *words, "--checkpoint", str(tmp_path), "--out", str(tmp_path / "r")]) == 0
-    said = capsys.readouterr().out
-    assert (
-        "left out, because the model has no such part: similarity of position embeddings; filters of the patch "
-        "projection and cost by image size\n"
-    ) in said and "shows 1 of 1 image" in said
-    names = {*EACH, "layers", "similarity"}
-    assert {file.stem for file in (tmp_path / "r").iterdir()} == names | {"report"}
+    first, *said = capsys.readouterr().out.splitlines()
+    layers = {grid: "; ".join(f"attention of layer {n}" for n in numbers) for grid, numbers in (
+        ("2 × 2", range(4, 8)), ("1 × 1", range(8, 12)))}  # fmt: skip
+    lacks = "similarity of position embeddings; filters of the patch projection and cost by image size"
+    assert said == [
+        *(f"left out, because {grid} patches are fewer than 4 × 4: {names}" for grid, names in layers.items()),
+        f"left out, because the model has no such part: {lacks}",
+    ]
+    assert "shows 1 of 1 image" in first
+    text = (tmp_path / "r" / "report.html").read_text()
+    assert all(f"<p>{line}.</p>" in text for line in said)
+    assert {file.stem for file in (tmp_path / "r").iterdir()} == {*EACH, "why", "layers", "similarity", "report"}
     assert main(["explain", *words, "--checkpoint", str(checkpoint), "--out", str(tmp_path / "v")]) == 0
     assert "left out" not in capsys.readouterr().out
 
@@ -629,9 +715,9 @@ def test_what_is_shown_instead_of_rollout_is_named(name: str, tmp_path: Path, ch
     words = ["--image", str(checkpoint / "pictures" / "0.png"), "--no-test", "--out", str(tmp_path / "r")]
     assert main(["explain", *words, "--checkpoint", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("left out, because layers attend to different tokens: attention by head, rollout")
+    assert "left out, because layers attend to different tokens (explain.capture has their maps in Python): " in said
     names = {file.stem for file in (tmp_path / "r").iterdir()}
-    assert names - {"filters"} == {"prediction", "contributions", "tokens", "layers", "report"}
+    assert names - {"filters"} == {"why", "prediction", "contributions", "tokens", "layers", "report"}
 
 
 @pytest.mark.full
@@ -671,7 +757,8 @@ FRAME = """<title></title><script>addEventListener("message", e => { document.ti
 @pytest.mark.parametrize("width", [390, 1280])
 def test_report_in_a_browser(page: Path, tmp_path: Path, width: int):
     """Oracle: the browser's own measurements: every image is loaded, nothing is wider than the screen."""
-    (tmp_path / "probe.html").write_text(page.read_text().replace("</body>", f"{PROBE}</body>"))
+    text = page.read_text().replace("<details>", "<details open>")
+    (tmp_path / "probe.html").write_text(text.replace("</body>", f"{PROBE}</body>"))
     (tmp_path / "frame.html").write_text(
         FRAME.replace("WIDTH", f"{width}px")
     )  # a window of its own is 500 pixels wide or more
@@ -680,7 +767,7 @@ def test_report_in_a_browser(page: Path, tmp_path: Path, width: int):
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
     facts = json.loads(re.search(r"<title>(\{.*?\})</title>", done.stdout).group(1))
     assert facts["width"] == width and facts["page"] <= width and not facts["over"], facts
-    assert facts["loaded"] == facts["images"] == 2 * len(EACH) + len(ONCE), facts
+    assert facts["loaded"] == facts["images"] == 2 * len(EACH) + len(ONCE) + len(OPEN), facts
 
 
 def number(word: str) -> float | None:

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from catalogue import build, inputs
+from catalogue import build, inputs, redraw
 from catalogue.timm import SWIN
 from interpreter import interpreting
-from test_explain import hooks, within
+from test_explain import hooks, panels_of, within
 from timm.models import swin_transformer
 
 from fastvit_triton import create_model, explain, optimize
@@ -57,18 +57,10 @@ def three(name):
     return *(copy.deepcopy(model).to(dtype) for dtype in (torch.float64, torch.float32, torch.float32)), images
 
 
-# each model by one or two paths; those without the kernels are fast
-PATHS = [(name, path) for name in MODELS for path in ("plain", "reference", "interpreter")]
-PATHS = [
-    pytest.param(*pair, marks=[pytest.mark.full] if i % 2 else [pytest.mark.fast] if pair[1] == "reference" else [])
-    for i, pair in enumerate(PATHS)
-]
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize("name, path", PATHS)
+@pytest.mark.parametrize("path", ["plain", "reference", "interpreter"])
+@pytest.mark.parametrize("name", ["timm_cait", "timm_levit"])
 def test_maps_equal_the_packages_softmax(name, path, request):
-    """Oracle: every softmax of the package's unfused code in float64; outputs and hooks are as without capture."""
+    """Oracle: what the package's unfused code multiplies values by in float64; outputs and hooks are as without it."""
     truth, plain, model, images = three(name)
     if path != "plain":
         optimize(model)
@@ -137,7 +129,7 @@ def test_statistics_refuse_what_is_not_square():
         for layer in refused:
             with pytest.raises(ValueError, match="patches"):
                 explain.attention_distance(
-                    layer.blocks(), (layer.x.shape[1], 1) if layer.queries == 1 else (99, 99), (4, 4)
+                    layer.blocks(), (layer.shape[3], 1) if layer.shape[2] == 1 else (99, 99), (4, 4)
                 )
     model = swin_transformer.SwinTransformer(**SWIN | dict(img_size=16, depths=(1,), num_heads=(2,)))
     with torch.no_grad(), explain.capture(model.eval()) as seen:
@@ -176,25 +168,25 @@ def test_report_of_levit(optimised, references):
     """Oracle: the figures that LeViT has, the grids of its stages, and blank tiles where a layer has fewer heads."""
     torch.manual_seed(0)
     options = dict(embed_dim=(32, 48), key_dim=8, depths=(1, 2), num_heads=(2, 3), num_classes=5)
-    model = create_model("levit_128s", img_size=(64, 96), **options).eval()
-    images = torch.randn(2, 3, 64, 96)
+    model = redraw(create_model("levit_128s", img_size=(128, 192), **options)).eval()
+    images = torch.randn(2, 3, 128, 192)
     if optimised:
         optimize(model)
     assert can_explain(model, images)
-    panels = list(explain.explain(model, images, images.sigmoid(), ["a", "b"]))
+    panels = panels_of(explain.explain(model, images, images.sigmoid(), ["a", "b"]))
     names = [panel.name.removeprefix("01-").removeprefix("02-") for panel in panels]
-    assert names == ["prediction", "attention", "rollout", "tokens"] * 2 + ["layers", "similarity"]
-    ticks = panels[1].figure.axes[0]
+    assert names == ["why", *["prediction", "attention", "rollout", "tokens"] * 2, "layers", "similarity"]
+    ticks = panels[2].figure.axes[0]
     assert [label.get_text() for label in ticks.get_yticklabels()] == ["1", "2↓", "3", "4"]
     (picture,) = ticks.images
     blank = np.ma.getmaskarray(picture.get_array()) | np.isnan(np.ma.getdata(picture.get_array()))
     wide = blank.shape[1] // 4
     assert [blank[row, -wide:].all() for row in np.linspace(0, len(blank) - 1, 9).astype(int)[1::2]] == [1, 0, 1, 1]
-    tokens = panels[3].figure.axes
-    assert [axes.images[0].get_array().shape[:2] for axes in tokens[1:3]] == [(2, 3), (2, 3)]
+    tokens = panels[4].figure.axes
+    assert [axes.images[0].get_array().shape[:2] for axes in tokens[1:3]] == [(4, 6), (4, 6)]
     assert "Layers that halve the grid have no distance" in panels[-2].reading
-    assert explain.stage_geometry(images, 24) == explain.Geometry((4, 6), 0, (16.0, 16.0))
-    with pytest.raises(ValueError, match="query is 3, but stages have 24, 6 tokens; leave it out"):
+    assert explain.stage_geometry(images, 96) == explain.Geometry((8, 12), 0, (16.0, 16.0))
+    with pytest.raises(ValueError, match="query is 3, but stages have 96, 24 tokens; leave it out"):
         next(explain.explain(model, images, images.sigmoid(), ["a", "b"], query=3))
 
 
@@ -266,18 +258,26 @@ def _scaled(part, patch, factor, channels_first):
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["timm_swin_ragged", "timm_pvt_v2", "timm_cait", "timm_tnt", "timm_crossvit"])
 def test_report_without_rollout(name):
-    """Oracle: the figures by name; the maps drawn are those of the last block of each grid."""
+    """Oracle: the figures by name; the maps drawn are those of the last block of each grid of at least 4 x 4."""
     model, images = build(name).eval().float(), inputs(name).float()
     assert can_explain(model, images)
-    panels = list(explain.explain(model, images, images.sigmoid(), list("abcde")[: len(images)]))
+    report = list(explain.explain(model, images, images.sigmoid(), list("abcde")[: len(images)]))
+    panels = panels_of(report)
     names = {panel.name.partition("-")[2] or panel.name for panel in panels}
-    assert names - {"filters"} == {"prediction", "contributions", "tokens", "layers"}
-    assert [panel.name for panel in panels].count("01-contributions") == 1
     found = explain.contributions(model, images)
-    titles = [axes.get_title() for axes in panels[1].figure.axes if axes.get_title()][1:]
     grids = list(dict.fromkeys(c.where.grid for c in found))
-    assert len(titles) == (len(grids) if len(grids) > 1 else min(3, len(found)))
-    assert all(f"{h} × {w} patches" in "".join(titles) for h, w in grids)
+    large = [grid for grid in grids if min(grid) >= 4]
+    assert names - {"filters"} == {"prediction", "layers"} | ({"why", "contributions", "tokens"} if large else set())
+    absent = {part.title: part.reason for part in report if isinstance(part, explain.Absent)}
+    assert ("Why" in absent) == (not large) and "rollout" in absent
+    assert sum("fewer than 4 × 4" in reason for title, reason in absent.items() if "contributions" in title) == sum(
+        min(part.where.grid) < 4 for part in (found if len(grids) == 1 else {c.where.grid: c for c in found}.values())
+    )
+    if large:
+        (panel,) = (panel for panel in panels if panel.name == "01-contributions")
+        titles = [axes.get_title() for axes in panel.figure.axes if axes.get_title()][1:]
+        assert len(titles) == (len(large) if len(grids) > 1 else min(3, len(found)))
+        assert all(f"{h} × {w} patches" in "".join(titles) for h, w in large)
     with pytest.raises(ValueError, match="query is 3, but the model's layers have different tokens"):
         next(explain.explain(model, images, images.sigmoid(), list("abcde"), query=3))
 
@@ -300,6 +300,38 @@ def test_titles_of_contributions_fit():
         assert 0 <= box.x0 and box.x1 <= page.bbox.x1
 
 
+class Residual(torch.nn.Module):
+    """x + f(x), as in a ResNet."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x):
+        return x + self.conv(x).relu()
+
+
+def test_contributions_of_a_model_without_attention():
+    """Oracle: the logit without its bias, of which those of the last block are parts, as only a mean and a linear layer
+    follow; the grids, and the figures of the report."""
+    nn = torch.nn
+    layers = nn.Conv2d(3, 6, 4, 4), Residual(6), nn.Conv2d(6, 8, 2, 2), Residual(8), Residual(8)
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)).double()
+    images, classes = torch.randn(2, 3, 32, 48).double(), torch.tensor([3, 0])
+    found = explain.contributions(model, images, classes)
+    assert [(part.path, part.where.grid) for part in found] == [("1", (8, 12)), ("3", (4, 6)), ("4", (4, 6))]
+    logits = model(images).gather(1, classes[:, None])[:, 0] - model[-1].bias[classes]
+    torch.testing.assert_close(found[-1].values.sum((1, 2)), logits)
+    assert can_explain(model, images)
+    report = list(explain.explain(model, images, images.sigmoid(), ["a", "b"]))
+    names = {panel.name.partition("-")[2] or panel.name for panel in panels_of(report)}
+    assert names == {"why", "prediction", "contributions", "tokens", "filters"}
+    reasons = {part.reason for part in report if isinstance(part, explain.Absent)}
+    assert reasons == {"the model has no attention that can be recorded"}
+    with pytest.raises(ValueError, match="query is 1, but the model has no attention that can be recorded; leave it"):
+        next(explain.explain(model, images, images.sigmoid(), ["a", "b"], query=1))
+
+
 def test_what_has_no_contributions_is_refused():
     """Oracle: the sentences for features without logits and for blocks that return a single patch."""
     images = torch.randn(1, 3, 32, 32)
@@ -314,7 +346,7 @@ def test_what_has_no_contributions_is_refused():
 
 
 class StrangeAttention(torch.nn.Linear):
-    """An attention of a type that no reader knows."""
+    """A class that is called attention and has none."""
 
 
 @pytest.mark.fast
@@ -324,7 +356,7 @@ def test_unknown_attention_is_named():
     model, x = torch.nn.Sequential(known, StrangeAttention(24, 24), StrangeAttention(24, 24)), torch.randn(2, 5, 24)
     with torch.no_grad(), explain.capture(model) as seen:
         model(x)
-    why = "StrangeAttention is not a known type of attention"
+    why = "StrangeAttention multiplies no values by a softmax"
     assert [layer.path for layer in seen.layers] == ["0.self_attn"] and seen.left == {"1": why, "2": why}
     with pytest.raises(ValueError, match=f"Sequential could be recorded \\(1: {why}; 2: {why}\\)"):
         rest = model[1:]

@@ -1,8 +1,11 @@
 """Tests of `export_model` and the command `export`: what the files compute and hold, and what is refused."""
 
+import contextlib
+import copy
 import importlib
 import importlib.util
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -10,12 +13,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from budget import allowed, telling
 from catalogue import build
+from odd_images import odd_images
+from test_predict import by_command, save_as_trained
 from torch import nn
 
-from fastvit_triton import create_model, export_model, freeze, optimize, save_weights
+from fastvit_triton import create_model, export_model, freeze, load_model, optimize, predict, save_weights, transforms
 from fastvit_triton.cli import main
 from fastvit_triton.deploy import export
 from fastvit_triton.engine.freeze import is_frozen
@@ -74,9 +80,7 @@ def drawn(name: str = "vit_tiny_patch16_224", std: float = 0.1, **more: object) 
 def trained(tmp_path: Path) -> tuple[nn.Module, Path]:
     """(model, file that `train` could have written, with class names and how images are prepared)."""
     model, path = drawn(depth=1), tmp_path / "model.safetensors"
-    transform = dict(size=(32, 32), mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.1), crop=0.9, crop_mode="box")
-    save_weights(model, path, metadata={"training": json.dumps({"classes": CLASSES, "transform": transform})})
-    return model, path
+    return model, save_as_trained(model, path, CLASSES)
 
 
 def agrees(got: torch.Tensor, model: nn.Module, images: torch.Tensor) -> bool:
@@ -94,25 +98,88 @@ def prepared(metadata: dict[str, object]) -> bool:
     return {key: metadata[key] for key in want} == want
 
 
-def test_onnx(trained, tmp_path, capsys):
-    """Oracle: the model in float64, in onnxruntime for another batch size; operators of ONNX; what `train` stored."""
+def test_onnx(trained, tmp_path, capsys, caplog, monkeypatch):
+    """Oracle: the model in float64, in onnxruntime for another batch size; operators of ONNX; what `train` stored; the
+    command `predict` on images of every kind. Without torchvision nothing warns of it."""
     pytest.importorskip("onnxscript")
     onnxruntime = pytest.importorskip("onnxruntime")
     model, checkpoint = trained
     path, images = tmp_path / "model.onnx", torch.randn(5, 3, 32, 32)
-    assert main(["export", "--to", "onnx", "--opset", "18", str(checkpoint), str(path)]) == 0
-    assert "opset 18" in (printed := capsys.readouterr().out) and "largest difference from PyTorch" in printed
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *of: None if name == "torchvision" else find(name, *of)
+    )
+    assert main(["export", "--to", "onnx", "--opset", "17", str(checkpoint), str(path)]) == 0
+    assert "opset 17" in (printed := capsys.readouterr().out) and "largest difference from PyTorch" in printed
+    assert all(record.levelno < logging.WARNING for record in caplog.records)
     session = onnxruntime.InferenceSession(path)
     (logits,) = session.run(["logits"], {"images": images.numpy()})
     assert agrees(torch.from_numpy(logits), model, images)
     assert [given.shape for given in session.get_inputs()] == [["batch", 3, 32, 32]]
+    files = sorted(odd_images(tmp_path / "images"))
     texts = session.get_modelmeta().custom_metadata_map
     held = {key: json.loads(text) for key, text in texts.items()}
-    assert prepared(held) and held["opset"] == 18
+    assert prepared(held) and held["opset"] == 17
+    transform = transforms(held)
+    (logits,) = session.run(["logits"], {"images": torch.stack([transform(file) for file in files]).numpy()})
+    shares = torch.from_numpy(logits).softmax(1).tolist()
+    want = dict(zip(files, predict(load_model(checkpoint)[0], files), strict=True))
+    assert by_command(checkpoint, tmp_path / "images") == want
+    for file, row in zip(files, shares, strict=True):
+        got = dict(zip(CLASSES, row, strict=True))
+        assert max(CLASSES, key=lambda name: got[name]) == want[file][0][0]
+        torch.testing.assert_close(got, dict(want[file]))
     proto = importlib.import_module("onnx").load(path)
-    assert {(entry.domain, entry.version) for entry in proto.opset_import} == {("", 18)}
+    assert {(entry.domain, entry.version) for entry in proto.opset_import} == {("", 17)}
     assert not {node.domain for node in proto.graph.node} - {""}
     assert b"fastvit_triton/" not in path.read_bytes()  # no path of a source file
+
+
+@pytest.mark.full
+def test_openvino(trained, tmp_path, capsys):
+    """Oracle: the model in float64, in OpenVINO for another batch size; what `train` stored; neither file is replaced
+    without --overwrite."""
+    pytest.importorskip("onnxscript")
+    openvino = pytest.importorskip("openvino")
+    model, checkpoint = trained
+    path, images = tmp_path / "model.xml", torch.randn(5, 3, 32, 32)
+    words = ["export", "--to", "openvino", str(checkpoint), str(path)]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert f"its weights in {tmp_path / 'model.bin'}" in printed and "largest difference from PyTorch" in printed
+    program = openvino.Core().read_model(path)
+    compiled = openvino.compile_model(program, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    assert agrees(torch.from_numpy(compiled({"images": images.numpy()})["logits"]), model, images)
+    keys = ("model", "classes", "input_size", "mean", "std", "crop_pct", "crop_mode", "interpolation", "free_sizes")
+    held = {key: json.loads(program.get_rt_info(["framework", key]).astype(str)) for key in keys}
+    assert prepared(held) and held["free_sizes"] == ["batch"]
+    path.unlink()
+    assert main(words) == 2 and "model.bin exists already" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"OpenVINO .* does not run the program: (?!Exception from)"):
+        export.load_openvino(checkpoint)
+
+
+def test_openvino_writes_two_files_or_none(tmp_path, monkeypatch):
+    """Oracle: stand-ins for the writer and the runtime: both files get their contents, and the runtime gets both; a
+    program that differs leaves both as they were."""
+    model = drawn(depth=1)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setitem(export.WRITERS, "openvino", lambda *_: {".xml": b"graph", ".bin": b"weights"})
+
+    def load(*files):
+        assert [file.read_bytes() for file in files] == [b"graph", b"weights"]
+        assert [file.suffix for file in files] == [".xml", ".bin"]
+        return lambda images: factor * model(images)
+
+    monkeypatch.setitem(export.LOADERS, "openvino", load)
+    for factor, raises in ((1.0, contextlib.nullcontext()), (1.1, pytest.raises(ValueError, match="differs from"))):
+        for file in ("m.xml", "m.bin"):
+            (tmp_path / file).write_bytes(b"old")
+        with raises:
+            assert export_model(model, tmp_path / "m.xml", "openvino").difference <= 1e-6
+        held = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+        assert held == ({"m.xml": b"graph", "m.bin": b"weights"} if factor == 1.0 else dict.fromkeys(held, b"old"))
+        assert len(held) == 2
 
 
 @pytest.mark.full
@@ -142,11 +209,11 @@ def test_aotinductor(trained, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("to", ["onnx", "torch-export"])
+@pytest.mark.parametrize("to", ["onnx", "openvino", "torch-export"])
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_every_family(name, to, tmp_path):
     """Oracle: the comparison of `export_model`, which must have been made."""
-    pytest.importorskip("onnxruntime")
+    pytest.importorskip("openvino" if to == "openvino" else "onnxruntime")
     path = tmp_path / f"model{export.SUFFIXES[to]}"
     assert export_model(drawn(name), path, to).difference is not None and path.stat().st_size
 
@@ -185,7 +252,7 @@ def test_commands_take_naflex(tmp_path, capsys):
     model, path = drawn("naflexvit_base_patch16_gap"), tmp_path / "model.pt2"
     save_weights(model, tmp_path / "model.safetensors")
     assert main(["export", "--to", "torch-export", str(tmp_path / "model.safetensors"), str(path)]) == 0
-    assert "naflexvit_base_patch16_gap for batches of images of 3 x 384 x 384" in capsys.readouterr().out
+    assert "naflexvit_base_patch16_gap for images of 3 x 384 x 384, and any batch" in capsys.readouterr().out
     images = torch.randn(1, 3, 384, 384)
     got = torch.export.load(path).module()(images)
     assert agrees(got.detach(), model, to_patches(images[0], 24 * 24, (16, 16))[None])
@@ -222,14 +289,75 @@ class Bessel(nn.Module):
         return torch.special.bessel_j0(images.flatten(1))
 
 
-@pytest.mark.few(7)
+def inside(model: nn.Module) -> nn.Module:
+    """The model with a compiled block."""
+    model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+    return model
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    """The model with int8 weights beside its own."""
+    optimize(model)
+    freeze(model, precision="int8")
+    return model
+
+
+WRAPPED = {
+    "compiled": partial(torch.compile, backend="eager"),
+    "compiled block": inside,
+    "DataParallel": nn.DataParallel,
+    "frozen int8": frozen,
+}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("wrap", WRAPPED)
+def test_wrapped_models_of_timm(wrap, tmp_path):
+    """Oracle: the model in float64; its size is that with which it was built, not that of its published weights."""
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=5, depth=1).eval()
+    done = export_model(WRAPPED[wrap](copy.deepcopy(model)), tmp_path / "model.pt2", "torch-export")
+    assert done.metadata["input_size"] == (3, 64, 64) and done.metadata["model"] == "VisionTransformer"
+    images = torch.randn(2, 3, 64, 64)
+    assert agrees(torch.export.load(tmp_path / "model.pt2").module()(images).detach(), model, images)
+
+
+@pytest.mark.filterwarnings("ignore")  # of PyTorch, which deprecates its own quantisation
+def test_quantised_models_are_refused(tmp_path):
+    """Oracle: one sentence that names the first quantised layer; nothing is written."""
+    model = torch.ao.quantization.quantize_dynamic(drawn(depth=1), {nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(
+        ValueError, match=r"its blocks\.0\.attn\.qkv is a quantised Linear; export the plain model, and"
+    ):
+        export_model(model, tmp_path / "model.onnx", "onnx")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("make", [drawn, partial(timm.create_model, "vit_tiny_patch16_224", num_classes=5, depth=1)])
+def test_free_height_and_width(make, tmp_path):
+    """Oracle: the model in float64, for its own size, which is not resampled, and for others; the batch is fixed."""
+    model = make(img_size=32, dynamic_img_size=True).eval()
+    export_model(model, tmp_path / "model.pt2", "torch-export", free_sizes=("height", "width"))
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    for size in ((32, 32), (48, 80), (96, 32)):
+        images = torch.randn(1, 3, *size)
+        assert agrees(program(images).detach(), copy.deepcopy(model), images)
+    with pytest.raises(AssertionError):
+        program(torch.randn(2, 3, 32, 32))
+
+
+@pytest.mark.few(8)
 @pytest.mark.fast
 @pytest.mark.parametrize(
     "make, path, to, options, message",
     [
-        (drawn, "model.onnx", "tensorrt", {}, "to is 'tensorrt'; use one of onnx, torch-export, aotinductor"),
+        (drawn, "model.onnx", "tensorrt", {}, "to is 'tensorrt'; use one of onnx, openvino, torch-export"),
+        (drawn, "model.onnx", "openvino", {}, r"model\.onnx is no name for openvino; name a file that ends in \.xml"),
         (drawn, "model.pt", "torch-export", {}, r"model\.pt is no name for torch-export; .* ends in \.pt2"),
-        (drawn, "model.onnx", "onnx", dict(opset=12), "opset is 12; use 18 to 25"),
+        (drawn, "model.onnx", "onnx", dict(opset=12), "opset is 12; use 17 to 25"),
+        (drawn, "model.pt2", "torch-export", dict(free_sizes=("depth",)), r"is \('depth',\); give a sequence"),
+        (drawn, "model.pt2", "torch-export", dict(free_sizes="batch"), "free_sizes is 'batch'; give a sequence of"),
+        (drawn, "model.pt2", "torch-export", dict(free_sizes=("width",)), "32 x 64: .*; leave height and width out"),
         (drawn, "model.pt2", "torch-export", dict(preparation=dict(input_size=(3, 8, 8))), "cannot run on images of"),
         (partial(nn.LSTM, 4, 4), "model.pt2", "torch-export", {}, "LSTM cannot run on images of 3 x 224 x 224"),
         (Branches, "model.pt2", "torch-export", {}, "torch.export cannot record Branches .*data-dependent"),
@@ -264,8 +392,10 @@ def test_what_is_missing(tmp_path, monkeypatch):
         export_model(model, tmp_path / "model.pt2", "aotinductor")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert export.LOADERS["onnx"](tmp_path / "model.onnx") is None
-    with pytest.raises(ValueError, match=r"onnxscript is not installed.*'fastvit_triton\[export\]'"):
+    with pytest.raises(ValueError, match=r"onnxscript is not installed, which ONNX .*'fastvit_triton\[export\]'"):
         export_model(model, tmp_path / "model.onnx", "onnx")
+    with pytest.raises(ValueError, match=r"openvino is not installed, which OpenVINO .*'fastvit_triton\[openvino\]'"):
+        export_model(model, tmp_path / "model.xml", "openvino")
     assert not list(tmp_path.iterdir())
 
 
@@ -280,10 +410,15 @@ def test_the_command_refuses(trained, tmp_path, monkeypatch, capsys):
         (["torch-export"], f"{path} exists already; name another file, or give --overwrite"),
         (["torch-export", "--overwrite", "--opset", "18"], "--opset is 18, and torch-export has none; leave it out"),
         (["tensorrt"], "--to: invalid choice: 'tensorrt'"),
+        (
+            ["torch-export", "--overwrite", "--free", "batch,depth"],
+            "--free is 'batch,depth'; use batch, height and width",
+        ),
     ):
         assert main([*words, *more]) == 2
         assert sentence in capsys.readouterr().err and path.read_bytes() == b"old"
-    assert main([*words, "torch-export", "--overwrite"]) == 0 and path.read_bytes() != b"old"
+    assert main([*words, "torch-export", "--overwrite", "--free", "none"]) == 0 and path.read_bytes() != b"old"
+    assert "for images of 3 x 32 x 32\n" in capsys.readouterr().out
     monkeypatch.setitem(export.LOADERS, "torch-export", lambda path: None)
     assert main([*words, "torch-export", "--overwrite"]) == 0
     assert "not compared with PyTorch: onnxruntime is not installed" in capsys.readouterr().out

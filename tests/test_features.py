@@ -25,7 +25,7 @@ ROUNDINGS = 84  # sums through the blocks in another order, as in test_models.py
 TINY = dict(embed_dim=24, num_heads=2, depth=3)
 PLAIN = [name for name in CATALOGUE if isinstance(model_config(name), ViTConfig)]  # see test_pyramids.py for others
 PLAIN = [name for name in PLAIN if not name.startswith(("cait_", "setr_"))]  # class token after the blocks; pixels
-TIMM_NAMES = [name for name in PLAIN if CATALOGUE[name].ORACLE.get(name) == "timm"]
+TIMM_NAMES = [name for name in PLAIN if getattr(CATALOGUE[name], "ORACLE", {}).get(name) == "timm"]
 OTHER_NAMES = [name for name in PLAIN if name not in TIMM_NAMES]
 INTERMEDIATES = [
     dict(),

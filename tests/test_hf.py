@@ -12,11 +12,12 @@ from test_cli import accuracy, refused
 from test_data import write_folder
 
 from fastvit_triton.cli import main
-from fastvit_triton.train.data import hf, load, load_test
+from fastvit_triton.train.data import hf
 from fastvit_triton.train.data.split import Split
 from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.train.recipes import FOLDER
 from fastvit_triton.train.settings import resolve_settings
+from fastvit_triton.train.sources import load, load_test
 
 RECIPE = replace(FOLDER, img_size=8, batch_size=4)
 CLASSES = ("blue", "red")
@@ -137,7 +138,7 @@ def test_unusable_data_are_refused_in_one_sentence(tmp_path: Path, capsys: pytes
     assert "it has the splits train; name the test split" in refused(capsys, *train, only)
     assert "it has the splits train; name the test split" in refused(capsys, *train, only + ":test")
     rows(4).save_to_disk(str(tmp_path / "single"))
-    assert "it has one split; pass --val-split 0.1, or save" in refused(capsys, *train, f"hf:{tmp_path / 'single'}")
+    assert "it has one split; pass --val-split 0.2, or save" in refused(capsys, *train, f"hf:{tmp_path / 'single'}")
     bare = saved(tmp_path / "bare", train=rows(4).remove_columns("kind"), test=rows(4))
     assert "has no column of type ClassLabel, but id, photo" in refused(capsys, *train, bare)
     hidden = saved(tmp_path / "hidden", train=rows(4), test=rows(4, kind=[0, 1, -1, 0]))

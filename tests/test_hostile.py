@@ -28,11 +28,12 @@ from fastvit_triton.checkpoints import WeightsError, reading
 from fastvit_triton.cli import build_parser, main
 from fastvit_triton.cli.explain import _read_log
 from fastvit_triton.models.weights import rebuild
-from fastvit_triton.train.data import load, load_test, tar
+from fastvit_triton.train.data import tar
 from fastvit_triton.train.data.folder import list_images, scan_folder
 from fastvit_triton.train.data.shards import pack, scan_shards
 from fastvit_triton.train.data.transform import MAX_PIXELS, Transform, find_defect, read_image
 from fastvit_triton.train.recipes import FOLDER, override_recipe
+from fastvit_triton.train.sources import load, load_test
 
 RECIPE = override_recipe(FOLDER, img_size=8, batch_size=4)
 
@@ -698,8 +699,9 @@ def test_headers_that_train_did_not_write(kind, small, tmp_path, capsys):
     assert said.startswith(f"fastvit-triton: error: {path} ") and words in said and said.count("\n") == 1
 
 
-def test_terminals_are_not_controlled(small, tmp_path, capsys):
+def test_terminals_are_not_controlled(small, tmp_path, capsys, monkeypatch):
     """Oracle: no control characters; names of classes and files may have them, and brackets are no markup."""
+    monkeypatch.setenv("COLUMNS", "120")  # so that no cell is wrapped
     classes = ["\x1b[2J\x1b]0;owned\x07", "[/red]", "c\x9b\udcff"]
     path = rewrite(small, tmp_path / "x.safetensors", training=json.dumps({"classes": classes}))
     name = tmp_path / "\x1b[31m.png"

@@ -136,7 +136,7 @@ def test_evaluate_and_explain(snapshot: Path, tmp_path: Path, capsys: pytest.Cap
         (tmp_path / "data" / "val" / synset).mkdir(parents=True)
         shutil.copy(tmp_path / "photo.png", tmp_path / "data" / "val" / synset / "a.png")
     text = run(capsys, "evaluate", "--checkpoint", snapshot, "--data", tmp_path / "data", "--workers", 0)
-    assert "(1 of 2 images)" in text and answer in text
+    assert "1 of 2 test images are correct" in text and answer in text
     pytest.importorskip("matplotlib")
     words = ("--image", tmp_path / "photo.png", "--out", tmp_path / "report", "--no-test", "--workers", 0)
     run(capsys, "explain", "--checkpoint", snapshot, *words)
@@ -164,7 +164,7 @@ def test_train_follows_its_weights(hub, tmp_path: Path, capsys: pytest.CaptureFi
     run(capsys, "convert", out, tmp_path / "folder", "--to", "timm")
     theirs = timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True)
     assert theirs.pretrained_cfg["std"] == [0.25] * 3 and theirs.num_classes == model.num_classes
-    assert "Test accuracy: " in (tmp_path / "folder" / "README.md").read_text()
+    assert "| accuracy | " in (tmp_path / "folder" / "README.md").read_text()
     refused = run(capsys, "train", *words, "--model", TAG, code=2)
     assert f"use --weights {TAG} for pretrained weights, or --model {NAME}" in refused
     assert create_model(f"local-dir:{tmp_path / 'folder'}").config.depth == SMALL["depth"]

@@ -12,11 +12,11 @@ import pytest
 import torch
 from test_cli import accuracy, refused
 
-from benchmarks import fashion_mnist
+from benchmarks import trainings
 from fastvit_triton.cli import main
-from fastvit_triton.train.data import idx, load, load_test
+from fastvit_triton.train.data import idx
 from fastvit_triton.train.recipes import FASHION_MNIST
-from fastvit_triton.train.settings import ADDED
+from fastvit_triton.train.sources import load, load_test
 from fastvit_triton.train.trainer import build_trainer
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
@@ -78,7 +78,7 @@ def test_trained_and_evaluated_by_command(tmp_path: Path, capsys: pytest.Capture
     assert accuracy(out) > 0.9
     capsys.readouterr()
     assert main(["evaluate", "--checkpoint", str(out), "--workers", "0"]) == 0
-    assert f"({round(accuracy(out) * 30)} of 30 images)" in capsys.readouterr().out
+    assert f"{round(accuracy(out) * 30)} of 30 test images are correct" in capsys.readouterr().out
 
 
 def small(*shape: int) -> bytes:
@@ -136,15 +136,16 @@ def limited(root: Path) -> str:
 
 
 def test_committed_results_are_those_of_the_recipe():
-    """Oracle: results/fashion-mnist.json: its recipe, three seeds of each model, and its own means; the difference is
-    within three standard errors."""
-    found = json.loads(fashion_mnist.RESULT.read_text())
-    assert ADDED | found["recipe"] == json.loads(json.dumps(fashion_mnist.asdict(FASHION_MNIST)))
-    assert [[row["seed"] for row in rows] for rows in found["runs"].values()] == [list(fashion_mnist.SEEDS)] * 2
-    assert all(len(row["test_accuracy"]) == FASHION_MNIST.epochs for rows in found["runs"].values() for row in rows)
-    assert found["summary"] == fashion_mnist.summary(found["runs"])
-    assert abs(found["summary"]["difference"]) <= 3 * found["summary"]["standard_error"]
-    assert fashion_mnist.PICTURE.exists()
+    """Oracle: results/trainings.json: the recipe, and three seeds of each model; the difference is within three
+    standard errors."""
+    rows = trainings.rows_of("fashion-mnist")
+    recipe = json.loads(json.dumps(trainings.asdict(FASHION_MNIST)))
+    assert all(recipe | row["recipe"] == recipe for row in rows)  # newer fields have the values of then
+    assert [(row["seed"], row["name"]) for row in rows] == [(n, arm) for n in range(3) for arm in trainings.ARMS]
+    assert all(len(row["test_accuracy"]) == FASHION_MNIST.epochs for row in rows)
+    found = trainings.compared(rows)
+    assert abs(found["difference"]) <= 3 * found["standard_error"]
+    assert (trainings.RESULTS / "fashion-mnist.png").exists()
 
 
 @pytest.mark.full
@@ -152,15 +153,14 @@ def test_committed_results_are_those_of_the_recipe():
 def test_an_epoch_of_fashion_mnist():
     """Oracle: the counts of its paper (arXiv:1708.07747), and the committed accuracy after one epoch, by three standard
     deviations of its seeds and of 10,000 test images; the shorter schedule of one epoch learns no less by then."""
-    rows = [row for rows in json.loads(fashion_mnist.RESULT.read_text())["runs"].values() for row in rows]
-    first = torch.tensor([row["test_accuracy"][0] for row in rows])
+    first = torch.tensor([row["test_accuracy"][0] for row in trainings.rows_of("fashion-mnist")])
     recipe = replace(FASHION_MNIST, epochs=1)
     data = load(str(FASHION), recipe)
     assert len(data.train.files) == 60_000 and len(data.test.files) == 10_000
     assert torch.tensor(data.train.targets).bincount().tolist() == [6000] * 10
     torch.manual_seed(0)
-    model = fashion_mnist.ours(recipe)
-    fashion_mnist.configure_model(recipe, model)
+    model = trainings.ARMS["fastvit_triton"](recipe)
+    trainings.configure_model(recipe, model)
     *_, last = build_trainer(model, data, recipe).fit()
     noise = (first.var() + first.mean() * (1 - first.mean()) / 10_000).sqrt()
     assert last.test.accuracy >= first.mean() - 3 * noise > 0.1

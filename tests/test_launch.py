@@ -14,10 +14,12 @@ import pytest
 import torch
 import triton.language as tl
 from triton import jit, knobs
+from triton.backends.nvidia import driver as nvidia
+from triton.compiler.compiler import LazyDict
 from triton.runtime.jit import JITFunction
 
 from benchmarks.launch_recorder import record, recording, specialization
-from benchmarks.no_device import no_device
+from benchmarks.no_device import Driver, no_device
 from fastvit_triton import create_model
 from fastvit_triton.kernels import (
     OPS,
@@ -25,11 +27,12 @@ from fastvit_triton.kernels import (
     attention_launch,
     attention_qkv,
     depthwise,
+    descriptor,
     launch,
     layer_norm,
     settings,
 )
-from fastvit_triton.kernels.tile import TRITON
+from fastvit_triton.kernels.tile import TRITON, __version__
 
 EVERY = [pytest.param(op, case, id=f"{op.name}-{name}") for op in OPS for name, case in (op.cases | op.ragged).items()]
 OLDER = Path("/tmp/triton36")  # `pip install --target /tmp/triton36 --no-deps triton==3.6.0`
@@ -356,3 +359,112 @@ def test_older_triton():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", __file__]
     done = subprocess.run(command, env=dict(os.environ, PYTHONPATH=path), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.fixture
+def boxed(monkeypatch):
+    """(a function that launches attention with descriptors, what the driver is passed, what is encoded).
+
+    Triton's launcher is that of this release, except for what needs a GPU; an encoding is what is encoded.
+    """
+    passed, encoded = [], []
+    kernel = attention._fwd_tma_kernel
+    signature = {name: "tensordesc<bf16[1, 64, 64]>" if name.endswith("_desc") else "i32" for name in kernel.arg_names}
+    signature |= dict.fromkeys(("k1_desc", "k2_desc", "v1_desc", "v2_desc"), "constexpr")  # None
+    meta = dict(swizzle=3, elem_size=2, elem_type=10, block_size=[1, 64, 64], fp4_padded=False)
+    run = nvidia.CudaLauncher.__new__(nvidia.CudaLauncher)
+    run.launch = nvidia.wrap_handle_tensordesc(lambda *given: passed.append(given), signature, [meta] * 4)
+    sizes = ("global_scratch_size", "global_scratch_align", "profile_scratch_size", "profile_scratch_align")
+    more = dict(launch_cooperative_grid=False, launch_pdl=True)
+    more |= {} if __version__.startswith("3.6.") else dict(arg_annotations="annotated", kernel_signature=b"")
+    vars(run).update(dict.fromkeys(sizes, 0), num_ctas=1, gsan_enabled=False, **more)
+    for name in ("fill_tma_descriptor", "fill_tma_descriptor_tiled"):  # of triton 3.6, and later
+        monkeypatch.setattr(Driver.utils, name, lambda *what: encoded.append(what) or what, raising=False)
+    monkeypatch.setattr(descriptor, "_encoded", {})
+
+    def attend(q, k, v, o, lse):
+        tensors = dict(q=q, k=k, v=v, bias=None, kv_lens=None, cu_seqlens=None, o=o, l=lse)
+        (prepared,) = attention._prepare(tensors, 0, 0.1, 0, False)
+        attention_launch.start(prepared, tensors)
+
+    rows = attention_launch.whole(BLOCK_M=128, TMA=1, num_warps=8, num_stages=3)
+    with no_device(run), launch.overriding(rows):
+        yield attend, passed, encoded
+
+
+def without_hooks(call):
+    """The arguments of the driver's launch; a direct launch passes no hooks, and nothing that they would read."""
+    kinds = type(knobs.runtime.launch_enter_hook), LazyDict
+    return [None if isinstance(value, kinds) else value for value in call]
+
+
+def heads():
+    """q, k, v, o and L, in new memory."""
+    q, k, v = (torch.zeros(2, 3, 50, 64, dtype=torch.bfloat16) for _ in range(3))
+    return q, k, v, torch.zeros(2, 50, 3, 64, dtype=torch.bfloat16).transpose(1, 2), torch.zeros(2, 3, 50)
+
+
+KNOWN = __version__.startswith(("3.6.", "3.7."))  # releases whose launcher takes encoded descriptors
+
+
+def test_direct_launches_encode_a_descriptor_once(boxed):
+    """Oracle: Triton's launch, which encodes q, k, v and o each time and must pass the same to the driver."""
+    attend, passed, encoded = boxed
+    first, second = heads(), heads()
+    attend(*first)
+    assert [(what[0], list(what[5])) for what in encoded] == [
+        *((t.data_ptr(), [6, 50, 64]) for t in first[:3]),  # heads first in memory
+        (first[3].data_ptr(), [2, 50, 192]),
+    ]
+    for _ in range(3):
+        attend(*first)
+    assert len(encoded) == (8 if KNOWN else 16)
+    assert all(without_hooks(call) == without_hooks(passed[0]) for call in passed) and len(passed) == 4
+    attend(*second[:3], *first[3:])  # three other addresses
+    attend(*(t[:1] for t in (*second[:3], *first[3:])))  # other shapes at these addresses
+    assert len(encoded) == (8 + 3 + 4 if KNOWN else 24)
+
+
+def test_few_encodings_are_kept(boxed, monkeypatch):
+    """Oracle: the limit; what was forgotten is encoded again."""
+    attend, _, encoded = boxed
+    monkeypatch.setattr(descriptor, "MAX_ENCODED", 5)
+    for arguments in (held := [heads() for _ in range(4)]):
+        attend(*arguments)
+        assert len(descriptor._encoded) <= 5
+    before = len(encoded)
+    attend(*held[0])
+    assert len(encoded) == before + 4
+
+
+def test_replays_pass_addresses_for_descriptors(boxed):
+    """Oracle: a launch of the same tensors."""
+    attend, passed, encoded = boxed
+    for _ in range(2):
+        attend(*(arguments := heads()))
+    with pytest.MonkeyPatch.context() as patch:
+        given = []
+        patch.setattr(attention_launch, "launch", lambda kernel, grid, *arguments, **fixed: given.extend(arguments))
+        attend(*arguments)
+    given = [(a[0].data_ptr(), *a[1:]) if type(a) is tuple and isinstance(a[0], torch.Tensor) else a for a in given]
+    (binary,) = (each for key, each in launch._direct.found.items() if key[0] is attention._fwd_tma_kernel.fn)
+    before, (x, y, z, stream, function, *_) = len(encoded), passed[-1]
+    binary.run(x, y, z, stream, function, binary.metadata, None, None, None, *given, *binary.constants)
+    assert without_hooks(passed[-1]) == without_hooks(passed[-2])
+    assert len(encoded) == before + (0 if KNOWN else 4)
+
+
+def test_an_unknown_launcher_encodes_descriptors_itself():
+    """Oracle: what the launcher of a release that is not known is passed: descriptors as it reads them."""
+    rows = attention_launch.whole(BLOCK_M=128, TMA=1, num_warps=8, num_stages=3)
+    with no_device(log := Log()), launch.overriding(rows):
+        q, k, v, *_ = heads()
+        for _ in range(2):
+            attention.fwd_op(q, k, v, None, None, None, 0, 0.1)
+    by_triton, direct = (call[3] for call in log.calls)
+    assert [hooked for *_, hooked in log.calls] == [True, False]
+    for theirs, ours, t in zip(by_triton[:2], direct[:2], (q, k), strict=True):
+        fields = {name: value for name, value in vars(theirs).items() if name != "base"}
+        assert fields and fields == {name: getattr(ours, name) for name in fields}
+        assert theirs.base.data_ptr() == ours.base.data_ptr() == t.data_ptr()
+    assert direct[2] is direct[3] is None

@@ -66,6 +66,18 @@ def counted(x_ptr, y_ptr):
 
 
 @jit
+def copied(x_desc, y_desc, K, BARRIER: tl.constexpr):
+    """y = x, in boxes."""
+    for first in range(0, K, 16):
+        x = x_desc.load([first, 0])
+        if BARRIER:
+            tl.debug_barrier()
+        y_desc.store([first, 0], x)
+        if BARRIER:
+            tl.debug_barrier()
+
+
+@jit
 def nothing(x_ptr, K):
     """Loads and stores nothing."""
     tl.load(x_ptr + K)
@@ -171,10 +183,23 @@ def test_what_has_no_rule_is_refused():
     each = launch(counted, new(128), new(128))
     assert "tt.atomic_rmw has an address, and there is no rule for it" in found(each)
     ttgir = compiled(each, "sm_90").asm["ttgir"]
-    assert races(ttgir, launch(counted, new(128))) == ["TTGIR has 2 pointers for 1 tensors"]
-    assert races(ttgir.replace("tt.func", "// !tt.tensordesc\ntt.func"), each) == [
-        "it uses descriptors, for which there is no rule"
-    ]
+    assert races(ttgir, launch(counted, new(128))) == ["TTGIR has 2 pointers and descriptors for 1 tensors"]
+
+
+@pytest.mark.parametrize("barrier", [False, True])
+def test_no_barrier_ends_a_copy_by_a_descriptor(barrier):
+    """Oracle: y is x, or another tensor, or its other half: copies of a pass may still go on in the next one."""
+    x, y = (torch.empty(128, 64, dtype=torch.bfloat16) for _ in range(2))
+
+    def of(source, target):
+        boxes = dict(x_desc=(Pointer(source), (64, 64), (64, 1), (16, 64)))
+        boxes |= dict(y_desc=(Pointer(target), (64, 64), (64, 1), (16, 64)))
+        return Launch(copied, (1,), boxes | dict(K=64, BARRIER=barrier), dict(num_warps=4, enable_fp_fusion=True))
+
+    assert found(of(x[:64], y[:64])) == found(of(x[:64], x[64:])) == []
+    said = [("x_desc is loaded", "y_desc is stored"), ("y_desc is stored", "x_desc is loaded")]
+    for target in (x[:64], x[63:127]):
+        assert [tuple(sentence.split(", ")[:2]) for sentence in found(of(x[:64], target))] == said
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])

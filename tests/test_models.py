@@ -29,7 +29,7 @@ from fastvit_triton.models.weights.load import CHECKPOINT_FORMATS
 ROUNDINGS = 84  # 1e-5 in float32: sums through many blocks, in another order
 TOLERANCE = ROUNDINGS * torch.finfo(torch.float32).eps
 
-TIMM_NAMES = [name for name, family in CATALOGUE.items() if family.ORACLE.get(name) == "timm"]
+TIMM_NAMES = [name for name, family in CATALOGUE.items() if getattr(family, "ORACLE", {}).get(name) == "timm"]
 
 
 def plain(name: str) -> bool:
@@ -181,7 +181,7 @@ def test_initial_values(case):
     name, options = NEW[case]
     model = create_model(name, **options)
     assert unlike(model) == {}
-    if isinstance(model, models.VisionTransformer):
+    if isinstance(model, models.transformer.VisionTransformer):
         for parameter in model.parameters():
             nn.init.constant_(parameter, float("nan"))
         model.init_weights(model.config.weight_init)

@@ -591,7 +591,7 @@ def test_another_precision_replaces_packed_weights(vit):
 
     def kept():
         stores = [freeze_file._frozen.get(module, {}) for module in model.modules()]
-        return sum(isinstance(one.folded, onednn.Packed) for store in stores for one in store.values())
+        return sum(isinstance(one.folded, onednn.PackedWeight) for store in stores for one in store.values())
 
     gc.collect()  # models of other tests
     with using_backend("onednn"), torch.no_grad():

@@ -22,7 +22,6 @@ from fastvit_triton.cli import main
 from fastvit_triton.models.weights import load_model
 from fastvit_triton.train import checkpoint
 from fastvit_triton.train.build import build_optimizer
-from fastvit_triton.train.data import load
 from fastvit_triton.train.data.custom import CustomTransform
 from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.train.muon import MuonAdamW, muon_adamw
@@ -30,6 +29,7 @@ from fastvit_triton.train.object_reference import resolve
 from fastvit_triton.train.optim import set_lr
 from fastvit_triton.train.outputs import STATE, WEIGHTS
 from fastvit_triton.train.recipes import FOLDER
+from fastvit_triton.train.sources import load
 
 RECIPE = replace(FOLDER, img_size=8, batch_size=4)
 TRANSFORM = Transform((8, 8), (0.5,) * 3, (0.25,) * 3)

@@ -1,5 +1,5 @@
 """What a release holds: metadata, the source distribution, the wheel, the extras that error messages name, Python
-versions."""
+versions; the workflows that make it, and the forms that its users fill in."""
 
 import ast
 import os
@@ -12,6 +12,7 @@ from email import message_from_string
 from pathlib import Path
 
 import pytest
+import yaml
 from sampling import sampled
 
 import fastvit_triton
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.fast
 
 pytest.importorskip("setuptools")
 ROOT = Path(__file__).parents[1]
-FOLDERS = (".ci", "benchmarks", "docs", "examples", "fastvit_triton", "tests")
+FOLDERS = (".ci", ".github", "benchmarks", "docs", "examples", "fastvit_triton", "tests")
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
@@ -64,7 +65,7 @@ def test_the_source_distribution_is_complete(archive: tarfile.TarFile):
     held = {name.partition("/")[2] for name in archive.getnames()}
     top = ["constraints.txt", "pyproject.toml", "setup.py", "LICENSE", "CITATION.cff", "mkdocs.yml", ".ci/run"]
     top += [path.name for path in ROOT.glob("*.md")]
-    kinds = {".py", ".pyi", ".md", ".json", ".png", ".ipynb", ".typed"}
+    kinds = {".py", ".pyi", ".md", ".json", ".png", ".jpg", ".ipynb", ".typed", ".yml"}
     files = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))
     needed = {str(path.relative_to(ROOT)) for path in files if path.suffix in kinds and "__pycache__" not in path.parts}
     assert len(needed) > 200 and not {*top, *needed} - held
@@ -95,6 +96,16 @@ def test_messages_name_extras_that_exist(metadata):
             bare += [] if found else [(path.name, advice)]
     assert advised >= {"train", "demo", "shards", "bench"} and not bare
     assert advised <= extras
+
+
+def test_all_has_every_extra_of_users(metadata):
+    """Oracle: the packages of all other extras, without those of trackers and of developers."""
+    needs = re.findall(
+        r"^([\w-]+).*extra == [\"'](\w+)[\"']$", "\n".join(metadata.get_all("Requires-Dist")), re.MULTILINE
+    )
+    others = {"tensorboard", "wandb", "trackio", "mlflow", "docs", "test", "bench"}
+    held = {package for package, extra in needs if extra == "all"}
+    assert held == {package for package, extra in needs if extra not in {"all", *others}} >= {"matplotlib", "scipy"}
 
 
 PROBE = """
@@ -141,5 +152,56 @@ def test_files_compile(minor: int):
 def test_syntax_is_that_of_each_python(minor: int):
     """Oracle: ruff's parser for that version. The table of docs/start.md has these versions."""
     command = ("-m", "ruff", "check", "--isolated", "-q", "--select", "E9", "--target-version", f"py3{minor}")
-    run(*command, *FOLDERS[1:], cwd=ROOT)
+    run(*command, *FOLDERS[2:], cwd=ROOT)
     assert f"| 3.{minor} | " in (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
+
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_use_pinned_actions(path: Path):
+    """Oracle: GitHub's syntax. An action is pinned by its commit, its version stands beside it for Dependabot, the same
+    in all workflows; nothing may be written, and the job that publishes alone asks for a token."""
+    text = path.read_text(encoding="utf-8")
+    flow = yaml.safe_load(text)
+    assert flow[True] and flow["permissions"] == {"contents": "read"}  # YAML reads the key "on" as true
+    lines = [line for line in text.splitlines() if "uses:" in line]
+    pins = [re.fullmatch(r" +- uses: ([\w-]+/[\w-]+)@([0-9a-f]{40})  # (v\d+\.\d+\.\d+)", line) for line in lines]
+    assert pins and all(pins), lines
+    others = "".join(other.read_text(encoding="utf-8") for other in WORKFLOWS)
+    for pin in pins:
+        assert set(re.findall(rf"{pin[1]}@(.*)", others)) == {f"{pin[2]}  # {pin[3]}"}
+    for name, job in flow["jobs"].items():
+        assert set([job.get("needs", name)]) <= flow["jobs"].keys() and job["timeout-minutes"] and job["steps"]
+        published = any("gh-action-pypi-publish" in step.get("uses", "") for step in job["steps"])
+        assert job.get("permissions", {}) == ({"id-token": "write"} if published else {})
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
+def test_issue_forms_ask_for_the_machine(path: Path):
+    """Oracle: GitHub's syntax of forms; each asks for what `doctor` prints, and names commands that exist."""
+    text = path.read_text(encoding="utf-8")
+    form = yaml.safe_load(text)
+    assert form["name"] and form["description"] and form["labels"]
+    asked = {one["id"]: one for one in form["body"] if one["type"] != "markdown"}
+    assert len(asked) == sum(one["type"] != "markdown" for one in form["body"])
+    for one in form["body"]:
+        assert one["type"] in {"markdown", "textarea", "dropdown"} and one.keys() <= {
+            "type",
+            "id",
+            "attributes",
+            "validations",
+        }
+        assert one["attributes"]["value" if one["type"] == "markdown" else "label"]
+        assert (one["type"] == "dropdown") == ("options" in one["attributes"])
+    assert asked["doctor"]["validations"] == {"required": True} and asked["doctor"]["attributes"]["render"] == "text"
+    commands = {path.stem for path in (ROOT / "fastvit_triton" / "cli").glob("*.py")}
+    assert {"doctor"} <= set(re.findall(r"fastvit-triton (\w+)", text)) <= commands
+
+
+def test_updates_of_actions_are_proposed():
+    """Oracle: Dependabot's syntax."""
+    file = yaml.safe_load((ROOT / ".github" / "dependabot.yml").read_text(encoding="utf-8"))
+    assert file["version"] == 2 and [one["package-ecosystem"] for one in file["updates"]] == ["github-actions"]

@@ -27,13 +27,15 @@ from fastvit_triton.models.weights.load import load_model, save_weights
 from fastvit_triton.models.weights.pretrained import figures, imagenet_classes
 from fastvit_triton.models.weights.rebuild import skeleton
 from fastvit_triton.train import load_state, plots
-from fastvit_triton.train.data import load
 from fastvit_triton.train.data.folder import scan_folder
+from fastvit_triton.train.data.sample import CLASSES as FRUIT
+from fastvit_triton.train.data.sample import render, sample_pictures
 from fastvit_triton.train.data.split import SPLIT, Split
 from fastvit_triton.train.loop import Score
 from fastvit_triton.train.outputs import WEIGHTS, summary
 from fastvit_triton.train.recipes import FOLDER, PHOTOS
 from fastvit_triton.train.settings import resolve_settings
+from fastvit_triton.train.sources import load
 
 CLASSES = {"Appenzeller Sennenhund": 20, "coffee cup": 10, "temple": 2}
 SMALL = ["--model", "vit_digits_patch2_8", "--img-size", "8", "--batch-size", "8", "--workers", "0"]
@@ -112,7 +114,9 @@ def test_classes_without_images_are_refused_by_name(tmp_path: Path, capsys):
     train = ("train", "--out", tmp_path / "out", *SMALL, "--data")
     flat = photographs(tmp_path / "flat", {"cat": 3, "temple": 1})
     assert "needs two images of each class, and temple has one" in refused(capsys, *train, flat, "--val-split", "0.5")
-    assert "or pass --val-split 0.1 to test on a tenth" in refused(capsys, *train, flat)
+    assert "or pass --val-split 0.2 to test on a fifth" in refused(capsys, *train, flat)
+    found = "no class folders, and 3 images lie directly in it; put images into <class>/"
+    assert found in refused(capsys, "data", flat / "cat")
     assert "--val-split is 1.5; use a number in (0, 1)" in refused(capsys, *train, flat, "--val-split", "1.5")
     both = tmp_path / "both"
     photographs(both / "train", {"cat": 2, "dog": 2, "temple": 2})
@@ -134,9 +138,9 @@ def test_a_run_keeps_its_test_images(folder: Path, trained: Path, tmp_path: Path
     alone.write_bytes((trained / WEIGHTS).read_bytes())
     for source in (trained, alone):
         assert main([*evaluate, str(source)]) == 0
-        assert "of 7 images)" in capsys.readouterr().out
+        assert "of 7 test images" in capsys.readouterr().out
     assert main([*evaluate, str(trained), "--data", str(photographs(tmp_path / "other", {"temple": 3}))]) == 0
-    assert "of 3 images)" in capsys.readouterr().out
+    assert "of 3 test images" in capsys.readouterr().out
     added = [folder / "temple" / f"new {i}.png" for i in range(20)]
     for path in added:
         Image.new("RGB", (9, 9)).save(path)
@@ -152,7 +156,7 @@ def test_a_run_keeps_its_test_images(folder: Path, trained: Path, tmp_path: Path
         (folder / names[0]).rename(tmp_path / "away")
         assert main([*evaluate, str(trained)]) == 0
         captured = capsys.readouterr()
-        assert "of 6 images)" in captured.out and "have changed since training (7 images, " in captured.err
+        assert "of 6 test images" in captured.out and "have changed since training (7 images, " in captured.err
         (tmp_path / "away").rename(folder / names[0])
     finally:
         for path in added:
@@ -186,6 +190,8 @@ def test_typing_errors_are_answered_with_the_nearest(tmp_path: Path, capsys):
     """Oracle: the sentences; an underscore is a dash only where no option has it."""
     assert "COMMAND is 'trian'; the nearest is train; see" in refused(capsys, "trian")
     assert "no option --bath-size; the nearest is --batch-size; see" in refused(capsys, "train", "--bath-size", "4")
+    assert "no option --epoch; the nearest is --epochs; see" in refused(capsys, "train", "--epoch", "4")
+    assert "no option --checkpoin; the nearest is --checkpoint" in refused(capsys, "predict", "--checkpoin", "x", "a")
     assert "there is no option --zzz; see fastvit-triton train --help" in refused(capsys, "train", "--zzz")
     assert "--batch-size is 0; use an integer" in refused(capsys, "train", "--batch_size", "0")
     assert "--batch-size is -1; use an integer" in refused(capsys, "train", "--batch_size=-1")
@@ -209,7 +215,7 @@ def test_captions_of_predictions_do_not_overlap(count: int):
     data = SimpleNamespace(classes=names, test=SimpleNamespace(display_image=lambda i: torch.zeros(3, 8, 8)))
     targets = torch.arange(count)
     for found in (targets.flip(0) + 60, targets):
-        page = plots.predictions(data, Score(0.1, 0.0, found, targets))
+        page = plots.predictions(data, Score(0.1, 0.0, found, targets, confidences=targets / count))
         page.canvas.draw()
         texts = [page._suptitle, *(axes.title for axes in page.axes if axes.get_title())]
         assert len(texts) == count + 1
@@ -303,3 +309,33 @@ def test_a_report_is_no_model():
     for arguments in ((), (torch.zeros(1),)):
         with pytest.raises(TypeError, match="changed the model in place; call the model itself"):
             Report()(*arguments)
+
+
+def test_sample_pictures(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: the table of the data; the same bytes for a seed and any number of pictures; nothing is replaced."""
+    more, fewer = (sample_pictures(tmp_path / str(count), count, seed=3) for count in (2, 1))
+    names = sorted(path.relative_to(fewer) for path in fewer.rglob("*.jpg"))
+    assert names == sorted(Path(name, "00.jpg") for name in FRUIT)
+    assert all((more / name).read_bytes() == (fewer / name).read_bytes() for name in names)
+    assert len({(more / name).read_bytes() for name in names}) == len(names)
+    with Image.open(fewer / names[0]) as image:
+        assert image.size == (160, 120) and image.mode == "RGB"
+    assert main(["data", str(more), "--val-split", "0.5"]) == 0
+    assert re.search(r"classes: 6\n  apple +1 +1\n  banana +1 +1\n", capsys.readouterr().out)
+    for name, error in ((str(more), "is not empty"), ("digits", "is the name of a data set")):
+        assert error in refused(capsys, "data", name, "--sample")
+
+
+def test_balls_of_sample_pictures():
+    """Oracle: Lambert's and Blinn's equations for light from the front: z of the normal is 1 in the middle of a ball,
+    and √(11/36) five sixths of the radius away; the ball in front is seen, though the other is drawn later, and a
+    ball outside of the picture is not."""
+    front, behind = [9.0, 7, 6, 4, 100, 50, 0], [9.0, 9, 0, 6, 0, 0, 80]
+    balls = np.array([front, behind, [-41.0, *front[1:]]])
+    colours, mask = render(balls, np.array([0.0, 0, 1]), 20, 30)
+    across, down = np.arange(30), np.arange(20)[:, None]
+    circles = [(across - x) ** 2 + (down - y) ** 2 < radius**2 for x, y, radius in ((9, 7, 4), (9, 9, 6))]
+    assert np.array_equal(mask, circles[0] | circles[1])
+    np.testing.assert_allclose(colours[7, 9], np.array([100, 50, 0]) * 1.05 + 110)
+    z = (11 / 36) ** 0.5
+    np.testing.assert_allclose(colours[14, 9], np.array([0, 0, 80]) * (0.4 + 0.65 * z) + 110 * z**40)

@@ -20,9 +20,9 @@ from fastvit_triton import create_model, load_model, load_weights, save_weights
 from fastvit_triton.checkpoints import WeightsError
 from fastvit_triton.checkpoints.reading import read
 from fastvit_triton.kernels.settings import forcing
-from fastvit_triton.layers.causal import KeyValues
 from fastvit_triton.models.igpt import colour_clusters, nearest
 from fastvit_triton.models.image_transformer import Blocks1d, mixture_log_prob, mixture_sample
+from fastvit_triton.models.pixel import KeyValues
 from fastvit_triton.models.weights import publish
 from fastvit_triton.train.fewshot import extract_features
 

@@ -259,7 +259,7 @@ def test_batchnorm_trains_without_a_batch_of_one_image(tmp_path: Path, capsys):
         shutil.copytree(tmp_path / "data", tmp_path / "divided" / part)
     (tmp_path / "divided" / "train" / "a" / "0.png").unlink()
     given = ["train", "--data", str(tmp_path / "divided"), "--model", "levit_128s", "--img-size", "64"]
-    given += ["--epochs", "1", "--workers", "0", "--device", "cpu", "--out"]
+    given += ["--allow", "shared-images", "--epochs", "1", "--workers", "0", "--device", "cpu", "--out"]
     assert main([*given, str(tmp_path / "out"), "--batch-size", "4"]) == 0
     text = capsys.readouterr().out
     assert "1 epoch of 1 step\n" in text

@@ -37,6 +37,7 @@ from fastvit_triton.kernels import (
     window,
     window_backward,
 )
+from fastvit_triton.kernels.launch import overriding, targeting
 
 pytestmark = pytest.mark.usefixtures("always_folded")
 
@@ -314,9 +315,12 @@ def test_relu_propagates_nan():
     assert "arith.maxnumf" not in compiled(launches[-1], "sm_80").asm["ttir"]
 
 
+MORE = {"cross": dict(B=1, H=2, Nq=5, Nk=9, D=16, Dv=16)}
 # kernel: part of its source, its replacement, and the op and case that must fail
 MUTATIONS = {
     "attention._fwd_kernel": ("1.0 / nonzero_sum", "-1.0 / nonzero_sum", attention.OP, "bias"),
+    "attention._fwd_whole_kernel": ("1.0 / row_sum", "-1.0 / row_sum", attention.OP, "class_token"),
+    "attention._fwd_tma_kernel": ("1.0 / row_sum", "-1.0 / row_sum", attention.OP, "cross"),
     "attention_backward._bwd_kernel": ("dk0 * softmax_scale", "dk0 * scale", attention.OP, "class_token"),
     "attention_backward._bwd_dq_kernel": ("delta = tl.sum", "delta = -tl.sum", attention.OP, "bias"),
     "attention_backward._bwd_dkdv_kernel": ("dk0 * softmax_scale", "dk0 * scale", attention.OP, "bias"),
@@ -367,13 +371,17 @@ def test_one_wrong_sign_is_detected(kernel, monkeypatch):
     """Oracle: the comparison with float64, which passes for the kernel and must fail for its mutated copy."""
     old, new, op_, case = MUTATIONS[kernel]
     file, name = kernel.split(".")
-    in_16_bits = ("attention_backward._bwd_kernel", "mlp._fwd_kernel")  # these cover whole heads and whole MLPs
+    form = dict(BLOCK_M=64, num_warps=4, num_stages=2, TMA=int("tma" in kernel))
+    rows = attention_launch.whole(**form) if name in ("_fwd_whole_kernel", "_fwd_tma_kernel") else {}
+    # these cover whole heads and whole MLPs, and read by descriptors
+    in_16_bits = ("attention_backward._bwd_kernel", "mlp._fwd_kernel", "attention._fwd_tma_kernel")
     dtype = torch.float16 if kernel in in_16_bits else torch.float32
-    module, case = MODULES[file], op_.cases[case]
-    assert outside(op_, case, dtype) == []
-    monkeypatch.setattr(module, name, mutated(module, name, old, new))
-    monkeypatch.setattr(attention_launch, "_prepared", {})  # clears launches that hold the original kernel
-    assert outside(op_, case, dtype) != []
+    module, case = MODULES[file], (op_.cases | MORE)[case]
+    with overriding(rows), targeting("sm_90") if rows else contextlib.nullcontext():
+        assert outside(op_, case, dtype) == []
+        monkeypatch.setattr(module, name, mutated(module, name, old, new))
+        monkeypatch.setattr(attention_launch, "_prepared", {})  # clears launches that hold the original kernel
+        assert outside(op_, case, dtype) != []
 
 
 # function of `attention_inner`: part of its source, its replacement, dtype, and the case that must fail

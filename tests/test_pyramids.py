@@ -21,8 +21,8 @@ from fastvit_triton import create_model, explain, freeze, optimize
 from fastvit_triton.engine import ways
 from fastvit_triton.engine.batch_norm import normed
 from fastvit_triton.engine.replay import calls
+from fastvit_triton.engine.values import without_weights
 from fastvit_triton.expected.trace import tracing
-from fastvit_triton.expected.values import without_weights
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.settings import forcing

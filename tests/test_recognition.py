@@ -219,6 +219,8 @@ def test_verify_undoes_what_differs(wrong, monkeypatch):
     assert (row.became is None) == wrong == ("forward" not in model[0].__dict__)
     assert not wrong or "differ from the original's by 5.0e-01" in row.why
     assert any(row.type == "LayerNorm" and row.became for row in report.rows)
+    modules = "1 module" if wrong else "2 modules"
+    assert f"Verified in float64: the outputs of {modules} are equal to the original's." in str(report)
 
 
 @pytest.mark.parametrize("name", ["timm_vit", "hf_clip", "hf_dinov2"])

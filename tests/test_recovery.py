@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,13 +29,14 @@ from fastvit_triton.files import replacing, sweep
 from fastvit_triton.models import create_model
 from fastvit_triton.models.weights import save_weights
 from fastvit_triton.train import checkpoint, outputs, trainer
-from fastvit_triton.train.data import Data, TensorBatches, load
+from fastvit_triton.train.data import Data, TensorBatches
 from fastvit_triton.train.data.folder import FolderBatches, ImageFiles
 from fastvit_triton.train.data.split import SPLIT
 from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.train.loop import Diverged
 from fastvit_triton.train.recipes import FOLDER, override_recipe
 from fastvit_triton.train.settings import check_unchanged
+from fastvit_triton.train.sources import load
 
 
 def build() -> trainer.Trainer:
@@ -102,14 +104,15 @@ def attempt(out: Path, delay: float | None, kill: tuple[str, int, bool] | None) 
     return os.WEXITSTATUS(status) == 0 if os.WIFEXITED(status := os.waitpid(child, 0)[1]) else False
 
 
-def _touch(*arguments: object) -> None:
-    arguments[-1].touch()  # replaces plots, which would take most of the time
+def _blank(*_: object) -> SimpleNamespace:
+    """Replaces the figures, which would take most of the time."""
+    return SimpleNamespace(savefig=lambda path, **_: path.touch())
 
 
 def main(root: Path, seed: int) -> None:
     """Kills twenty trainers: ten at random moments, ten while a checkpoint is written."""
     torch.set_num_threads(1)
-    outputs.draw_curves = outputs.draw_predictions = _touch
+    outputs.curves = outputs.predictions = _blank
     dice = random.Random(seed)
     (root / "whole").mkdir()
     began = time.perf_counter()
@@ -391,13 +394,15 @@ def test_weights_are_there_when_a_plot_fails(tmp_path: Path, monkeypatch: pytest
     def fail(*_: object) -> None:
         raise RuntimeError("no fonts\nat all")
 
-    monkeypatch.setattr(outputs, "draw_curves", fail)
-    monkeypatch.setattr(outputs, "draw_predictions", fail)
+    monkeypatch.setattr(outputs, "curves", fail)
+    monkeypatch.setattr(outputs, "predictions", fail)
     for _ in trainer.run(build(), tmp_path, settings={}, save=save, warn=said.append):
         pass
     sentences = [f"cannot write {tmp_path / name}: no fonts; its previous content is intact" for name in PLOTS]
     assert said == sentences
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(outputs.FILES.keys() - {*PLOTS, SPLIT})
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        outputs.FILES.keys() - {*PLOTS, SPLIT, outputs.TABLE}
+    )
 
 
 PLOTS = (outputs.CURVES, outputs.PREDICTIONS)
@@ -407,7 +412,7 @@ def test_damaged_weights_raise(tmp_path: Path):
     """Oracle: an error after one flipped bit in the last tensor."""
     model = create_model("vit_digits_patch2_8")
     path = tmp_path / outputs.WEIGHTS
-    save_weights(model, path, metadata=outputs.weights_metadata(build().data, RECIPE, model, None, False))
+    save_weights(model, path, metadata=outputs.weights_metadata(build().data, RECIPE, model, {}, {}))
     load_trained(path)
     content = bytearray(path.read_bytes())
     content[-3] ^= 1

@@ -23,7 +23,7 @@ from benchmarks.no_device import no_device
 from fastvit_triton import create_model, freeze, optimize, unfreeze
 from fastvit_triton.engine import ways
 from fastvit_triton.engine.replay import build, calls, emit, record
-from fastvit_triton.engine.replay.recorder import Recorder
+from fastvit_triton.engine.replay.recorder import CallRecorder
 from fastvit_triton.kernels import backend, launch, onednn
 from fastvit_triton.kernels.settings import forcing
 from fastvit_triton.kernels.tile import jit, tl
@@ -595,13 +595,13 @@ def replay(given, addresses):
         return without_autocast('cpu', replay, given, addresses)
     x, _ = given
     _, weight_at = addresses
-    y = empty_strided((2, 4), (4, 1), dtype=float32, device=cpu)
     buffer = empty(256, dtype=uint8, device=cpu)
     buffer_float32 = buffer.view(float32)
     aten_copy_(buffer_float32.as_strided((2, 4), (4, 1), 0), x)
     var_mean, var_mean_2 = aten_var_mean(x, [1], correction=0, keepdim=True)
     del var_mean
     buffer_at = buffer.data_ptr()
+    y = empty_strided((2, 4), (4, 1), dtype=float32, device=cpu)
     y_at = y.data_ptr()
     var_mean_2_at = var_mean_2.data_ptr()
     stream = current_stream(-1)
@@ -609,6 +609,7 @@ def replay(given, addresses):
         2, 1, 1, stream, test_replay_scale_binary, test_replay_scale_metadata, None, None, None, buffer_at,
         (weight_at, y_at), var_mean_2_at, 4,
     )
+    del buffer
     del var_mean_2
     return (y, None)
 """
@@ -645,7 +646,7 @@ def _scale_kernel(x, weight_and_y, mean, D: tl.constexpr):
 
 def emitted(function, **tensors):
     """The generated function that replays a function of these tensors."""
-    recorder = Recorder(torch.device("cpu"))
+    recorder = CallRecorder(torch.device("cpu"))
     with recorder:
         result = function(**tensors)
     marks, incoming, gradients = record._record_backward(recorder, [*tensors.values()], result)

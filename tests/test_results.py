@@ -3,23 +3,30 @@
 import csv
 import importlib.util
 import json
+import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 from pyarrow import parquet
+from scipy.stats import binomtest
 from sklearn.metrics import confusion_matrix, f1_score, precision_recall_fscore_support, top_k_accuracy_score
 from test_cli import refused
 from test_photos import SMALL, photographs
 
-from fastvit_triton.cli import loading, main, predict
-from fastvit_triton.cli.loading import find_images, load_trained
+from fastvit_triton.cli import loading, main
+from fastvit_triton.cli.images import find_images
+from fastvit_triton.cli.loading import load_trained
 from fastvit_triton.cli.results import write_rows
+from fastvit_triton.cli.tasks import classify
+from fastvit_triton.cli.tasks import test_images as images_to_test
 from fastvit_triton.train import evaluate, metrics
 from fastvit_triton.train.data.transform import read_image
+from fastvit_triton.train.loop import Score
 
 EPS = torch.finfo(torch.float64).eps
 COUNTS = {"a, ä": 9, 'c"d': 8, "e": 7, "f": 6, "g": 5, "h": 4, "i": 3}
@@ -90,7 +97,7 @@ def test_evaluate_writes_what_it_prints(trained: Path, tmp_path: Path, capsys):
     """Oracle: scikit-learn on the predictions of the loaded model; CSV holds the rows of the JSON."""
     run = load_trained(str(trained))
     options = {"workers": 0, "skip_bad_images": False, "max_pixels": 2**26}
-    score = evaluate(run.model, loading.test_images(run, None, options))
+    score = evaluate(run.model, images_to_test(run, None, options))
     found = {}
     for suffix in ("json", "CSV"):
         out = tmp_path / f"scores.{suffix}"
@@ -101,18 +108,41 @@ def test_evaluate_writes_what_it_prints(trained: Path, tmp_path: Path, capsys):
     assert whole["confusion"] == confusion_matrix(score.targets, score.predictions, labels=range(7)).tolist()
     totals = {"images": len(score.targets), "loss": score.loss, "top1": score.accuracy, "top5": score.top5}
     assert {name: whole[name] for name in totals} == totals and 0 < score.accuracy < score.top5
+    correct = int((score.predictions == score.targets).sum())
+    for low, high, count, images in [
+        (whole["top1_low"], whole["top1_high"], correct, 21),
+        *((row["recall_low"], row["recall_high"], row["correct"], row["images"]) for row in whole["classes"]),
+    ]:
+        assert [low, high] == pytest.approx(binomtest(count, images).proportion_ci(method="wilson"), abs=1e-12)
     for name, column in zip(
         ("precision", "recall", "f1"), of_sklearn(score.targets, score.predictions, 7), strict=True
     ):
         for row, value in zip(whole["classes"], column, strict=True):
             assert row[name] is None if value != value else abs(row[name] - value) <= 2 * EPS
     assert abs(whole["macro_f1"] - f1_score(score.targets, score.predictions, average="macro")) <= 7 * EPS
-    assert f"top-5 accuracy {100 * score.top5:.2f} %, macro-F1 {whole['macro_f1']:.4f}\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    bounds = f"{100 * whole['top5_low']:.0f} to {100 * whole['top5_high']:.0f} %"
+    rows = {
+        "accuracy": [f"{100 * score.accuracy:.0f} %"],
+        "top-5 accuracy": [f"{100 * score.top5:.0f} %", bounds],
+        "macro-F1": [f"{whole['macro_f1']:.3f}", "-"],
+    }
+    for name, cells in rows.items():
+        assert re.search(rf"^│ {name} +│ {' +│ '.join(cells)} +│", printed, re.MULTILINE), (name, printed)
+    assert f"{correct} of {len(score.targets)} test images are correct" in printed
 
     rows = list(csv.DictReader(found["CSV"].splitlines()))
     for row, same, counts in zip(rows, whole["classes"], whole["confusion"], strict=True):
         assert {name: row[name] for name in same} == {name: "" if v is None else str(v) for name, v in same.items()}
         assert [row[f"predicted as {name}"] for name in COUNTS] == list(map(str, counts))
+
+
+def test_classes_without_test_images_are_named(capsys):
+    """Oracle: by hand."""
+    predictions, targets = torch.tensor([0, 1, 2]), torch.tensor([0, 0, 2])
+    score = Score(loss=0.7, accuracy=2 / 3, predictions=predictions, targets=targets, top5=1.0)
+    classify._report(SimpleNamespace(classes=("a", "b", "c", "d")), score, None)
+    assert "no test image is of b, d; macro-F1 counts each of these that is predicted as 0" in capsys.readouterr().err
 
 
 def test_predict_writes_probabilities(folder: Path, trained: Path, tmp_path: Path, capsys):
@@ -161,8 +191,8 @@ def test_images_are_classified_in_batches_in_order(trained: Path, tmp_path: Path
     held = load_trained(str(trained))
     sizes: list[int] = []
     held.model.register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
-    monkeypatch.setattr(predict, "load_trained", lambda *words: held)
-    monkeypatch.setattr(predict, "BATCH", 3)
+    monkeypatch.setattr(loading, "load_trained", lambda *words: held)
+    monkeypatch.setattr(classify, "BATCH", 3)
     generator = torch.Generator().manual_seed(0)
     files = [tmp_path / f"{i}.png" for i in range(9)]
     for i, file in enumerate(files):
@@ -215,7 +245,7 @@ def test_tables_are_replaced_atomically(suffix: str, tmp_path: Path):
 @pytest.mark.full
 def test_files_that_cannot_be_written_are_refused_at_once(tmp_path: Path, monkeypatch, capsys):
     """Oracle: one sentence before the checkpoint is read; it names the suffixes, the package or the folder."""
-    monkeypatch.setattr(predict, "load_trained", partial(pytest.fail, "the checkpoint was read"))
+    monkeypatch.setattr(loading, "load_trained", partial(pytest.fail, "the checkpoint was read"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     checkpoint = tmp_path / "model.safetensors"
     checkpoint.touch()

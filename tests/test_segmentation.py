@@ -1,6 +1,5 @@
 """Tests of training with a class for each pixel: loss, scores, masks of scenes, and a run that learns."""
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.metrics import jaccard_score
 
-from benchmarks.segmentation import MODEL, OPTIONS, RESULTS
+from benchmarks.trainings import SETR, SETR_OPTIONS, rows_of
 from fastvit_triton import create_model
 from fastvit_triton.train import Step, fit
 from fastvit_triton.train.detection import scenes
@@ -114,11 +113,11 @@ def test_a_model_learns_a_few_scenes():
 
 def test_committed_figures_are_those_of_the_docs():
     """Oracle: the result file: its options are the script's, and the page has its figures."""
-    result = json.loads((RESULTS / "segmentation.json").read_text())
+    (result,) = rows_of("segmentation")
     page = (Path(__file__).parent.parent / "docs" / "detect.md").read_text()
     last = result["log"][-1]
-    assert (result["model"], result["options"]) == (MODEL, OPTIONS) and result["steps"] == last["epoch"] * 400
-    assert sum(p.numel() for p in create_model(MODEL).parameters()) == result["parameters"]
+    assert (result["name"], result["options"]) == (SETR, SETR_OPTIONS) and result["steps"] == last["epoch"] * 400
+    assert sum(p.numel() for p in create_model(SETR).parameters()) == result["parameters"]
     for figure in (
         f"{100 * last['miou']:.1f} %",
         f"{100 * last['pixel_accuracy']:.1f} %",

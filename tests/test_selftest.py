@@ -175,7 +175,7 @@ def test_a_process_that_does_not_start(capsys, tmp_path, monkeypatch):
 def test_selftest_ends_in_time(capsys, tmp_path, monkeypatch):
     """Oracle: a stand-in whose time is over when its second check begins: the first counts, the others are listed."""
     process, begun, asked = PROCESS.replace("sys.exit(7)", "sys.stdin.read()"), threading.Event(), []
-    take = workers.Run._take
+    take = workers.WorkerRun._take
 
     class Timer:
         def __init__(self, seconds, call):
@@ -190,7 +190,7 @@ def test_selftest_ends_in_time(capsys, tmp_path, monkeypatch):
         return name
 
     monkeypatch.setattr(threading, "Timer", Timer)
-    monkeypatch.setattr(workers.Run, "_take", taken)
+    monkeypatch.setattr(workers.WorkerRun, "_take", taken)
     monkeypatch.setattr(selftest, "planned", lambda device: dict.fromkeys(["a", "dies", "b"]))
     monkeypatch.setattr(workers, "count", lambda device: 1)
     monkeypatch.setattr(workers, "COMMAND", (sys.executable, "-c", process))
@@ -412,6 +412,6 @@ def test_workers_share_the_checks():
         rows.append(row["case"])
         adding.release()
 
-    work = workers.Run(names, Deadline(HANG), add, Quick)
+    work = workers.WorkerRun(names, Deadline(HANG), add, Quick)
     work.run(4)
     assert sorted(rows, key=int) == names and work.not_reached == []

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ PRODUCTS = {
 @functools.cache
 def committed_now() -> dict | None:
     """The committed report by this release of Triton, if there is one."""
-    made = (json.loads(path.read_text()) for path in static.RESULTS.rglob("static.json"))
+    made = map(static.load, static.RESULTS.rglob("static.json"))
     return next((report for report in made if report["triton"] == triton.__version__), None)
 
 
@@ -160,7 +159,7 @@ RECORDED += [pytest.param(arch, False, marks=pytest.mark.full) for arch in GPUS]
 
 def committed(folder: str) -> dict:
     """A committed report."""
-    return json.loads((static.RESULTS / folder / "static.json").read_text())
+    return static.load(static.RESULTS / folder / "static.json")
 
 
 @pytest.mark.fast
@@ -202,6 +201,19 @@ def test_unchanged_rows_are_not_compiled(monkeypatch):
     for row in rows:
         row.pop("expected_us", None)
     assert all(row in rows for row in made)
+
+
+@pytest.mark.fast
+def test_reports_are_read_as_they_were_written(tmp_path):
+    """Oracle: the report before, with a launch that does not compile; two rows of a key with other figures."""
+    report = committed("triton-3.9.0")
+    refused = {name: report["rows"][0][name] for name in (*static.CALL, "kernel", "config", "programs")}
+    report["rows"].append(refused | dict(key="refused", violations=["does not compile"]))
+    (tmp_path / "static.json").write_text(static.to_json(report))
+    assert static.load(tmp_path / "static.json") == report
+    report["rows"].append(report["rows"][0] | dict(registers=0))
+    with pytest.raises(ValueError, match="has two rows with other figures"):
+        static.to_json(report)
 
 
 @pytest.mark.fast

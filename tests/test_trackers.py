@@ -5,6 +5,8 @@ import inspect
 import os
 import sqlite3
 import sys
+from contextlib import contextmanager
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -142,6 +144,51 @@ def test_trackers_are_refused_in_one_sentence(tmp_path: Path, capsys, monkeypatc
     text = refused(capsys, *out, "--log-to", "tensorboard,wandb")
     assert "--log-to tensorboard needs the package tensorboard; pip install 'fastvit_triton[tensorboard]'" in text
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("moment", ["open", "log", "close"])
+def test_a_tracker_that_fails_is_left_out(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Oracle: one warning that names the tracker and the error; the other tracker receives every row and is closed."""
+    received: dict[str, list] = {"bad": [], "good": []}
+
+    @contextmanager
+    def tracker(name: str, run: TrackedRun):
+        def fail_at(now: str) -> None:
+            received[name].append(now)
+            if name == "bad" and now == moment:
+                raise ConnectionError("no route\nto host")
+
+        fail_at("open")
+        yield lambda row, step: fail_at("log")
+        fail_at("close")
+
+    names = {name: partial(tracker, name) for name in received}
+    monkeypatch.setattr(trackers, "TRACKERS", names)
+    warned: list[str] = []
+    with tracking("bad,good", TrackedRun(tmp_path, "", {}), warned.append) as log:
+        log(ROWS[4], 4)
+        log(ROWS[8], 8)
+    assert warned == ["--log-to bad failed and is left out from here on (ConnectionError: no route)"]
+    assert received["good"] == ["open", "log", "log", "close"]
+    assert received["bad"] == {"open": ["open"], "log": ["open", "log", "close"]}.get(moment, received["good"])
+
+
+def test_a_tracker_sees_why_a_run_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Oracle: the exception of the run, which wandb and MLflow show as its status; it is not replaced."""
+    seen = []
+
+    @contextmanager
+    def tracker(run: TrackedRun):
+        try:
+            yield lambda row, step: None
+        except ValueError as error:
+            seen.append(error)
+            raise
+
+    monkeypatch.setattr(trackers, "TRACKERS", {"one": tracker})
+    with pytest.raises(ValueError, match="diverged"), tracking("one", TrackedRun(tmp_path, "", {}), seen.append):
+        raise ValueError("the run diverged")
+    assert [str(error) for error in seen] == ["the run diverged"]
 
 
 def test_nothing_is_tracked_unless_asked():

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,13 +21,14 @@ from torch import Tensor, nn
 from fastvit_triton.files import replacing
 from fastvit_triton.models import create_model
 from fastvit_triton.train import checkpoint, outputs, plots, trainer
+from fastvit_triton.train import progress as progress_display
 from fastvit_triton.train.augment.mix import mixup
 from fastvit_triton.train.data import Data, TensorBatches
 from fastvit_triton.train.data.split import SPLIT
 from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.train.loop import Diverged, Progress, Score, evaluate, fit
 from fastvit_triton.train.optim import adamw, parameter_groups, reinit_pos_embed, warmup_cosine
-from fastvit_triton.train.progress import show_progress
+from fastvit_triton.train.progress import show_progress, with_estimate
 from fastvit_triton.train.recipes import DIGITS, Recipe
 from fastvit_triton.train.settings import resolve_settings
 from fastvit_triton.train.step import Step, count_correct
@@ -251,7 +253,7 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path):
 def test_a_run_writes_all_files_and_a_finished_run_can_plot_again(tmp_path: Path):
     """Oracle: the list of files; the log has one row per epoch and equals the state's history."""
     train(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(outputs.FILES.keys() - {SPLIT})
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(outputs.FILES.keys() - {SPLIT, outputs.TABLE})
     header, *rows = (tmp_path / outputs.LOG).read_text().splitlines()
     history = checkpoint.load_state(tmp_path / outputs.STATE)["history"]
     assert header.split(",") == list(history[0]) and len(rows) == 3
@@ -316,22 +318,6 @@ def test_damaged_or_malicious_states_raise(tmp_path: Path):
 
 
 @pytest.mark.fast
-def test_keys_of_earlier_versions_are_renamed(tmp_path: Path):
-    """Oracle: a current state with its keys renamed to those of earlier versions."""
-    train(tmp_path, epochs=1)
-    state = checkpoint.load_state(tmp_path / outputs.STATE)
-    state["settings"] = {"grad_accum_steps": 2, "ema_decay": 0.5}
-    older = {"average" if name == "ema" else name: value for name, value in state.items()}
-    older["settings"] = {"parts": 2, "average": 0.5}
-    names = {"correct": "right", "epoch_rng": "began"}
-    older["progress"] = {names.get(name, name): value for name, value in state["progress"].items()}
-    torch.save(older, tmp_path / "older.pt")
-    found = checkpoint.load_state(tmp_path / "older.pt")
-    assert found.keys() == state.keys() and found["settings"] == state["settings"]
-    assert found["progress"].keys() == state["progress"].keys() and found["ema"].keys() == state["ema"].keys()
-
-
-@pytest.mark.fast
 def test_settings_of_a_resumed_run():
     """Oracle: settings that are not given come from the run; a different setting raises an error that names it."""
     saved = resolve_settings({"epochs": 7})
@@ -380,11 +366,11 @@ def test_plots_are_drawn_without_global_state(tmp_path: Path, wrong: int):
     targets = stripes(16)[1]
     predictions = targets.clone()
     predictions[:wrong] = 9
-    score = Score(0.1, (16 - wrong) / 16, predictions, targets)
-    plots.draw_predictions(data(), score, tmp_path / "p.png", max_images=12)
+    score = Score(0.1, (16 - wrong) / 16, predictions, targets, confidences=torch.linspace(0.5, 1, 16))
+    plots.predictions(data(), score, max_images=12).savefig(tmp_path / "p.png", dpi=150)
     row = dict(epoch=1, lr=1e-3, train_loss=1.0, train_accuracy=0.5, test_loss=1.1, test_accuracy=0.4)
     untested = row | dict(test_loss=None, test_accuracy=None)
-    plots.draw_curves([untested, row] if wrong else [row, untested], tmp_path / "c.png")
+    plots.curves([untested, row] if wrong else [row, untested]).savefig(tmp_path / "c.png", dpi=150)
     assert dict(matplotlib.rcParams) == before
     with Image.open(tmp_path / "p.png") as drawn:
         pixels = torch.tensor(list(drawn.convert("RGB").resize((600, 400)).tobytes())).view(-1, 3)
@@ -432,6 +418,34 @@ def test_adamw_decays_matrices_only():
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize(
+    "seconds, total, said",
+    [
+        ([9.0, 2.0, 2.0, 2.0, 50.0], 1804, "about 1 h 0 min to go, at 2 s a step"),
+        ([9.0, 2.0, 2.0, 2.0, 50.0], 30, None),
+        ([30.0, 1.0], 7, "about 3 min to go, at 30 s a step"),
+        ([10.0, 11.0, 1.0], 12, "about 2 min to go, at 11 s a step"),
+    ],
+    ids=["four steps", "short run", "one long step", "two long steps"],
+)
+def test_estimated_time(seconds, total, said, monkeypatch):
+    """Oracle: by hand: the first step is left out unless it takes the patience; ends of epochs are no steps."""
+    now = 0.0
+    monkeypatch.setattr("fastvit_triton.train.progress.time.perf_counter", lambda: now)
+
+    def steps():
+        nonlocal now
+        for i, each in enumerate(seconds, 1):
+            now += each
+            yield Progress(1, i, done=False)
+        yield Progress(1, len(seconds))
+
+    sentences: list[str] = []
+    assert len(list(with_estimate(steps(), total, sentences.append))) == len(seconds) + 1
+    assert sentences == ([said] if said else [])
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("terminal", [True, False])
 def test_display(terminal: bool):
     """Oracle: no line exceeds 80 columns or is cut; one line per epoch without a terminal; the remaining time."""
@@ -448,3 +462,35 @@ def test_display(terminal: bool):
     assert all(len(line) <= 80 for line in lines) or not terminal
     assert re.search(r"ETA \d*\d:\d\d\s*$", lines[-1]), lines[-1]
     assert terminal or len(lines) == 1
+
+
+@pytest.mark.fast
+def test_lines_within_long_epochs(monkeypatch: pytest.MonkeyPatch):
+    """Oracle: by hand, on a clock that a step of 25 s advances: a line where 60 s passed without one, none for the
+    last step, whose epoch has a line; 25 s for each step left, also after a resumption in the middle of an epoch."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(progress_display, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    def lines(first: int, seconds: float, steps: int = 7) -> list[str]:
+        page = io.StringIO()
+        with show_progress(Console(file=page, force_terminal=False, width=80), 2, steps) as show:
+            for epoch, start in ((1, first), (2, 1)):
+                for step in range(start, steps + 1):
+                    clock.now += seconds
+                    sums = 200 * step, torch.tensor(300.0 * step), torch.tensor(100.0 * step)
+                    show(Progress(epoch, step, *sums, 1e-3, seconds * step, {}, False))
+                show(Progress(epoch, steps, *sums, 1e-3, seconds * steps, None, True))
+        return page.getvalue().splitlines()
+
+    found = lines(1, 25)
+    assert [re.sub("  loss .* images/s", "", line) for line in found] == [
+        "epoch 1/2  step 3/7  ETA 4:35",
+        "epoch 1/2  step 6/7  ETA 3:20",
+        "epoch 1/2  ETA 2:55",
+        "epoch 2/2  step 3/7  ETA 1:40",
+        "epoch 2/2  step 6/7  ETA 0:25",
+        "epoch 2/2  ETA 0:00",
+    ]
+    assert found[0] == "epoch 1/2  step 3/7  loss 1.500  train 50.0 %  8 images/s  ETA 4:35"
+    assert lines(4, 25)[0].endswith("ETA 3:20") and lines(4, 25)[0].startswith("epoch 1/2  step 6/7")
+    assert len(lines(1, 8)) == 2 and lines(1, 4000)[0].endswith("ETA 14:26:40")

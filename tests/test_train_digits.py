@@ -1,6 +1,5 @@
 """Tests of training on the digits: fused kernels take the reference's steps, and each way reaches its accuracy."""
 
-import json
 import math
 from functools import partial
 
@@ -9,7 +8,7 @@ import torch
 from budget import allowed
 from interpreter import interpreting
 
-from benchmarks import train_digits
+from benchmarks import trainings
 from fastvit_triton.models import create_model
 from fastvit_triton.train.augment.mix import mixup
 from fastvit_triton.train.data import TensorBatches, digits
@@ -23,8 +22,8 @@ def path(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     images, targets = (x[:12] for x in digits("train"))
     model = create_model("vit_digits_patch2_8", embed_dim=16, depth=1, num_heads=1).to(dtype)
-    train_digits.configure_model(train_digits.DIGITS, model)
-    batches = TensorBatches(images.to(dtype), targets, train_digits.TRANSFORM, 4, torch.clone)
+    trainings.configure_model(trainings.DIGITS, model)
+    batches = TensorBatches(images.to(dtype), targets, trainings.TRANSFORM, 4, torch.clone)
     step = Step(mix=partial(mixup, classes=10, alpha=0.4), clip=1.0)
     test = partial(evaluate, batches=[(images[:1].to(dtype), targets[:1])])
     losses, weights = [], []
@@ -49,16 +48,33 @@ def test_fused_steps_equal_the_reference_steps():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("way", train_digits.WAYS)
+@pytest.mark.parametrize("way", trainings.WAYS)
 def test_each_way_learns(way: str):
-    """Oracle: the results of the same few epochs in results/learn.json, minus three standard deviations of a fraction
+    """Oracle: the results of the same few epochs in results/trainings.json, minus three standard deviations of a share
     of 360 images, because other processors round differently. Masked pre-training with 100 labels learns little in
     eight epochs, so its loss is tested: it varies by 0.02 between seeds and is 0.08 higher after one epoch."""
-    committed = json.loads(train_digits.RESULT.read_text())["quick"][way]
-    found = train_digits.WAYS[way](committed["epochs"])
+    committed = next(row for row in trainings.rows_of("learn") if row["name"] == f"{way} quick")
+    found = trainings.WAYS[way](committed["epochs"])
     if way == "masked":
         assert found["masked_loss"] <= committed["masked_loss"] + 3 * 0.02
         return
     share, chance = committed["accuracy"], 1 / len("0123456789")
     mark = share - 3 * math.sqrt(share * (1 - share) / len(digits("test")[1]))
     assert found["accuracy"] >= mark > chance
+
+
+@pytest.mark.fast
+def test_the_file_has_every_row_of_the_table(tmp_path):
+    """Oracle: the names and seeds of the table; a row that is stored again takes its own place."""
+    rows = trainings.stored(trainings.RESULT)
+    want = [
+        (name, row, seed)
+        for name, training in trainings.TRAININGS.items()
+        for seed in range(training.seeds)
+        for row in training.rows
+    ]
+    assert [(row["training"], row["name"], row["seed"]) for row in rows] == want
+    for row in (*rows[::-1], rows[3] | dict(core_seconds=0)):
+        trainings.store(row, tmp_path / "trainings.json")
+    again = trainings.stored(tmp_path / "trainings.json")
+    assert again == [*rows[:3], rows[3] | dict(core_seconds=0), *rows[4:]]

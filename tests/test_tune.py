@@ -543,7 +543,14 @@ def test_files_by_the_command(monkeypatch, tmp_path, capsys):
 @pytest.mark.full(one_in=4)
 def test_dry_run(tmp_path):
     """Oracle: every step runs in the interpreter, in a temporary folder; nothing is saved."""
-    command = [str(Path(sys.executable).with_name("fastvit-triton")), "tune", "--dry-run", "--train"]
+    command = [
+        str(Path(sys.executable).with_name("fastvit-triton")),
+        "tune",
+        "--dry-run",
+        "--train",
+        "--seconds",
+        str(HANG),
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr
     assert "Every step was executed" in done.stdout and "NO" not in done.stdout

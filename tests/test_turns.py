@@ -52,6 +52,14 @@ def test_files_about_a_change_run_whole(monkeypatch):
     assert {"test_loss.py", "test_hub.py", "test_turns.py"} <= turns.whole_files()
 
 
+def test_other_docstrings_are_no_change_of_code():
+    """Oracle: by hand."""
+    before = '"""A."""\n\ndef f(x):\n    """B."""\n    return x + "c"\n'
+    assert turns.code(before) == turns.code('"""Z."""\ndef f(x):  # y\n    return x + "c"\n')
+    assert turns.code(before) != turns.code(before.replace('"c"', '"d"'))
+    assert turns.code('def f():\n    """A."""\n') == turns.code('def f():\n    """B."""\n')
+
+
 def test_nightly_runs_are_recent():
     """Oracle: at most sixty commits between what passed, by its own record, and what is checked out."""
     if turns.before() is None:

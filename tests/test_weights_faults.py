@@ -43,22 +43,25 @@ def damaged(tmp_path, kind: str):
         return tmp_path / "empty", "there is no checkpoint .*model.safetensors"
     if kind == "suffix":
         (tmp_path / "a.txt").write_text("hello")
-        return tmp_path / "a.txt", "expected .safetensors, .pt"
+        return tmp_path / "a.txt", "is no file of safetensors, torch.save, .*: it begins with b.hello"
     if kind == "page":
         (tmp_path / "b.pt").write_text("<!DOCTYPE html><html>404</html>")
-        return tmp_path / "b.pt", "damaged, cut short or no .pt file"
+        return tmp_path / "b.pt", "damaged, cut short or no .pt file: it begins with b.<!DOCTYPE html>"
     if kind == "hostile":
         torch.save({"model": Hostile(tmp_path / "pwned")}, tmp_path / "b.pt")
-        return tmp_path / "b.pt", r"refused: it is a pickle that would run code \((posix|nt)\.mkdir\)"
+        return (
+            tmp_path / "b.pt",
+            r"refused: it names (posix|nt)\.mkdir, whose code would run, and it holds model \((posix|nt)\.mkdir\)",
+        )
     if kind == "hostile legacy":
         (tmp_path / "b.bin").write_bytes(pickle.dumps({"model": Hostile(tmp_path / "pwned")}, protocol=2))
-        return tmp_path / "b.bin", "refused: it is a pickle"
+        return tmp_path / "b.bin", r"refused: it names (posix|nt)\.mkdir.* and it holds model \((posix|nt)\.mkdir\)"
     if kind == "hostile npz":
         np.savez(tmp_path / "b.npz", embedding=np.array([Hostile(tmp_path / "pwned")], dtype=object))
-        return tmp_path / "b.npz", "refused: it is a pickle"
+        return tmp_path / "b.npz", "refused: it names a pickled object, whose code would run, and it holds embedding;"
     if kind == "list":
         torch.save([1, 2], tmp_path / "b.pt")
-        return tmp_path / "b.pt", "holds a list; expected a state dict"
+        return tmp_path / "b.pt", "holds a list of 2; expected a state dict"
     if kind == "resnet":
         with torch.device("meta"):
             return (

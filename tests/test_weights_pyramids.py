@@ -219,10 +219,10 @@ def test_positions_of_every_stage_are_resized():
     """Oracle: bilinear interpolation as in the authors' code; the class token's row stays."""
     ours, larger = pyramid("pvt", img_size=(16, 64)), pyramid("pvt", img_size=(48, 32))
     save = ours.state_dict()
-    with pytest.raises(WeightsError, match="create the model with its img_size"):
+    with pytest.raises(WeightsError, match="create the model with the checkpoint's img_size"):
         load_weights(larger, {key: t[:, 1:] if key == "pos_embed1" else t for key, t in save.items()})
     report = load_weights(larger, pyramid("pvt").state_dict())
-    assert report.positions == "8x8 resized to 12x8 (bilinear), 4x4 resized to 6x4 (bilinear)"
+    assert report.positions == "8x8 (assumed) resized to 12x8 (bilinear), 4x4 (assumed) resized to 6x4 (bilinear)"
 
 
 def test_files_of_ours_say_the_grid(tmp_path):
@@ -265,7 +265,7 @@ def test_official_tnt_at_another_size():
     state["inner_pos"] = state["inner_pos"].flatten(2).transpose(1, 2)
     state["outer_tokens"] = torch.zeros(1, 4, 12)
     report = load_weights(larger, state, resize="bicubic_antialias")
-    assert report.family == "TNT" and report.positions == "2x2 resized to 3x4 (bicubic_antialias)"
+    assert report.family == "TNT" and report.positions == "2x2 (assumed) resized to 3x4 (bicubic_antialias)"
     assert report.dropped == ("outer_tokens",)
     built = case.build(img_size=(24, 32), **case.options, num_classes=7)
     built.load_state_dict(timm.models.tnt.checkpoint_filter_fn(state, built))
@@ -279,7 +279,7 @@ def test_official_crossvit_at_another_size():
     ours, larger = pyramid("crossvit", img_size=(24, 24)), pyramid("crossvit", img_size=(36, 24))
     state = renamed(ours.state_dict(), (r"^(pos_embed|cls_token)_", r"\1."))
     report = load_weights(larger, state)
-    sizes = "4x4 resized to 6x4 (bicubic_antialias)"
+    sizes = "4x4 (assumed) resized to 6x4 (bicubic_antialias)"
     assert report.family == "CrossViT" and report.positions == f"{sizes}, {sizes}"
     for key, tensor in larger.state_dict().items():
         want = ours.state_dict()[key]
@@ -302,7 +302,7 @@ def test_official_ceit_at_another_size():
     """Oracle: the weights themselves, with positions resized by hand."""
     ours, larger = pyramid("ceit", img_size=16), pyramid("ceit", img_size=(24, 32))
     report = load_weights(larger, {"model": ours.state_dict()})
-    assert report.family == "CeiT (model)" and report.positions == "2x2 resized to 3x4 (bicubic)"
+    assert report.family == "CeiT (model)" and report.positions == "2x2 (assumed) resized to 3x4 (bicubic)"
     for key, tensor in larger.state_dict().items():
         want = ours.state_dict()[key]
         want = resize_pos_embed(want, (2, 2), (3, 4), 1, "bicubic") if key == "pos_embed" else want

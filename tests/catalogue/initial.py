@@ -35,6 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "ipt_digits": dict(img_size=6, features=4, depth=2, num_heads=3),
     "detr_digits": {},
     "deformable_detr_digits": {},
+    "deformable_detr_tiny": {},
     "detr_resnet50": dict(depths=(1, 1, 1, 1), stem_dim=4, hidden_dim=32, num_heads=4, mlp_dim=48)
     | dict(encoder_layers=1, decoder_layers=1, num_queries=5, num_classes=3),
 }
@@ -138,7 +139,8 @@ RULES: dict[str, dict[str, Rule]] = {
     "Detector": {
         r"transformer\S*(in_proj_weight|out_proj\.weight|linear[12]\.weight)$": xavier,
         r"(in_proj_bias|out_proj\.bias)$": ZERO,
-        r"^conv backbone\.0\.body\.(conv1|layer\d)": of_outputs,  # of a ResNet
+        r"^conv backbone\.0\.body\.(conv1|stem|layer\d)": of_outputs,  # of a ResNet
+        r"body\.layer\d\S*conv2_kxk\.bn\.weight$": ZERO,  # each block is its shortcut
         "^embedding": (0.0, 1.0),
         "^linear": usual,
     },
@@ -146,12 +148,16 @@ RULES: dict[str, dict[str, Rule]] = {
         r"sampling_offsets\.bias$": None,
         r"(sampling_offsets\.weight|attention_weights\.(weight|bias))$": ZERO,
         r"(value_proj|output_proj|reference_points)\.bias$": ZERO,
+        r"(enc_output|pos_trans)\.weight$": xavier,
         r"(value_proj|output_proj|reference_points)\.weight$": xavier,
         "level_embed$": (0.0, 1.0),
         r"input_proj\S*bias$": ZERO,
         r"^conv input_proj\S*weight$": xavier,
         r"class_embed\S*bias$": (-math.log(99), 0.0),
-        r"bbox_embed\.0\.layers\.2\.bias$": (torch.tensor([0.0, 0.0, -2.0, -2.0]), 0.0),
+        r"bbox_embed\.0\.layers\.2\.bias$": lambda m, _, __: (
+            torch.tensor([0.0, 0.0, -2.0, -2.0]) * (not m.config.two_stage),
+            0.0,
+        ),
         r"bbox_embed\.\d+\.layers\.2\.": ZERO,
     },
 }

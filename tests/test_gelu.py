@@ -1,0 +1,144 @@
+"""Tests of activations in cuBLASLt's epilogue, and of the tanh form of GELU in bfloat16 inference."""
+
+import copy
+import pickle
+from contextlib import nullcontext
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from interpreter import interpreting
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastvit_triton import create_model, optimize, revert
+from fastvit_triton.engine.mlp import asks_for_exact_gelu
+from fastvit_triton.expected.cuda_operators import as_on_cuda
+from fastvit_triton.expected.trace import tracing
+from fastvit_triton.kernels import mixed, settings
+from fastvit_triton.kernels.launch import targeting
+from fastvit_triton.kernels.settings import forcing
+
+IN_BLAS = "_addmm_activation"
+SHARE = 0.1  # of bfloat16's rounding error: what `docs/ways.md` promises
+
+
+@pytest.mark.parametrize("spread", [0.25, 0.5, 1.0, 2.0, 4.0])
+def test_tanh_differs_from_erf_by_less_than_a_tenth_of_the_rounding_to_bfloat16_but_not_to_float16(spread):
+    """Oracle: both forms in float64, of normal values with this standard deviation."""
+    x = spread * torch.randn(1 << 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    erf = F.gelu(x)
+    difference = (F.gelu(x, approximate="tanh") - erf).norm()
+    of_bfloat16, of_float16 = ((F.gelu(x.to(dtype)).double() - erf).norm() for dtype in (torch.bfloat16, torch.half))
+    assert difference < SHARE * of_bfloat16
+    assert spread > 0.5 or difference > SHARE * of_float16
+
+
+def events_of(
+    model: nn.Module, arch: str = "sm_90", dtype=torch.bfloat16, autocast=None, grad: bool = False
+) -> set[str]:
+    """The names of operators and kernels of a call in the mixed way, on fake tensors of a GPU."""
+    x = torch.empty(2, 5, 32, dtype=dtype)
+    with targeting(arch), as_on_cuda(autocast), tracing() as found, forcing("mixed"), torch.set_grad_enabled(grad):
+        with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
+            model(x)
+    return {event.name for event in found.events}
+
+
+def block(dtype=torch.bfloat16, act: type[nn.Module] = nn.GELU) -> nn.Module:
+    """A block of timm, converted."""
+    made = timm.models.vision_transformer.Block(32, 2, act_layer=act).to(dtype).eval()
+    optimize(made)
+    return made
+
+
+def test_inference_in_bfloat16_activates_in_blas():
+    """Oracle: the rule of `kernels.mixed`; of each exception one case."""
+    assert IN_BLAS in events_of(block())
+    assert IN_BLAS in events_of(block(act=nn.ReLU), dtype=torch.bfloat16)
+    assert IN_BLAS in events_of(block(torch.float16, nn.ReLU), dtype=torch.float16)
+    assert IN_BLAS in events_of(block(torch.float32), dtype=torch.float32, autocast=torch.bfloat16)
+    ours = create_model("vit_tiny_patch16_224", img_size=32, embed_dim=32, num_heads=2, depth=1)
+    assert IN_BLAS in events_of(ours.blocks.bfloat16().eval(), "sm_100")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(arch="sm_80"), dict(arch="sm_120"), dict(grad=True), dict(dtype=torch.float16), dict(dtype=torch.float32),
+        dict(act=nn.SiLU), dict(dtype=torch.float32, autocast=torch.float16),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_erf_stays(options):
+    """Oracle: the rule of `kernels.mixed`, as above."""
+    made = block(options.get("dtype", torch.bfloat16), options.pop("act", nn.GELU))
+    assert IN_BLAS not in events_of(made, **options)
+
+
+def test_a_layer_without_bias_keeps_erf():
+    """Oracle: the rule of `kernels.mixed`; the operator has no form without a bias."""
+    made = block()
+    made.mlp.fc1.bias = None
+    assert IN_BLAS not in events_of(made)
+
+
+def test_exact_gelu_is_asked_for_by_model_and_by_variable(monkeypatch):
+    """Oracle: the operators of a call; copies and pickles are as exact, and `revert` removes the mark."""
+    made = block()
+    before = set(vars(made.mlp))
+    report = optimize(made, exact_gelu=True)
+    assert not report.tanh_gelu
+    for model in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert IN_BLAS not in events_of(model)
+    optimize(made)
+    assert IN_BLAS in events_of(made)
+    optimize(made, exact_gelu=True)
+    revert(made)
+    assert not asks_for_exact_gelu(made.mlp) and set(vars(made.mlp)) <= before
+    with monkeypatch.context() as patch:
+        patch.setattr(settings, "exact", True)
+        assert IN_BLAS not in events_of(block())
+    with pytest.raises(TypeError, match="exact_gelu is 1; give True or False"):
+        optimize(made, exact_gelu=1)
+
+
+def test_the_report_says_it():
+    """Oracle: where the operator is used."""
+    for arch, said in (("sm_90", True), ("sm_120", False)):
+        with targeting(arch):
+            text = str(optimize(timm.models.vision_transformer.Block(32, 2).bfloat16()))
+        assert ("tanh form" in text) == said
+
+
+class UseGelu(TorchDispatchMode):
+    """Records how the operator is called; on a CPU it computes erf's GELU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[bool] = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        if IN_BLAS in str(function):
+            self.calls.append((named or {}).get("use_gelu", False))
+        return function(*arguments, **named or {})
+
+
+@pytest.mark.parametrize("act, use_gelu", [(nn.ReLU, False), (nn.GELU, True)])
+def test_its_operands_are_right(monkeypatch, act, use_gelu):
+    """Oracle: the block by PyTorch in float64; budget: twice the error of the plain way, and a rounding."""
+    made = block(torch.float32, act)
+    x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(mixed, "has_epilogues", lambda device: True)
+    monkeypatch.setattr("fastvit_triton.engine.mlp.mixed.takes_tanh_for_erf", lambda x: True)
+    with torch.no_grad(), interpreting():
+        with forcing("mixed"), UseGelu() as seen:
+            y = made(x)
+        with forcing("plain"):
+            plain = made(x)
+        revert(made)
+        exact = made.double()(x.double())
+    assert seen.calls == [use_gelu]
+    error, usual = (y - exact).abs().max(), (plain - exact).abs().max()
+    assert error <= 2 * usual + torch.finfo(torch.float32).eps * exact.abs().max()
