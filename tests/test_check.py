@@ -17,14 +17,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from patience import HANG
+from safetensors.torch import save_file
 from test_community import SOURCE, parts
 from torch import nn
 
 from benchmarks import community
 from benchmarks.no_device import no_device
+from fastvit_triton import create_model
 from fastvit_triton.cli import check as command
 from fastvit_triton.cli import main
 from fastvit_triton.cli.check import CheckRequest
+from fastvit_triton.cli.model_by_name import build_model
+from fastvit_triton.convert import on_cpu
 from fastvit_triton.kernels import choose, onednn
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.settings import forcing
@@ -52,6 +56,7 @@ from fastvit_triton.measure.libraries import ModelCall
 from fastvit_triton.measure.timeout import Deadline, TimedOut
 from fastvit_triton.measure.variants import compiling
 from fastvit_triton.measure.workers import result_of
+from fastvit_triton.models.weights.load import save_weights
 
 CPU = torch.device("cpu")
 DIGITS = ("--model", "vit_digits_patch2_8", "--batch", "2", "--device", "cpu")
@@ -535,8 +540,9 @@ FOREIGN = "--model", "timm:test_vit", "--device", "cpu", "--train"
 @pytest.mark.full
 @pytest.mark.filterwarnings("default")  # of timm
 @pytest.mark.parametrize("words", [DIGITS, pytest.param(FOREIGN, marks=pytest.mark.full)])
-def test_a_run_on_a_cpu(here, capsys, words):
+def test_a_run_on_a_cpu(here, capsys, words, monkeypatch):
     """Oracle: every stage starts and ends; the file has ratios, no absolute time, and its machine and versions."""
+    monkeypatch.setattr(on_cpu, "gains", list)
     assert main(["check", *words]) == 0
     head, *lines, last = capsys.readouterr().out.splitlines()
     assert head.startswith(f"{words[1]}, {'training' if '--train' in words else 'inference'}, float32, batch ")
@@ -552,6 +558,35 @@ def test_a_run_on_a_cpu(here, capsys, words):
     assert len(rows) == (7 if "--train" in words else 8) and all(row["speedup"] > 0 and "us" not in row for row in rows)
     assert all(row["match"] for row in rows if row["arm"] != MEDIUM)
     assert "gpu is null" in community.problems(held | dict(selftest=parts()[1]))[0] and "selftest" not in held
+
+
+@pytest.mark.fast
+def test_bfloat16_is_advised_where_it_was_faster(monkeypatch):
+    """Oracle: by hand; only for inference in float32, and only if each measured model gained."""
+    request = CheckRequest("", "", None, 1, "float32", False, "cpu", False)
+    for low, said in ((1.4, True), (0.9, False)):
+        gain = on_cpu.Gain("m", 1, 1, 1.0, dict(bf16=[1.5, low, 1.6]))
+        monkeypatch.setattr(on_cpu, "gains", lambda gain=gain: [gain])
+        line = command._in_bfloat16(request)
+        assert (line is not None) == said
+        assert line is None or ('freeze(model, "bf16")' in line and "1.50 to 1.50 × eager PyTorch" in line)
+        for other in (dict(train=True), dict(dtype="bfloat16")):
+            assert command._in_bfloat16(request._replace(**other)) is None
+
+
+@pytest.mark.fast
+def test_the_model_of_a_run_is_checked(tmp_path, monkeypatch):
+    """Oracle: the options of the saved model, and an image size in their place; a file of a stranger is refused."""
+    model = create_model("vit_digits_patch2_8", depth=1, num_classes=3)
+    save_weights(model, tmp_path / "model.safetensors")
+    monkeypatch.chdir(tmp_path.parent)
+    for size, tokens in ((None, 17), ((12, 12), 37)):
+        built = build_model(tmp_path.name, size).model
+        assert (len(built.blocks), built.num_classes, built.pos_embed.shape[1]) == (1, 3, tokens)
+    (tmp_path / "other").mkdir()
+    save_file(model.state_dict(), tmp_path / "other" / "model.safetensors")
+    with pytest.raises(ValueError, match="other does not say which of our models it holds; give a name of a model"):
+        build_model(str(tmp_path / "other"))
 
 
 def results(**changes):
@@ -753,6 +788,7 @@ BAD = [
     (("--model", "vit_nothing"), "no model is called 'vit_nothing'"),
     (("--model", "timm:nothing"), "timm has no model called 'nothing'"),
     (("--model", "timm:resnet18"), "has no Transformer blocks"),
+    (("--model", "."), "there is no checkpoint in ."),
     (("--batch", "0"), "--batch is 0; use an integer of at least 1"),
     (("--batch", "10000000000"), "lower it"),
     (("--img-size", "9"), "img_size height 9 is not a multiple of patch_size 2"),

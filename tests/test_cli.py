@@ -43,6 +43,7 @@ from fastvit_triton.kernels.sizes import WAYS, Branch
 from fastvit_triton.measure import variants
 from fastvit_triton.measure.variants import compiling
 from fastvit_triton.models import family_of
+from fastvit_triton.models.weights.load import load_model
 from fastvit_triton.train.checkpoint import PREVIOUS, load_state
 from fastvit_triton.train.data import digits, inspection
 from fastvit_triton.train.data.split import SPLIT
@@ -206,6 +207,15 @@ def test_list_of_recipes_shows_their_values(capsys: pytest.CaptureFixture):
                 assert kind(shown.get(f"--{option}", kind())) == (kind() if value is None else pytest.approx(value))
 
 
+@pytest.mark.fast
+def test_errors_of_options_do_not_offer_none(capsys: pytest.CaptureFixture):
+    """Oracle: the word; NaN and negative lengths are in no range of a recipe."""
+    values = {name: "nan" if kind is float else "-1" for name, (kind, _) in RECIPE_OPTIONS.items() if kind is not str}
+    assert len(values) > 10
+    for name, value in values.items():
+        assert "None" not in refused(capsys, "train", f"--{name}", value)
+
+
 WRONG = {
     "train": {
         "--data": ("nowhere", "--data nowhere is not a folder"),
@@ -279,7 +289,7 @@ def test_missing_libraries_are_named_with_their_extra(digits_run: Path, tmp_path
         patch.setitem(sys.modules, "matplotlib", None)
         assert "matplotlib; pip install 'fastvit_triton[demo]'" in refused(capsys, *train)
         assert "matplotlib; pip install 'fastvit_triton[train]'" in refused(capsys, *train, "--data", tmp_path)
-        words = ("explain", "--checkpoint", digits_run, "--image", digits_run / EXAMPLE)
+        words = ("explain", "--checkpoint", digits_run, digits_run / EXAMPLE)
         assert "matplotlib; pip install 'fastvit_triton[train]'" in refused(capsys, *words)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "timm", None)
@@ -315,6 +325,24 @@ def test_summary_lists_the_files_and_next_commands(digits_run: Path, capsys: pyt
     commands = re.findall(r"^  fastvit-triton (.*)$", text, re.MULTILINE)
     assert [command.split()[0] for command in commands] == ["predict", "evaluate", "explain", "export"]
     assert all(main(command.split()) == 0 for command in commands)
+
+
+def test_mistakes_are_explained_first(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: the test digits through the model by hand, errors sorted by their confidence."""
+    images, targets = digits("test")
+    model, header = load_model(digits_run)
+    transform = json.loads(header["training"])["transform"]
+    mean, std = transform["mean"][0], transform["std"][0]
+    with torch.no_grad():
+        chances, numbers = model.eval()((images - mean) / std).softmax(-1).max(-1)
+    wrong = (numbers != targets).nonzero()[:, 0].tolist()
+    order = sorted(wrong, key=lambda i: -float(chances[i]))[:2]
+    words = ["explain", "--checkpoint", str(digits_run), "--most", "2", "--out", str(tmp_path / "report")]
+    assert main(words) == 0
+    said = f"report.html shows 2 of {len(wrong)} mistakes on test images; its"
+    assert said in capsys.readouterr().out
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert re.findall(r"<li>([^<]*?): <a", page) == [f"test image {i}" for i in order]
 
 
 def test_evaluate_reproduces_the_logged_accuracy(digits_run: Path, capsys: pytest.CaptureFixture):
@@ -583,7 +611,7 @@ def test_class_names_are_data(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert main(["evaluate", "--checkpoint", out, "--workers", "0"]) == 0
     assert main(["predict", "--checkpoint", out, "--top", "4", f"{out}/example.png"]) == 0
     report = ["--out", str(tmp_path / "report"), "--device", "cpu", "--workers", "0"]
-    assert main(["explain", "--checkpoint", out, "--image", str(tmp_path / "val"), *report]) == 0
+    assert main(["explain", "--checkpoint", out, str(tmp_path / "val"), *report]) == 0
     printed, errors = capsys.readouterr()
     assert all(printed.count(name) == 3 for name in names.values()) and not errors and "\x1b" not in printed
     assert "\x1b" not in (tmp_path / "report" / "report.html").read_text()
@@ -980,7 +1008,6 @@ def test_doctor_reports_a_missing_package(name, monkeypatch, capsys: pytest.Capt
 @pytest.mark.fast
 def test_convert_round_trip_keeps_every_tensor(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: every tensor of the original model."""
-    from fastvit_triton.models.weights import load_model
 
     there, back = tmp_path / "timm.safetensors", tmp_path / "back.safetensors"
     assert main(["convert", str(digits_run), str(there), "--to", "timm"]) == 0

@@ -442,7 +442,7 @@ def test_commands_take_the_limit(tmp_path, capsys):
         "train": ["train"],
         "evaluate": ["evaluate", "--checkpoint", weights],
         "predict": ["predict", "--checkpoint", weights, "y"],
-        "explain": ["explain", "--checkpoint", weights, "--image", "y"],
+        "explain": ["explain", "--checkpoint", weights, "y"],
     }
     for command in words.values():
         assert parser.parse_args(command).max_pixels == MAX_PIXELS

@@ -18,7 +18,7 @@ from PIL import Image
 from test_cli import refused
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastvit_triton import create_model, list_models, optimize
+from fastvit_triton import create_model, list_models, optimize, predict
 from fastvit_triton.cli import build_parser, main
 from fastvit_triton.convert.flop_shares import flops, stated_input
 from fastvit_triton.convert.reporting import Report
@@ -161,6 +161,20 @@ def test_a_run_keeps_its_test_images(folder: Path, trained: Path, tmp_path: Path
     finally:
         for path in added:
             path.unlink()
+
+
+def test_test_images_are_explained(folder: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: `predict` of the images that split.json names, sorted by hand; without test images a sentence."""
+    files = [folder / name for name in json.loads((trained / SPLIT).read_text())["test"]]
+    found = predict(load_model(trained)[0], files)
+    assert all(pairs[0][0] == file.parent.name for file, pairs in zip(files, found, strict=True))
+    order = sorted(range(7), key=lambda i: found[i][0][1])[:3]
+    words = ["explain", "--checkpoint", str(trained), "--workers", "0", "--out", str(tmp_path / "report")]
+    assert main([*words, "--most", "3"]) == 0
+    assert "report.html shows 3 of 7 correct predictions on test images; its" in capsys.readouterr().out
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert re.findall(r"<li>([^<]*?): <a", page) == [f"{files[i].parent.name}/{files[i].name}" for i in order]
+    assert "has no test images here that it may mistake; give image files" in refused(capsys, *words, "--no-test")
 
 
 @pytest.mark.fast

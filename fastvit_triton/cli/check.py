@@ -183,11 +183,22 @@ def _run(request: CheckRequest, variables: dict[str, str], out: Path | None) -> 
     if out is not None:
         how = "docs/tune.md says how to contribute them" if gpu else "only those of a GPU can be contributed"
         print_line(f"{out} holds these results; {how}")
+    if device.type == "cpu" and not request.dry and (line := _in_bfloat16(request)):
+        print_line(line)
     print_line(conclusion(stages))
     if any(row.get("error") == STOPPED for row in stages.values()):
         return 130
     measured = any(stages[name].get("ratios") for name in ("compare", "max-autotune"))
     return int(not measured or bool(stages["selftest"].get("failed")))
+
+
+def _in_bfloat16(request: CheckRequest) -> str | None:
+    """What was measured of bfloat16 on this kind of CPU; None if it does not gain, or does not apply."""
+    from ..convert.on_cpu import evidence, gains, pays
+
+    if request.train or request.dtype != "float32" or not pays(gains(), "bf16"):
+        return None
+    return f'If rounding to bfloat16 is acceptable: freeze(model, "bf16"). {evidence(None, "bf16")}'
 
 
 @contextlib.contextmanager

@@ -1,11 +1,12 @@
-"""`explain`: a report on what a model attends to in images."""
+"""`explain`: a report on what a model attends to in images, and in its own mistakes."""
 
 import argparse
 import csv
 import importlib.util
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..files import printable
 from .arguments import add_checkpoint, add_shared, at_least
@@ -15,70 +16,86 @@ from .loading import load_for
 from .tasks import TrainedModel, task_of, test_images
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
+    from ..train.data import Batches
     from ..train.loop import Score
 
 HELP = "report what a model attends to in images"
 EXAMPLES = (
-    "fastvit-triton explain --checkpoint runs/photos --image holiday.jpg",
-    "fastvit-triton explain --checkpoint runs/photos --image holidays --most 12",
+    "fastvit-triton explain --checkpoint runs/photos  # its worst mistakes",
+    "fastvit-triton explain --checkpoint runs/photos holiday.jpg",
+    "fastvit-triton explain --checkpoint runs/photos holidays --most 12",
 )
+
+
+class Explained(NamedTuple):
+    """Images of a report."""
+
+    images: "Tensor"  # [B, C, H, W], normalised
+    names: list[str]
+    targets: list[int | None]  # numbers of the true classes, None where it is not known
+    said: str  # which they are, of how many
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `explain`."""
+    text = "image files, folders or quoted patterns (default: test images of the run, its worst mistakes first)"
+    parser.add_argument("images", nargs="*", type=Path, metavar="IMAGE", help=text)
+    parser.add_argument("--image", type=Path, help="the same, for one file or folder")
     add_checkpoint(parser)
-    parser.add_argument("--image", type=Path, required=True, help="an image file, or a folder of them")
     text = "new or empty folder for report.html and its figures, or that of an earlier report (default: report)"
     parser.add_argument("--out", type=Path, default=Path("report"), metavar="FOLDER", help=text)
     text = "token whose attention is shown (default: the class token)"
     parser.add_argument("--query", type=int, check=at_least(0), help=text)
-    text = "number of images of a folder to show (default: 8)"
-    parser.add_argument("--most", type=int, default=8, check=at_least(1), help=text)
+    parser.add_argument("--most", type=int, default=8, check=at_least(1), help="images to show at most (default: 8)")
     text = "skip the confusion matrix, which needs all test images"
     parser.add_argument("--no-test", action="store_true", help=text)
     add_shared(parser, "--device", "--workers", "--levels", "--max-pixels")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes a report on a checkpoint and image files: attention, tokens, positions, filters and costs."""
-    import torch
-
+    """Writes a report on a checkpoint and images: attention, tokens, positions, filters and costs."""
     from ..explain import Absent, explain, explain_run, write_report
     from ..explain.page import holds_report, sentences
-    from ..train.data.transform import read_image
+    from ..train.loop import evaluate
+    from ..train.step import autocast_dtype
 
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("explain draws with matplotlib; pip install 'fastvit_triton[train]'")
     replaces = holds_report(args.out, "--out")
     trained = load_for(args)
-    model, device = trained.model, trained.device
-    files = find_images([args.image])
+    task = task_of(trained.model)
+    classes = tuple(map(printable, trained.classes))
+    title = f"Attention report of {Path(args.checkpoint).resolve().name}"
+    test = _test_of(args, trained)
+    paths = [*args.images, *([args.image] if args.image else [])]
+    if not paths and (test is None or task.name != "classify"):
+        raise ValueError(f"{args.checkpoint} has no test images here that it may mistake; give image files or a folder")
+    files = find_images(paths) if paths else []
     chosen = files[: args.most]
     shown = list(readable_images(chosen, args.max_pixels, trained.transform.levels))
     code = 0 if len(shown) == len(chosen) else 2
-    if not shown:
+    if paths and not shown:
         return code
-    classes = tuple(map(printable, trained.classes))
-    title = f"Attention report of {Path(args.checkpoint).resolve().name}"
-    if (own := task_of(model).panels(trained, shown, classes, args)) is not None:
-        page = write_report(own, args.out, title)
-        _print_page(page, replaces, len(shown), len(files))
-        return code
-    images = torch.stack(
-        [trained.transform(read_image(file, args.max_pixels, trained.transform.levels)) for file in shown]
-    )
-    panels = explain(
-        model,
-        images.to(device),
-        trained.transform.restore(images),
-        names_of(shown, trained.classes),
-        classes,
-        args.query,
-        [class_of(file, trained.classes) for file in shown],
-    )
 
+    def print_page(page: Path, said: str) -> None:
+        end = " and replaces an earlier report" if replaces else ""
+        print_line(f"{page} shows {said}{end}; its figures are in the same folder")
+
+    count = f"{len(shown)} of {len(files)} image{'s' * (len(files) > 1)}"
+    if (own := task.panels(trained, shown, classes, args)) is not None:
+        print_page(write_report(own, args.out, title), count)
+        return code
+
+    @cache
+    def score() -> "Score | None":
+        return None if test is None else evaluate(trained.model, test, autocast_dtype(trained.device))
+
+    given = _of_files(shown, args, trained, count) if paths else _mistaken(test, score(), args.most, trained)
+    pictures = trained.transform.restore(given.images)
+    images = given.images.to(trained.device)
+    panels = explain(trained.model, images, pictures, given.names, classes, args.query, given.targets)
     absent = []
 
     def all_panels() -> Iterator:
@@ -86,19 +103,50 @@ def run(args: argparse.Namespace) -> int:
             if isinstance(panel, Absent):
                 absent.append(panel)
             yield panel
-        yield from explain_run(*_run_results(args, trained, device), classes)
+        yield from explain_run(_history(args), score(), classes)
 
-    page = write_report(all_panels(), args.out, title)
-    _print_page(page, replaces, len(shown), len(files))
+    print_page(write_report(all_panels(), args.out, title), given.said)
     for line in sentences(absent):
         print_line(line)
     return code
 
 
-def _print_page(page: Path, replaces: bool, shown: int, files: int) -> None:
-    plural = "s" if files > 1 else ""
-    end = " and replaces an earlier report" if replaces else ""
-    print_line(f"{page} shows {shown} of {files} image{plural}{end}; its figures are in the same folder")
+def _of_files(files: list[Path], args: argparse.Namespace, trained: TrainedModel, said: str) -> Explained:
+    """Image files; the true class of one is that of its folder's name."""
+    import torch
+
+    from ..train.data.transform import read_image
+
+    images = [trained.transform(read_image(file, args.max_pixels, trained.transform.levels)) for file in files]
+    targets = [class_of(file, trained.classes) for file in files]
+    return Explained(torch.stack(images), names_of(files, trained.classes), targets, said)
+
+
+def _mistaken(test: Any, score: Any, most: int, trained: TrainedModel) -> Explained:
+    """Test images, the most confident mistakes first, then the least confident successes."""
+    import torch
+
+    from ..train.plots import mistakes_first
+
+    order = mistakes_first(score)[:most]
+    files = [file for file in getattr(test, "files", ()) if file not in test.bad]
+    names = names_of([files[i] for i in order]) if files else [f"test image {i}" for i in order]
+    mistakes = int((score.predictions != score.targets).sum())
+    images = torch.stack([trained.transform.normalise(test.display_image(i)) for i in order])
+    counts = {"mistakes": mistakes, "correct predictions": score.images - mistakes}
+    drawn = min(mistakes, len(order))
+    parts = zip((drawn, len(order) - drawn), counts.items(), strict=True)
+    said = " and ".join(f"{some} of {all_:,} {what}" for some, (what, all_) in parts if some) + " on test images"
+    return Explained(images, names, score.targets[order].tolist(), said)
+
+
+def _history(args: argparse.Namespace) -> list[dict[str, float | None]] | None:
+    """The rows of a run's log; None without one."""
+    from ..train.outputs import LOG
+
+    source = Path(args.checkpoint)
+    path = (source if source.is_dir() else source.parent) / LOG
+    return _read_log(path) if path.exists() else None
 
 
 def _read_log(path: Path) -> list[dict[str, float | None]]:
@@ -115,20 +163,10 @@ def _read_log(path: Path) -> list[dict[str, float | None]]:
         raise ValueError(f"{path} is damaged: {error}; without this file the report has no curves") from error
 
 
-def _run_results(
-    args: argparse.Namespace, trained: TrainedModel, device: "torch.device"
-) -> tuple[list[dict] | None, "Score | None"]:
-    """Log rows of a run and its score on the test images; None if not available."""
-    from ..train.loop import evaluate
-    from ..train.outputs import LOG
-    from ..train.step import autocast_dtype
-
-    source = Path(args.checkpoint)
-    folder = source if source.is_dir() else source.parent
-    history = _read_log(folder / LOG) if (folder / LOG).exists() else None
+def _test_of(args: argparse.Namespace, trained: TrainedModel) -> "Batches | None":
+    """The test images of a run; None if they are not here, or left out by --no-test."""
     data = trained.data
     if data is None or args.no_test or not (data == "digits" or data.startswith("hf:") or Path(data).is_dir()):
-        return history, None
+        return None
     options = {"workers": args.workers, "skip_bad_images": trained.skip_bad_images, "max_pixels": args.max_pixels}
-    test = test_images(trained, None, options)
-    return history, evaluate(trained.model, test, autocast_dtype(device))
+    return test_images(trained, None, options)

@@ -21,7 +21,7 @@ BENCH = "pip install 'fastvit_triton[bench]'"  # has timm
 Size = tuple[int, int]  # height and width in pixels
 
 PREFIXED = "timm:NAME, torchvision:NAME and hf-config:PATH_OR_CLASS"
-PREFIXES = f"{PREFIXED.replace(' and', ',')}, or a name that `fastvit-triton models` lists"
+PREFIXES = f"{PREFIXED.replace(' and', ',')}, a name that `fastvit-triton models` lists, or the folder of a run"
 
 
 class Patches(NamedTuple):
@@ -65,7 +65,9 @@ def check_name(option: str, name: str) -> None:
     from ..models import model_config
 
     prefix, colon, rest = name.partition(":")
-    if not colon:
+    if Path(name).exists():
+        check_checkpoint(option, name)
+    elif not colon:
         try:
             model_config(name)
         except ValueError as error:
@@ -143,9 +145,10 @@ def build_model(name: str, size: Size | None = None, device: "torch.device | str
 
     prefix, colon, rest = name.partition(":")
     check_name("--model", name)
-    build = {"timm": _timm, "torchvision": _torchvision, "hf-config": _transformers}.get(prefix, _ours)
+    libraries = {"timm": _timm, "torchvision": _torchvision, "hf-config": _transformers}
     with torch.device(device):
-        named_model = build(rest if colon else name, size)
+        ours = not colon or Path(name).exists()
+        named_model = _ours(name, size) if ours else libraries[prefix](rest, size)
     named_model.model.eval()
     return named_model
 
@@ -164,8 +167,22 @@ def _ours(name: str, size: Size | None) -> NamedModel:
     from ..models import create_model
     from ..models.config import sides
 
-    model = create_model(name, **({} if size is None else {"img_size": _side(size)}))
+    options = {} if size is None else {"img_size": _side(size)}
+    if Path(name).exists():
+        name, theirs = _described(name)
+        options = theirs | options
+    model = create_model(name, **options)
     return NamedModel(model, (model.config.in_chans, *sides(model.config.img_size)), ours=True)
+
+
+def _described(source: str) -> tuple[str, dict[str, Any]]:
+    """The name of the model that a checkpoint holds, and its options."""
+    from ..models.weights.describe import describe
+    from ..models.weights.pretrained import find_location
+
+    if (description := describe(find_location(source))) is None:
+        raise ValueError(f"--model {source} does not say which of our models it holds; give a name of a model")
+    return description.name, description.options
 
 
 def _side(size: Size) -> int | Size:

@@ -62,11 +62,11 @@ def _check_recipe(option: str, name: str) -> None:
 def _check_field(option: str, value: Any) -> None:
     """Raises ValueError if the value is outside the range of the recipe's field."""
     from ..train.augment.policy import policy_by_name
-    from ..train.ranges import check
+    from ..train.ranges import check, without_none
     from ..train.recipes import Recipe
 
     name = option.removeprefix("--").replace("-", "_")
-    check(option, value, Recipe.__annotations__[name])
+    check(option, value, without_none(Recipe.__annotations__[name]))
     if name == "model":
         check_model(option, value)
     if name == "policy":

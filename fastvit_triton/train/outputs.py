@@ -207,7 +207,7 @@ def summary(
     def command(name: str, more: str = "") -> str:
         return f"  fastvit-triton {name} --checkpoint {folder}{more}"
 
-    common = [command("evaluate"), command("explain", f" --image {example}")]
+    common = [command("evaluate"), command("explain", f" {example}" if loss == "detection" else "")]
     if loss == "likelihood":
         commands = [command("generate", " --out samples.png"), common[0]]
     elif loss == "restoration":

@@ -63,6 +63,13 @@ def curves(history: list[dict], stacked: bool = False) -> "Figure":
     return page
 
 
+def mistakes_first(score: Score) -> list[int]:
+    """Numbers of a classifier's test images: errors, the most confident first, then the least confident successes."""
+    assert score.predictions is not None and score.targets is not None and score.confidences is not None
+    wrong = score.predictions != score.targets
+    return torch.where(wrong, -score.confidences - 2, score.confidences).argsort(stable=True).tolist()
+
+
 def predictions(data: Data, score: Score, max_images: int = 60) -> "Figure":
     """A figure with a grid of test images, predicted classes and their probabilities.
 
@@ -73,7 +80,7 @@ def predictions(data: Data, score: Score, max_images: int = 60) -> "Figure":
     assert predictions is not None and targets is not None and confidences is not None  # of a classifier
     assert score.accuracy is not None
     wrong = predictions != targets
-    order = torch.where(wrong, -confidences - 2, confidences).argsort(stable=True).tolist()
+    order = mistakes_first(score)
     names = tuple(map(printable, data.classes))
     short = max(map(len, names)) <= 6
     columns = _full_columns(min(max_images, len(order)), 10 if short else 6)

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping
 from numbers import Integral, Real
@@ -41,6 +42,13 @@ def check(name: str, value: object, allowed: Any) -> None:
     """Checks a value against an annotation. Types other than numbers, bool, str and dict are not checked."""
     if _is_checkable(allowed) and not _is_allowed(value, allowed):
         raise ValueError(f"{name} is {value!r}; use {_describe(allowed)}")
+
+
+def without_none(allowed: Any) -> Any:
+    """The annotation of values that are given, such as options of a command."""
+    inner = get_args(allowed)[0] if get_origin(allowed) is Annotated else allowed
+    kinds = (kind for kind in get_args(inner) if kind is not NoneType)
+    return functools.reduce(operator.or_, kinds) if _is_union(inner) else allowed
 
 
 def check_fields(record: Any, given: Mapping[str, object] | None = None) -> None:
