@@ -5,11 +5,14 @@ import csv
 import json
 import re
 from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_hex
 from PIL import Image
 from test_detection_data import coco, write_images
 from test_run import contents, log, train
@@ -39,8 +42,10 @@ from fastvit_triton.train.detection.batches import SceneBatches, prepared
 from fastvit_triton.train.detection.criterion import padding_mask
 from fastvit_triton.train.detection.draw import COLOURS, draw_boxes
 from fastvit_triton.train.detection.evaluate import DRAWS
+from fastvit_triton.train.detection.shapes import CLASSES
+from fastvit_triton.train.loop import Score
 from fastvit_triton.train.outputs import BEST, LOG, PREDICTIONS, WEIGHTS, is_best, summary, write_log
-from fastvit_triton.train.plots import curves, detections
+from fastvit_triton.train.plots import BLUE, RED, curves, detections
 from fastvit_triton.train.recipes import BOXES, SCENES, SCENES_DETR, SHAPES
 from fastvit_triton.train.settings import check_used, resolve_settings
 from fastvit_triton.train.sources import load as load_data
@@ -118,6 +123,26 @@ def test_precision_without_objects_is_no_number(tmp_path: Path):
         text = "AP 5.0 %, AP50 5.0 %" if len(rows) > 2 else "AP -, AP50 -, AP75 - after 2 epochs"
         assert text in summary(tmp_path, data, "detection", len(rows))
     detections(data, score).savefig(tmp_path / "boxes.png")
+
+
+@pytest.mark.fast
+def test_labels_of_boxes_can_be_read():
+    """Oracle: matplotlib's extents: three boxes in one place, whose labels lie inside the image and apart."""
+    found = dict(boxes=torch.tensor([[60.0, 30.0, 90.0, 60.0]] * 3), labels=torch.tensor([5, 4, 5]))
+    wanted = {name: values[:1] for name, values in found.items()}
+    score = Score(0.1, metrics=dict(ap=0.5), detections=[found | dict(scores=torch.tensor([0.9, 0.8, 0.7]))] * 7,
+        objects=[wanted] * 7)  # fmt: skip
+    test = SimpleNamespace(display_image=lambda i: torch.zeros(3, 96, 96))
+    page = detections(SimpleNamespace(test=test, classes=CLASSES), score)
+    page.draw_without_rendering()
+    for axes in page.axes:
+        if not axes.texts:
+            continue
+        extents = [text.get_window_extent() for text in axes.texts]
+        assert len(extents) == 3 and all(axes.bbox.contains(*corner) for box in extents for corner in (box.p0, box.p1))
+        assert not any(one.overlaps(other) for one, other in combinations(extents, 2))
+        colours = [to_hex(text.get_bbox_patch().get_facecolor()) for text in axes.texts]
+        assert sorted(colours) == sorted([BLUE, RED, RED])
 
 
 @pytest.mark.parametrize("name", ["detr_digits", "deformable_detr_digits"])

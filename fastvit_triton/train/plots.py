@@ -126,7 +126,7 @@ def _draw_image(axes: "Axes", image: Tensor, predicted: str, confidence: float, 
 
 
 def detections(data: Data, score: Score, max_images: int = 12, threshold: float = 0.4) -> "Figure":
-    """A figure with test images and the boxes found in them; wrong ones are red, missed objects dashed.
+    """A figure with test images and the boxes found in them: right ones blue, wrong ones red, missed objects dashed.
 
     The image with the most confident wrong box comes first; of those without one, that with the most missed objects.
     """
@@ -140,7 +140,8 @@ def detections(data: Data, score: Score, max_images: int = 12, threshold: float 
     rows = max(min(max_images, len(judged)) // columns, 1)
     page = figure(max(2 * columns, 8.4), 2.1 * rows + 0.5)
     title = f"Test {precision_text(score.metrics, score.images)}\n"
-    title += f"boxes with a score of {threshold:g} and more: wrong ones red, missed objects dashed"
+    least = f"boxes with a score of at least {100 * threshold:g} %"
+    title += f"{least}: right ones blue, wrong ones red, missed objects dashed"
     page.suptitle(title, color=INK, fontsize=10)
     chosen = sorted(range(len(judged)), key=worst.__getitem__, reverse=True)[: rows * columns]
     for i, axes in zip(chosen, page.subplots(rows, columns, squeeze=False).flat, strict=True):
@@ -175,18 +176,32 @@ def _draw_boxes(
     """Draws the boxes of one image, in pixels, whose centres have whole coordinates."""
     from matplotlib.patches import Rectangle
 
-    for k, right in boxes.items():
-        colour = ORANGE if right else RED
-        x0, y0, x1, y1 = (found["boxes"][k] - 0.5).tolist()
-        axes.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, color=colour, lw=1.5))
-        text = f"{printable(names[int(found['labels'][k])])} {float(found['scores'][k]):.2f}"
-        plate = dict(facecolor=colour, edgecolor="none", pad=1.0)
-        above = y0 > 0.1 * axes.get_ylim()[0]  # whose y axis points down
-        place = dict(y=y0, va="bottom") if above else dict(y=y1, va="top")
-        axes.text(x=x0, s=text, color="white", fontsize=7, bbox=plate, parse_math=False, **place)
+    def outline(box: Tensor, **style: Any) -> tuple[float, ...]:
+        x0, y0, x1, y1 = (box - 0.5).tolist()
+        axes.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, **style))
+        return x0, y0, x1, y1
+
     for i in sorted(missed):
-        x0, y0, x1, y1 = (objects["boxes"][i] - 0.5).tolist()
-        axes.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, color="white", lw=1, ls="--"))
+        outline(objects["boxes"][i], color="white", lw=1, ls="--")
+    width, height = axes.get_xlim()[1], axes.get_ylim()[0]  # the y axis points down
+    taken: list[tuple[float, float]] = []  # left and lower ends of labels
+    for k, right in sorted(boxes.items(), key=lambda item: item[1]):  # wrong ones are labelled first
+        colour = BLUE if right else RED
+        x0, y0, _, y1 = outline(found["boxes"][k], color=colour, lw=1.5)
+        text = f"{printable(names[int(found['labels'][k])])} {100 * float(found['scores'][k]):.0f} %"
+        left = max(0.0, min(x0, width * (1 - 0.037 * len(text))))
+        line = 0.11 * height
+        places = [y for y in (y0, y1 + line, y0 + line, y1) if line <= y <= height]
+        lower = next((y for y in places if all(not _meet((left, y), other, width, line) for other in taken)), places[0])
+        taken.append((left, lower))
+        plate = dict(facecolor=colour, edgecolor="none", pad=1.0)
+        label = axes.text(left, lower, text, va="bottom", color="white", fontsize=7, bbox=plate, parse_math=False)
+        label.set_in_layout(False)  # so that all images have one size
+
+
+def _meet(one: tuple[float, float], other: tuple[float, float], width: float, line: float) -> bool:
+    """True if two labels of the usual length, given by their left and lower ends, overlap."""
+    return abs(one[0] - other[0]) < 0.6 * width and abs(one[1] - other[1]) < line
 
 
 def _shorten(text: str, width: float, after: str = "") -> str:
