@@ -12,9 +12,11 @@ import pytest
 import research
 import torch
 from budget import allowed
+from captured import without_inductor
 from catalogue import build, inputs, joined, outputs
 from interpreter import interpreting
 from sampling import marked, sampled
+from torch.testing import assert_close
 
 from fastvit_triton import create_model, freeze, optimize, unfreeze
 from fastvit_triton.engine import freeze as freeze_file
@@ -243,6 +245,37 @@ def test_captured_blocks_freeze():
         traces = [traced(twin, gpus()["h200"], False, given, {}, frozen) for frozen in (False, True)]
     before, after = (Counter(event.name for event in trace.events if event.launches) for trace in traces)
     assert before - after == {"fold._fold_kernel": 4, "cat": 4, "mul": 2} and not after - before
+
+
+@pytest.mark.full
+def test_compiled_blocks_freeze(monkeypatch):
+    """Oracle: the model as written; a block that was compiled before is compiled anew, and folds nothing in later calls
+    until its weights change; unfrozen, it computes all in each call."""
+    compiler = without_inductor(monkeypatch)
+    rotary = research.MODELS["rotary"]
+    original = rotary.build().float().eval()
+    net = copy.deepcopy(original)
+    given = torch.utils._pytree.tree_map(torch.Tensor.float, rotary.inputs(16, 5))
+
+    def folds() -> int:
+        with folding() as made:
+            assert_close(joined(net(*given)), joined(original(*given)))
+        return len(made)
+
+    with interpreting(), torch.no_grad():
+        optimize(net, example=given, compile=True)
+        assert folds() > 0 and compiler["compiled"] == 1
+        freeze(net)
+        assert folds() == 2 and compiler["compiled"] == 2  # the first block runs as written, and is captured
+        assert folds() == 2 and folds() == 0
+        freeze(net)  # after writes that PyTorch does not count
+        assert folds() == 4 and folds() == 0 and compiler["compiled"] == 2
+        for model in (original, net):
+            for parameter in model.parameters():
+                parameter.mul_(1.25)
+        assert folds() > 0 and folds() == 0
+        unfreeze(net)
+        assert folds() > 0 and folds() > 0 and compiler["compiled"] == 2
 
 
 def kept_tensors(net):

@@ -198,6 +198,7 @@ class _Running(threading.local):
         found: what the graph that is compiled now is, or why it is refused; None before.
         training: whether the module that is captured is in training mode.
         rates: whether it then has attributes that are rates.
+        frozen: whether the graph for Inductor leaves out what is computed from weights alone, which is kept.
         device: type of that of the call that is captured.
         places: Python texts of the modules in which Dynamo looked for a forward of the instance.
     """
@@ -206,7 +207,7 @@ class _Running(threading.local):
         self.module: nn.Module | None = None
         self.in_region = self.comparing = self.same = self.compiles = self.counts_only = False
         self.found: _Found | CaptureRefusal | None = None
-        self.training = self.rates = False
+        self.training = self.rates = self.frozen = False
         self.device = "cpu"
         self.places: list[str] = []
 
@@ -254,6 +255,9 @@ def _capture(module: nn.Module, args: tuple, named: dict[str, Any], key: tuple, 
     failure: Exception | None = None
     running.found, running.training, running.places = None, module.training, []
     running.device = key[1][1]
+    weight = next(module.parameters(), None)
+    with_kernels = weight is not None and (running.counts_only or kernels_available(weight))
+    running.frozen = with_kernels and keeps(module) and not torch.is_grad_enabled()
     running.rates = module.training and any(is_rate(*fact) for m in module.modules() for fact in vars(m).items())
     for ones in (True, False):
         try:
@@ -404,17 +408,20 @@ def _rewritten(graph: fx.GraphModule, examples: list) -> tuple[_Found, Callable,
         original[path_of(node)] += 1
         products[path_of(node)] += _products(node)
     launches = Launches(original, products, sum(node.name in left for node in before) + calls.total() + calls["mlp"])
-    parts = None
-    if not (
-        writes or numbers or running.training or any(map(_changes_modes, graph.graph.nodes)) or _casts(graph.graph)
-    ):
-        parts = split(copied(graph.graph), {node.name for node in inputs if _source(node).startswith("L['module']")})
+    changes = any(map(_changes_modes, graph.graph.nodes)) or _casts(graph.graph)
+    weights = {node.name for node in inputs if _source(node).startswith("L['module']")}
+    weights = set() if writes or numbers or running.training or changes else weights
+    parts = split(copied(graph.graph), weights)
     if numbers:
         apart = Region(why="its rates are numbers, which Inductor makes constants")
     elif writes and graph.graph.find_nodes(op="call_method", target="unfold"):
         apart = Region(why="PyTorch's compiler loses what is written through windows of unfold")
     else:
-        apart = region(graph, as_captured, examples, running.compiles and not running.counts_only)
+        compiles = running.compiles and not running.counts_only
+        apart = region(graph, as_captured, examples, compiles, weights if running.frozen else ())
+        if (left_out := apart.parts) is not None:
+            counted, call = (f and _in_parts(graph, left_out, f) for f in (apart.counted, apart.call))
+            apart = apart._replace(counted=counted, call=call, parts=None)
         if not calls and running.compiles and apart.why is not None:
             raise CaptureRefusal(apart.why)
         apart = apart._replace(settings=settings.compiled(running.device))
@@ -580,17 +587,25 @@ def _runner(graph: fx.GraphModule, numbers: list[int], parts: WeightSplit | None
 
     if parts is None:
         return run if numbers else body
-    kept, rest = _callable(graph, parts.kept), _callable(graph, parts.rest)
+    return _in_parts(graph, parts, _callable(graph, parts.rest), body)
+
+
+def _in_parts(owner: fx.GraphModule, parts: WeightSplit, rest: Callable, whole: Callable | None = None) -> Callable:
+    """The function of a graph in two parts: the first is kept while the module is frozen.
+
+    Otherwise, or without kernels, `whole` runs, if it is given.
+    """
+    kept = _callable(owner, parts.kept)
     name = f"graph {next(_numbers)}"
 
-    def run_in_parts(*inputs: Any) -> Any:
+    def run(*inputs: Any) -> Any:
         module, weights = running.module, tuple(inputs[i] for i in parts.reads)
         assert module is not None
-        if not (keeps(module, *weights) and kernels_available(weights[0])):
-            return body(*inputs)
+        if not (keeps(module, *weights) and (whole is None or kernels_available(weights[0]))):
+            return rest(*inputs, *kept(*weights)) if whole is None else whole(*inputs)
         return rest(*inputs, *all_derived(module, name, weights, lambda: kept(*weights)))
 
-    return run_in_parts
+    return run
 
 
 def _callable(owner: fx.GraphModule, graph: fx.Graph) -> Callable:

@@ -20,6 +20,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporar
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..engine import replay, ways
+from ..engine.freeze import keeps
 from ..engine.hooks import PACKAGE, has_global_hooks, has_hooks, is_our_forward, runs_other_code
 from ..kernels import choose, launch, settings
 from ..kernels.backend import kernels_available, transparent
@@ -196,13 +197,14 @@ def _alike(module: nn.Module, mode: Hashable = None) -> "list[Capture]":
     return [c for c in found if c.key == key] if module in _asked else found  # else it is a copy
 
 
-def _key(module: nn.Module) -> tuple[Hashable, bool | None, bool]:
-    """Types and sizes of the parameters of a module and its submodules; whether its graphs are compiled, or counted."""
+def _key(module: nn.Module) -> tuple[Hashable, bool | None, bool, bool]:
+    """Types and sizes of the parameters of a module and its submodules; whether its graphs are compiled, counted, and
+    its weights final."""
     sizes = tuple(
         (type(m).__qualname__, *(None if p is None else p.shape for p in m._parameters.values()))
         for m in module.modules()
     )
-    return sizes, _asked.get(module), state.counts_only
+    return sizes, _asked.get(module), state.counts_only, keeps(module)
 
 
 def _is_checkpointed() -> bool:
@@ -247,6 +249,13 @@ def forget(model: nn.Module) -> None:
     """Drops the captures of a model's modules, so that their next calls are captured anew."""
     for module in model.modules():
         _captures.pop(module, None)
+
+
+def forget_unfrozen(model: nn.Module) -> None:
+    """Drops the captures that Inductor compiled before the model was frozen, as these compute all in each call."""
+    for module in model.modules():
+        if any(capture.region.call is not None and not capture.key[-1] for capture in captures_of(module)):
+            _captures.pop(module, None)
 
 
 def is_bound(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from ..engine.freeze import freeze as freeze_weights
 from ..engine.hooks import is_our_forward
 from ..kernels import onednn
 from ..kernels.backend import why_not
-from . import on_cpu
+from . import captured, on_cpu
 from .flop_shares import stated_input
 from .modules import engine_layers, folded_norms
 
@@ -72,8 +72,9 @@ def freeze(model: nn.Module, precision: str = "float32") -> Frozen:
     """Marks a model's weights as final: its LayerNorms are folded once, in the next inference call, and stay folded.
 
     In fused blocks this saves the launch that otherwise folds both LayerNorms in each call, or the two LayerNorm
-    launches of a batch with few rows; a captured block also keeps all else that it computes from weights alone; other
-    blocks have nothing to fold. Each call checks that the weights are the
+    launches of a batch with few rows; a captured block also keeps all else that it computes from weights alone, for
+    which one that was compiled before is captured and compiled anew in its next call; other blocks have nothing to
+    fold. Each call checks that the weights are the
     same tensors at the same addresses, with the same dtype and no writes counted by PyTorch. If not, it folds again,
     into the same memory. Writes that PyTorch does not count (through `.data`, NumPy, DLPack, the storage, or to
     inference tensors) are not detected: call `freeze` again after them. Calls in training mode or with gradients for
@@ -100,6 +101,7 @@ def freeze(model: nn.Module, precision: str = "float32") -> Frozen:
         ValueError: the precision is unknown, or this CPU or the model's device or dtype does not support it.
     """
     freeze_weights(model, precision)
+    captured.forget_unfrozen(model)
     layers = engine_layers(model)
     nbytes = 0
     for weight in (layer.weight for layer in layers):

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -16,6 +16,8 @@ from torch._functorch._aot_autograd import graph_compile
 
 from ..kernels import settings
 from .backend import compiled, compiling, copied, rewrite
+from .graph.nodes import value
+from .graph.weights import WeightSplit, split
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,8 @@ class Region(NamedTuple):
         seconds: how long Inductor took.
         why: why it was not compiled; None if it was, or was not to be.
         settings: with which it was compiled, see `kernels.settings.compiled`.
+        parts: the graph without and with what is computed from weights alone, if both functions only compute the
+            second part; else None.
     """
 
     counted: Callable | None = None
@@ -38,12 +42,24 @@ class Region(NamedTuple):
     seconds: float = 0.0
     why: str | None = None
     settings: Hashable = None
+    parts: WeightSplit | None = None
 
 
-def region(owner: fx.GraphModule, graph: fx.Graph, examples: list, compiles: bool) -> Region:
-    """The region of a graph as it was captured; called within Dynamo's compilation."""
+def region(
+    owner: fx.GraphModule, graph: fx.Graph, examples: list, compiles: bool, weights: Collection[str] = ()
+) -> Region:
+    """The region of a graph as it was captured; called within Dynamo's compilation.
+
+    With the names of inputs that are `weights` of a frozen module, what is computed from these alone is left out.
+    """
     part = fx.GraphModule(owner, graph)
     rewrite(part, anywhere=True)
+    parts = split(copied(part.graph), {*weights}) if weights else None
+    if parts is not None:
+        inputs = [value(node) for node in part.graph.find_nodes(op="placeholder")]  # without memory
+        with torch.no_grad():
+            examples = [*examples, *fx.GraphModule(owner, parts.kept)(*(inputs[i] for i in parts.reads))]
+        part = fx.GraphModule(owner, parts.rest)
     operators = fx.GraphModule(owner, copied(part.graph))
     for node in operators.graph.nodes:
         node.meta.clear()  # fake tensors and stack traces
@@ -52,7 +68,7 @@ def region(owner: fx.GraphModule, graph: fx.Graph, examples: list, compiles: boo
         return _Counted.apply(operators, *inputs) if torch.is_grad_enabled() else _in_region(operators, inputs)
 
     if not compiles:
-        return Region(counted)
+        return Region(counted, parts=parts)
     start = time.perf_counter()
     try:
         with _settings():
@@ -64,8 +80,8 @@ def region(owner: fx.GraphModule, graph: fx.Graph, examples: list, compiles: boo
     except Exception as error:
         log.debug("Inductor failed", exc_info=True)
         line = next((text for text in str(error).splitlines() if text.strip()), "")
-        return Region(counted, why=f"Inductor failed with {type(error).__name__}: {line}")
-    return Region(counted, call, time.perf_counter() - start)
+        return Region(counted, why=f"Inductor failed with {type(error).__name__}: {line}", parts=parts)
+    return Region(counted, call, time.perf_counter() - start, parts=parts)
 
 
 @contextlib.contextmanager

@@ -5,12 +5,12 @@ itself computes from its weights, such as biases from tables of relative positio
 """
 
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from ...kernels.fold import Folded, fold
+from ...kernels.fold import Folded, Group, fold
 from .nodes import Argument, kind, operands, read, value
 from .regions import Memory, memory
 from .rewrite import FUSED, zeros_for
@@ -88,7 +88,10 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _fold(graph: fx.Graph, node: fx.Node, constant: set[fx.Node]) -> fx.Node | None:
-    """Folds the LayerNorm of a linear layer or MLP, if all that it multiplies by is constant; the new node, or None."""
+    """Folds the LayerNorm of a linear layer or MLP, if all that it multiplies by is constant; the new node, or None.
+
+    The layer also gets what was folded, which PyTorch's operators use where these are chosen.
+    """
     if kind(node) not in FUSED:
         return None
     arguments = read(node)
@@ -101,10 +104,16 @@ def _fold(graph: fx.Graph, node: fx.Node, constant: set[fx.Node]) -> fx.Node | N
     if not constant.issuperset(parameters) or value(weight).dtype != value(x).dtype:
         return None
     with graph.inserting_before(node):
-        new = graph.call_function(fold, ((weight,), (bias,), *norm[:2], value(x).dtype))
-    node.args = (x, (new, None), *others) if kind(node) == "fused_mlp" else (x, new)
+        source = ((weight,), (bias,), *norm[:2])
+        new = graph.call_function(fold, (*source, value(x).dtype))
+        layer = graph.call_function(_with_source, (new, *source))
+    node.args = (x, (layer, None), *others) if kind(node) == "fused_mlp" else (x, layer)
     node.kwargs = {**node.kwargs, "norm": (None, None, *norm[2:])}
     return new
+
+
+def _with_source(folded: Folded, *source: Any) -> Folded:
+    return folded._replace(source=Group(*source))
 
 
 def _is_kept(node: fx.Node, constant: set[fx.Node], old: Memory) -> bool:
