@@ -16,6 +16,8 @@ import json
 import re
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -478,6 +480,16 @@ def row_of(entry: Official, folder: Path) -> dict[str, Any]:
     return row
 
 
+def numbered(number: int, folder: Path) -> dict[str, Any]:
+    """The row of the model of this number, of those here and then those of official_speed."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    set_backend("torch")
+    entry = (*MODELS, *official_speed.MODELS)[number]
+    row = row_of(entry, folder) if isinstance(entry, Official) else official_speed.row_of(entry, folder)
+    return row | dict(commit=commit(folder, entry.repository))
+
+
 def main(folder: Path, only: str, out: Path | None) -> None:
     """Counts and compares the models, prints a line for each, and writes coverage-official.json and .md.
 
@@ -486,22 +498,19 @@ def main(folder: Path, only: str, out: Path | None) -> None:
         only: regular expression for repository and model.
         out: folder of the results; None to write none.
     """
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    set_backend("torch")
-    rows = []
-    for entry in MODELS:
+    rows, speeds = [], []
+    for number, entry in enumerate((*MODELS, *official_speed.MODELS)):
         if not re.search(only, f"{entry.repository} {entry.model}"):
             continue
-        row = row_of(entry, folder) | dict(commit=commit(folder, entry.repository))
-        rows.append(row)
+        # A process for each model: graphs of Dynamo and free memory that malloc keeps would add up.
+        with ProcessPoolExecutor(1, mp_context=torch.multiprocessing.get_context("spawn")) as pool:
+            try:
+                row = pool.submit(numbered, number, folder).result()
+            except BrokenProcessPool as error:  # killed, such as for memory
+                row = dict(repository=entry.repository, model=entry.model, error=one_line(error))
+                row |= dict(commit=commit(folder, entry.repository))
+        (rows if isinstance(entry, Official) else speeds).append(row)
         print(*(f"{name}={value}" for name, value in row.items() if name != "why"), flush=True)
-    speeds = []
-    for usual in official_speed.MODELS:
-        if re.search(only, f"{usual.repository} {usual.model}"):
-            speed = official_speed.row_of(usual, folder)
-            speeds.append(speed | dict(commit=commit(folder, usual.repository)))
-            print(*(f"{name}={value}" for name, value in speed.items()), flush=True)
     if out is not None:
         text = as_json(origin(), rows=rows, speeds=speeds)
         write_text(out / "coverage-official.json", text)
