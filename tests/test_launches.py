@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks import launches, saved
 from benchmarks.launches import MODELS, PHASES, Setting, build, figures, parts, trace, violations
-from fastvit_triton import attention, optimize
+from fastvit_triton import attention, linear, optimize
 from fastvit_triton.expected.inductor import inductor_count
 from fastvit_triton.expected.trace import tracing
 from fastvit_triton.kernels import launch
@@ -170,12 +170,23 @@ def test_launches_outside_operators_are_counted():
     """Oracle: the same call through the registered operator."""
     with launch.targeting("sm_90"), using_backend("triton"), torch.no_grad():
         body, counts = REGISTERED["layer_norm_fwd"][0], []
-        given = torch.empty(2, 3, 32), None, torch.empty(32), torch.empty(32), 1e-6, None, None, False, False
+        given = torch.empty(2, 3, 32), None, torch.empty(32), torch.empty(32), 1e-6, None, None, None, False
         for call in (torch.ops.fastvit_triton.layer_norm_fwd, body):
             with tracing() as found:
                 call(*given)
             counts.append(found.count)
     assert counts[0] == counts[1] and counts[0].launches == 1
+
+
+@pytest.mark.fast
+def test_a_norm_before_a_product_writes_its_dtype_under_autocast():
+    """Oracle: by hand: the norm, the cast of the weight and the product; no cast of what the norm wrote."""
+    x, weight, norm = torch.empty(2, 3, 32), torch.empty(48, 32), (torch.empty(32), torch.empty(32), 1e-6)
+    with launch.targeting("sm_90"), using_backend("triton"), forcing("fused"), torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16), tracing() as found:
+            linear(x, weight, norm=norm)
+    names = sorted(event.name for event in found.events if event.launches)
+    assert names == ["_to_copy", "layer_norm._fwd_kernel", "linear._fwd_kernel"]
 
 
 def test_command_gives_whole_model_and_block():

@@ -55,9 +55,19 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return reference(x, weight, bias, eps)
 
 
-def run(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool = False) -> Tensor:
-    """`layer_norm`, or `rms_norm`, by our kernel, without argument checks or plan; the kernels must be available."""
-    return _Fn.apply(x, None, weight, bias, eps, None, None, rms)[1]
+def run(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`layer_norm`, or `rms_norm`, by our kernel, without argument checks or plan; the kernels must be available.
+
+    The result has the given dtype; without one that of PyTorch's.
+    """
+    return _Fn.apply(x, None, weight, bias, eps, None, None, rms, dtype)[1]
 
 
 def add_layer_norm(
@@ -237,9 +247,9 @@ def write_stats(x: Tensor, mean: Tensor, rstd: Tensor, eps: float, rms: bool) ->
     launch(_stats_kernel, (cdiv(M, rows),), x, mean, rstd, M, eps, **fixed)
 
 
-def _fwd(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out, rms):
+def _fwd(x, residual, weight, bias, eps, layer_scale, sample_scale, normed_dtype, rms):
     """(s, y, mean, rstd); s is empty without a residual. mean and rstd are [M] fp32."""
-    s, y, mean, rstd = _fwd_fake(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out, rms)
+    s, y, mean, rstd = _fwd_fake(x, residual, weight, bias, eps, layer_scale, sample_scale, normed_dtype, rms)
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     M = mean.numel()
@@ -264,12 +274,12 @@ def output_dtype(x: Tensor, layer_scale: Tensor | None, residual: Tensor | None)
     return dtype
 
 
-def _fwd_fake(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out, rms):
+def _fwd_fake(x, residual, weight, bias, eps, layer_scale, sample_scale, normed_dtype, rms):
     dtype = x.dtype if residual is None else output_dtype(x, layer_scale, residual)
     s = x.new_empty(0 if residual is None else x.shape, dtype=dtype)
     rows = math.prod(x.shape[:-1])
     mean, rstd = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
-    return s, x.new_empty(x.shape, dtype=torch.float32 if fp32_out else dtype), mean, rstd
+    return s, x.new_empty(x.shape, dtype=normed_dtype or dtype), mean, rstd
 
 
 def add_and_normalize(
@@ -324,7 +334,7 @@ def add_and_normalize(
 _fwd_op = register(
     "layer_norm_fwd",
     "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, Tensor? layer_scale, "
-    "Tensor? sample_scale, bool fp32_out, bool rms) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? sample_scale, ScalarType? normed_dtype, bool rms) -> (Tensor, Tensor, Tensor, Tensor)",
     _fwd,
     _fwd_fake,
 )
@@ -334,9 +344,10 @@ class _Fn(torch.autograd.Function):
     """Autograd of layer_norm_fwd by layer_norm_bwd; without a residual the first output is empty."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps, layer_scale, sample_scale, rms):
-        autocast = torch.is_autocast_enabled(x.device.type)  # then PyTorch's layer_norm returns float32
-        s, y, mean, rstd = _fwd_op(x, residual, weight, bias, eps, layer_scale, sample_scale, autocast, rms)
+    def forward(ctx, x, residual, weight, bias, eps, layer_scale, sample_scale, rms, dtype=None):
+        if dtype is None and torch.is_autocast_enabled(x.device.type):
+            dtype = torch.float32  # as PyTorch's layer_norm then
+        s, y, mean, rstd = _fwd_op(x, residual, weight, bias, eps, layer_scale, sample_scale, dtype, rms)
         branch = x if layer_scale is not None else None
         ctx.save_for_backward(x if residual is None else s, branch, weight, layer_scale, sample_scale, mean, rstd)
         ctx.has_residual = residual is not None
@@ -352,7 +363,7 @@ class _Fn(torch.autograd.Function):
         s, x, weight, layer_scale, sample_scale, mean, rstd = ctx.saved_tensors
         x_dtype, residual_dtype, bias_dtype = ctx.dtypes
         if dy is None and dsum is None:
-            return (None,) * 8
+            return (None,) * 9
         dy = torch.zeros_like(s, dtype=ctx.dtype) if dy is None else dy
         if not ctx.has_residual:
             dsum = None
@@ -366,6 +377,7 @@ class _Fn(torch.autograd.Function):
             None if bias_dtype is None else sums[1].to(bias_dtype),
             None,
             None if layer_scale is None else sums[2].to(layer_scale.dtype),
+            None,
             None,
             None,
         )

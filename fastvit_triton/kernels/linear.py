@@ -338,7 +338,7 @@ def apply_or_keep_norm(
     if norm is not None and not (
         can_fold_norm(x) and (isinstance(weight, Folded) or fold.pays(x, product_shape(weight)[1]))
     ):
-        return cast(rms_norm.run_either(x, norm))[0], None
+        return rms_norm.run_either(x, norm, product_dtype(x)), None
     return cast(x)[0], norm
 
 

@@ -49,9 +49,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return reference(x, weight, eps)
 
 
-def run_either(x: Tensor, norm: NormLike) -> Tensor:
-    """LayerNorm or RMSNorm of x [..., D] by our kernel, without argument checks or plan."""
-    return layer_norm.run(x, *norm[:3], rms=kind_of(norm) == "rms_norm")
+def run_either(x: Tensor, norm: NormLike, dtype: torch.dtype) -> Tensor:
+    """LayerNorm or RMSNorm of x [..., D] in a dtype, by our kernel, without argument checks or plan."""
+    return layer_norm.run(x, *norm[:3], rms=kind_of(norm) == "rms_norm", dtype=dtype)
 
 
 def add_rms_norm(
