@@ -39,6 +39,34 @@ def test_patterns_are_rewritten(pattern):
     assert captured.same(captured.outputs(graph, tensors), captured.outputs(pattern, tensors), torch.float32)
 
 
+ROWS = {  # part i of a weight that is divided into three, and whether these are all of its rows in order
+    "chunk": (lambda t, i: t.chunk(3)[i], True),
+    "split": (lambda t, i: torch.split(t, 6)[i], True),
+    "slices": (lambda t, i: t[6 * i : 6 * i + 6], True),
+    "another order": (lambda t, i: t.chunk(3)[2 - i], False),
+    "not all": (lambda t, i: t[5 * i : 5 * i + 5], False),
+    "every third row": (lambda t, i: t[i::3], False),
+    "other operators": (lambda t, i: t.exp().chunk(3)[i], False),
+}
+
+
+@pytest.mark.parametrize("form", ROWS)
+def test_rows_of_one_weight_are_not_copied(form):
+    """Oracle: the function itself; `cat` is needed where the parts are not all rows in order."""
+    part, is_whole = ROWS[form]
+
+    def three(x, g, w, c):
+        layers = [(part(w, i), part(c, i)) for i in range(3)]
+        h = F.layer_norm(x, (captured.D,), g)
+        return tuple(F.linear(h, *layer) for layer in layers)
+
+    tensors = captured.make(((2, 3, captured.D), (captured.D,), (18, captured.D), (18,)))
+    graph, became = captured.rewritten(captured.captured(three, tensors))
+    assert became == {"linear"}
+    assert (graph.graph.find_nodes(op="call_function", target=torch.cat) == []) == is_whole
+    assert captured.same(captured.outputs(graph, tensors), captured.outputs(three, tensors), torch.float32)
+
+
 OTHERS = [  # arguments to try after the tensor that is written to
     *(lambda x, given=given: given for given in ((2.5,), (), (0.25, 0.75), (0, 2.5), (0, 1), (1, 0, 2.5))),
     lambda x: (x,),

@@ -398,8 +398,8 @@ class Rewriter:
         bias = None
         if any(b is not None for b in biases):
             filled = (PatternCall(zeros_for, (w,)) if b is None else b for w, b in zip(weights, biases, strict=True))
-            bias = PatternCall(torch.cat, (tuple(filled),))
-        packed = self._insert(first, F.linear, source, PatternCall(torch.cat, (weights,)), bias)
+            bias = _joined_rows(tuple(filled))
+        packed = self._insert(first, F.linear, source, _joined_rows(weights), bias)
         chunks = self._insert(first, torch.chunk, packed, len(users), -1)
         parts = [self._insert(first, operator.getitem, chunks, i) for i in range(len(users))]
         for node, part in zip(users, parts, strict=True):
@@ -476,6 +476,23 @@ def _write_anew(graph: fx.Graph) -> None:
 def _replaced(old: fx.Node, new: Any, node: fx.Node) -> Any:
     """The new argument for the old node, and other nodes as they are."""
     return new if node is old else node
+
+
+def _joined_rows(parts: tuple) -> fx.Node | PatternCall:
+    """Tensors one after the other along the first axis: the tensor of which they are all rows, or `torch.cat`."""
+    whole = parts[0]
+    while kind(whole) in ("getitem", "chunk", "split") and len(whole.all_input_nodes) == 1:
+        (whole,) = whole.all_input_nodes
+    if (t := value(whole)) is None or not t.is_contiguous():
+        return PatternCall(torch.cat, (parts,))
+    place = t.storage_offset()
+    for part in parts:
+        rows = value(part)
+        follows = rows is not None and rows.is_contiguous() and rows.storage_offset() == place
+        if not follows or memory(rows) != memory(t) or rows.shape[1:] != t.shape[1:] or rows.dtype != t.dtype:
+            return PatternCall(torch.cat, (parts,))
+        place += rows.numel()
+    return whole if place == t.storage_offset() + t.numel() else PatternCall(torch.cat, (parts,))
 
 
 def zeros_for(weight: torch.Tensor) -> torch.Tensor:
