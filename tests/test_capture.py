@@ -338,6 +338,31 @@ def test_guards_on_what_a_capture_replaces_are_dropped(no_graphs, runs):
     assert runs["graph"] == 2
 
 
+class RestrictedAttention(nn.Module):
+    """Attention by one of PyTorch's implementations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.MATH]):
+            o = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.proj(o.transpose(1, 2).flatten(2))
+
+
+def test_a_choice_among_implementations_changes_no_mode(no_graphs):
+    """Oracle: the original; the projection before the choice is part of the attention."""
+    torch.manual_seed(0)
+    model = nn.Sequential(RestrictedAttention(), RestrictedAttention()).double().eval()
+    original, x = copy.deepcopy(model), torch.randn(2, 5, D, dtype=torch.float64)
+    optimize(model, example=x)
+    assert captured.captures_of(model[0])[0].calls["attention_qkv"] == 1
+    with torch.no_grad():
+        assert_close(model(x), original(x))
+
+
 @pytest.mark.full
 @by_default("dino")
 def test_few_graphs_serve_all_calls(name, runs):

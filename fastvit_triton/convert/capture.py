@@ -47,7 +47,7 @@ from . import host_values
 from .backend import copied, path_of, rewrite
 from .flop_shares import ATTENTION_FLOPS, enclosing
 from .graph.nodes import kind, read, same, up, value
-from .graph.regions import Memory, memory, written
+from .graph.regions import SDPA_KERNEL, Memory, memory, written
 from .graph.weights import WeightSplit, split
 from .region import Region, region
 from .reporting import Row
@@ -480,7 +480,8 @@ def _products(node: fx.Node) -> int:
 
 def _changes_modes(node: fx.Node) -> bool:
     """True for a call without a result that any other reads, such as one that enables gradients or ends autocast."""
-    return node.op.startswith("call_") and node.meta.get("example_value") is None and not node.users
+    silent = node.op.startswith("call_") and node.meta.get("example_value") is None and not node.users
+    return silent and getattr(node.target, "__name__", "") not in SDPA_KERNEL
 
 
 def _casts(graph: fx.Graph) -> bool:

@@ -17,6 +17,9 @@ from .nodes import value
 
 Memory = set[StorageWeakRef]
 
+# names of functions in `torch.nn.attention.sdpa_kernel`, which only choose among PyTorch's implementations
+SDPA_KERNEL = ("_sdpa_kernel", "_backend_from_string")
+
 
 def memory(item: Any) -> Memory:
     """The storages of the tensors in an example value."""
@@ -104,6 +107,8 @@ class Regions:
             name = getattr(node.target, "__name__", "")
             if name == "_enter_autocast" and not _changes(node.args, active):
                 idle.add(node)  # autocast is off already
+            elif name in SDPA_KERNEL:
+                pass
             elif (writes is None or silent) and idle.isdisjoint(node.all_input_nodes):
                 region += 1
                 if name == "_enter_autocast":
