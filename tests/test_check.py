@@ -27,7 +27,7 @@ from fastvit_triton import create_model
 from fastvit_triton.cli import check as command
 from fastvit_triton.cli import main
 from fastvit_triton.cli.check import CheckRequest
-from fastvit_triton.cli.model_by_name import build_model
+from fastvit_triton.cli.model_by_name import build_model, public_name
 from fastvit_triton.convert import on_cpu
 from fastvit_triton.kernels import choose, onednn
 from fastvit_triton.kernels.backend import using_backend
@@ -583,6 +583,11 @@ def test_the_model_of_a_run_is_checked(tmp_path, monkeypatch):
     for size, tokens in ((None, 17), ((12, 12), 37)):
         built = build_model(tmp_path.name, size).model
         assert (len(built.blocks), built.num_classes, built.pos_embed.shape[1]) == (1, 3, tokens)
+    (tmp_path / "vit_digits_patch2_8").mkdir()  # a name of a model is no path
+    monkeypatch.chdir(tmp_path)
+    assert build_model("vit_digits_patch2_8").model.num_classes == 10
+    assert public_name("vit_digits_patch2_8") == "vit_digits_patch2_8"
+    assert public_name(str(tmp_path)) == "a checkpoint of vit_digits_patch2_8"
     (tmp_path / "other").mkdir()
     save_file(model.state_dict(), tmp_path / "other" / "model.safetensors")
     with pytest.raises(ValueError, match="other does not say which of our models it holds; give a name of a model"):

@@ -143,6 +143,9 @@ def test_labels_of_boxes_can_be_read():
         assert not any(one.overlaps(other) for one, other in combinations(extents, 2))
         colours = [to_hex(text.get_bbox_patch().get_facecolor()) for text in axes.texts]
         assert sorted(colours) == sorted([BLUE, RED, RED])
+    around = torch.tensor([[-1.0, -1.0, 97.0, 97.0]] * 3)  # a network may predict sides outside the image
+    score.detections[:] = [part | dict(boxes=around) for part in score.detections]
+    detections(SimpleNamespace(test=test, classes=CLASSES), score).draw_without_rendering()
 
 
 @pytest.mark.parametrize("name", ["detr_digits", "deformable_detr_digits"])

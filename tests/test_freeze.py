@@ -278,6 +278,35 @@ def test_compiled_blocks_freeze(monkeypatch):
         assert folds() > 0 and folds() > 0 and compiler["compiled"] == 2
 
 
+class BiasedAttention(torch.nn.Module):
+    """Attention with a bias for each pair of tokens, whose heads are the last axis of its table, as in Swin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+        self.table = torch.nn.Parameter(torch.randn(25, 2))
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        bias = self.table.exp().view(5, 5, 2).permute(2, 0, 1)
+        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias[None])
+        return self.proj(o.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.full
+def test_kept_tensors_have_the_strides_that_inductor_saw():
+    """Oracle: the model as written; Inductor's code checks strides, also when nothing is kept."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(BiasedAttention()).eval()
+    original, x = copy.deepcopy(net), torch.randn(2, 5, 16)
+    with interpreting(), torch.no_grad():
+        optimize(net, example=x, compile=True, freeze=True)
+        for _ in range(2):
+            assert_close(net(x), original(x))
+        unfreeze(net)
+        assert_close(net(x), original(x))
+
+
 def kept_tensors(net):
     """The tensors that a frozen model caches."""
     kept = [freeze_file._frozen.get(m, {}) for m in net.modules()]

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit_triton import create_model, list_models, optimize, predict
 from fastvit_triton.cli import build_parser, main
+from fastvit_triton.cli.explain import _check_mistakes
 from fastvit_triton.convert.flop_shares import flops, stated_input
 from fastvit_triton.convert.reporting import Report
 from fastvit_triton.models import model_config, nearest
@@ -174,7 +175,12 @@ def test_test_images_are_explained(folder: Path, trained: Path, tmp_path: Path, 
     assert "report.html shows 3 of 7 correct predictions on test images; its" in capsys.readouterr().out
     page = (tmp_path / "report" / "report.html").read_text()
     assert re.findall(r"<li>([^<]*?): <a", page) == [f"{files[i].parent.name}/{files[i].name}" for i in order]
-    assert "has no test images here that it may mistake; give image files" in refused(capsys, *words, "--no-test")
+    pretrained = SimpleNamespace(model=None, classes=("a",), data=str(folder))
+    given = SimpleNamespace(no_test=False, checkpoint="encoder")
+    with pytest.raises(ValueError, match="encoder was not trained to classify, so there are no mistakes to explain"):
+        _check_mistakes(given, pretrained, [{"test_accuracy": None}])
+    sentence = "no image is given, and --no-test is given, so there are no mistakes to explain; give image files"
+    assert sentence in refused(capsys, *words, "--no-test")
 
 
 @pytest.mark.fast

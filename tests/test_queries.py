@@ -9,6 +9,7 @@ from PIL import Image
 from test_cli import refused
 
 from fastvit_triton import create_model
+from fastvit_triton.cli import explain as explain_cli
 from fastvit_triton.cli import main
 from fastvit_triton.explain import query_panels, query_views
 from fastvit_triton.explain.queries import draw_queries
@@ -126,8 +127,9 @@ def test_panels_have_a_picture_for_each_object(name):
 
 
 @pytest.mark.full
-def test_the_command_draws_queries(tmp_path: Path, capsys):
-    """Oracle: files of the report; `--query` is for classifiers."""
+def test_the_command_draws_queries(tmp_path: Path, capsys, monkeypatch):
+    """Oracle: files of the report; `--query` is for classifiers; no test images are read, and none are mistaken."""
+    monkeypatch.setattr(explain_cli, "_test_of", lambda *_: pytest.fail("read"))
     run = tmp_path / "run"
     words = ["train", "--model", "detr_digits", "--data", "scenes", "--out", str(run), "--epochs", "1"]
     from fastvit_triton.train.detection import load
@@ -142,7 +144,6 @@ def test_the_command_draws_queries(tmp_path: Path, capsys):
         "explain",
         "--checkpoint",
         str(run),
-        "--image",
         str(tmp_path / "image.png"),
         "--out",
         str(tmp_path / "report"),
@@ -150,3 +151,4 @@ def test_the_command_draws_queries(tmp_path: Path, capsys):
     assert main(words) == 0
     assert (tmp_path / "report" / "queries-1.png").exists() and "shows 1 of 1 image" in capsys.readouterr().out
     assert "--query 1 is for classifiers" in refused(capsys, *words, "--query", "1")
+    assert "is no classifier, so there are no mistakes to explain" in refused(capsys, *words[:3])

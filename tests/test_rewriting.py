@@ -46,6 +46,7 @@ ROWS = {  # part i of a weight that is divided into three, and whether these are
     "another order": (lambda t, i: t.chunk(3)[2 - i], False),
     "not all": (lambda t, i: t[5 * i : 5 * i + 5], False),
     "every third row": (lambda t, i: t[i::3], False),
+    "a part without gradients": (lambda t, i: t.chunk(3)[i].detach() if i == 1 else t.chunk(3)[i], False),
     "other operators": (lambda t, i: t.exp().chunk(3)[i], False),
 }
 

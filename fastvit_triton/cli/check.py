@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .arguments import add_shared, check_output, select_device
 from .console import print_line
-from .model_by_name import PREFIXES, NamedModel, Size, build_model, check_name, random_model
+from .model_by_name import PREFIXES, NamedModel, Size, build_model, check_name, public_name, random_model
 from .results import write_json
 from .selftest import Checks, place_of
 from .tune import pretending, tiny_model
@@ -157,7 +157,8 @@ def _run(request: CheckRequest, variables: dict[str, str], out: Path | None) -> 
         if reason is not None:
             skipped = f"it measures the kernels and oneDNN's products, which do not run here ({reason})"
             runs |= dict(tune=lambda seconds: dict(skipped=skipped))
-    settings = dict(model=request.model, batch=request.batch, dtype=request.dtype, train=request.train)
+    name = public_name(request.model)
+    settings = dict(model=name, batch=request.batch, dtype=request.dtype, train=request.train)
     settings |= {} if request.size is None else dict(img_size=list(request.size))
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     source = provenance() | dict(gpu=gpu)

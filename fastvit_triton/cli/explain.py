@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from ..explain import Absent, explain, explain_run, write_report
     from ..explain.page import holds_report, sentences
     from ..train.loop import evaluate
+    from ..train.outputs import skipped
     from ..train.step import autocast_dtype
 
     if importlib.util.find_spec("matplotlib") is None:
@@ -68,10 +69,10 @@ def run(args: argparse.Namespace) -> int:
     task = task_of(trained.model)
     classes = tuple(map(printable, trained.classes))
     title = f"Attention report of {Path(args.checkpoint).resolve().name}"
-    test = _test_of(args, trained)
     paths = [*args.images, *([args.image] if args.image else [])]
-    if not paths and (test is None or task.name != "classify"):
-        raise ValueError(f"{args.checkpoint} has no test images here that it may mistake; give image files or a folder")
+    history = _history(args)
+    if not paths:
+        _check_mistakes(args, trained, history)
     files = find_images(paths) if paths else []
     chosen = files[: args.most]
     shown = list(readable_images(chosen, args.max_pixels, trained.transform.levels))
@@ -88,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
         print_page(write_report(own, args.out, title), count)
         return code
 
+    test = _test_of(args, trained)
+
     @cache
     def score() -> "Score | None":
         return None if test is None else evaluate(trained.model, test, autocast_dtype(trained.device))
@@ -103,12 +106,29 @@ def run(args: argparse.Namespace) -> int:
             if isinstance(panel, Absent):
                 absent.append(panel)
             yield panel
-        yield from explain_run(_history(args), score(), classes)
+        yield from explain_run(history, score(), classes)
 
     print_page(write_report(all_panels(), args.out, title), given.said)
     for line in sentences(absent):
         print_line(line)
+    if not paths and test is not None and test.bad:
+        print_line(skipped(test.bad))
     return code
+
+
+def _check_mistakes(args: argparse.Namespace, trained: TrainedModel, history: list | None) -> None:
+    """Raises ValueError if the mistakes of a checkpoint are not known."""
+    why = None
+    if args.no_test:
+        why = "--no-test is given"
+    elif task_of(trained.model).name != "classify":
+        why = f"{args.checkpoint} is no classifier"
+    elif not trained.classes or (history and all(row["test_accuracy"] is None for row in history)):
+        why = f"{args.checkpoint} was not trained to classify"
+    elif not _has_test(trained):
+        why = f"the test images of {args.checkpoint} are not here"
+    if why is not None:
+        raise ValueError(f"no image is given, and {why}, so there are no mistakes to explain; give image files")
 
 
 def _of_files(files: list[Path], args: argparse.Namespace, trained: TrainedModel, said: str) -> Explained:
@@ -130,13 +150,16 @@ def _mistaken(test: Any, score: Any, most: int, trained: TrainedModel) -> Explai
 
     order = mistakes_first(score)[:most]
     files = [file for file in getattr(test, "files", ()) if file not in test.bad]
-    names = names_of([files[i] for i in order]) if files else [f"test image {i}" for i in order]
+    files = [files[i] for i in order] if files else []
+    has_files = files and all(file.exists() for file in files)  # those in shards do not
+    names = names_of(files) if has_files else [f"test image {i}" for i in order]
     mistakes = int((score.predictions != score.targets).sum())
     images = torch.stack([trained.transform.normalise(test.display_image(i)) for i in order])
-    counts = {"mistakes": mistakes, "correct predictions": score.images - mistakes}
+    counts = {"mistake": mistakes, "correct prediction": score.images - mistakes}
     drawn = min(mistakes, len(order))
     parts = zip((drawn, len(order) - drawn), counts.items(), strict=True)
-    said = " and ".join(f"{some} of {all_:,} {what}" for some, (what, all_) in parts if some) + " on test images"
+    words = [f"{some} of {all_:,} {what}{'s' * (all_ != 1)}" for some, (what, all_) in parts if some]
+    said = " and ".join(words) + " on test images"
     return Explained(images, names, score.targets[order].tolist(), said)
 
 
@@ -165,8 +188,13 @@ def _read_log(path: Path) -> list[dict[str, float | None]]:
 
 def _test_of(args: argparse.Namespace, trained: TrainedModel) -> "Batches | None":
     """The test images of a run; None if they are not here, or left out by --no-test."""
-    data = trained.data
-    if data is None or args.no_test or not (data == "digits" or data.startswith("hf:") or Path(data).is_dir()):
+    if args.no_test or not _has_test(trained):
         return None
     options = {"workers": args.workers, "skip_bad_images": trained.skip_bad_images, "max_pixels": args.max_pixels}
     return test_images(trained, None, options)
+
+
+def _has_test(trained: TrainedModel) -> bool:
+    """True if the data of a run are here."""
+    data = trained.data
+    return data is not None and (data == "digits" or data.startswith("hf:") or Path(data).is_dir())

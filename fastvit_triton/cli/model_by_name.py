@@ -5,6 +5,7 @@ import difflib
 import importlib
 import inspect
 import json
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -65,7 +66,7 @@ def check_name(option: str, name: str) -> None:
     from ..models import model_config
 
     prefix, colon, rest = name.partition(":")
-    if Path(name).exists():
+    if _is_saved(name):
         check_checkpoint(option, name)
     elif not colon:
         try:
@@ -147,7 +148,7 @@ def build_model(name: str, size: Size | None = None, device: "torch.device | str
     check_name("--model", name)
     libraries = {"timm": _timm, "torchvision": _torchvision, "hf-config": _transformers}
     with torch.device(device):
-        ours = not colon or Path(name).exists()
+        ours = not colon or _is_saved(name)
         named_model = _ours(name, size) if ours else libraries[prefix](rest, size)
     named_model.model.eval()
     return named_model
@@ -168,11 +169,23 @@ def _ours(name: str, size: Size | None) -> NamedModel:
     from ..models.config import sides
 
     options = {} if size is None else {"img_size": _side(size)}
-    if Path(name).exists():
+    if _is_saved(name):
         name, theirs = _described(name)
         options = theirs | options
     model = create_model(name, **options)
     return NamedModel(model, (model.config.in_chans, *sides(model.config.img_size)), ours=True)
+
+
+def _is_saved(name: str) -> bool:
+    """True for a file or folder, unless it has the name of a model."""
+    from ..models.catalogue import CATALOGUE
+
+    return name not in CATALOGUE and os.path.exists(name)
+
+
+def public_name(name: str) -> str:
+    """The name of a model for other people, to whom a file of this machine says nothing."""
+    return f"a checkpoint of {_described(name)[0]}" if _is_saved(name) else name
 
 
 def _described(source: str) -> tuple[str, dict[str, Any]]:

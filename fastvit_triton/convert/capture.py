@@ -121,6 +121,7 @@ class Capture:
         launches: of the graph before and after it was rewritten.
         replaced: the part of the graph's FLOPs that its calls to the kernels' public functions do, in [0, 1].
         region: what Inductor made of the graph, or why there is nothing.
+        freezes: whether what Inductor compiles depends on whether the weights are final, which `key` ends with.
     """
 
     def __init__(self, module: nn.Module, call: FunctionType, found: "_Found", key: tuple) -> None:
@@ -135,7 +136,8 @@ class Capture:
         self._call = FunctionType(entry.code, call.__globals__, call.__name__)
         self.compiles = running.compiles
         self.key, self.mode = key
-        self.repeatable, self.reads, self.calls, self.left, self.launches, self.replaced, self.region = found
+        self.repeatable, self.reads, self.calls, self.left, self.launches, self.replaced, self.region, _ = found
+        self.freezes = found.freezes and self.region.counted is not None
 
     def fits(self, module: nn.Module, args: tuple, named: dict[str, Any]) -> bool:
         """True if all of Dynamo's guards hold for a call, and the classes run the code that they ran."""
@@ -183,6 +185,7 @@ class _Found(NamedTuple):
     launches: Launches
     replaced: float
     region: Region
+    freezes: bool
 
 
 class _Running(threading.local):
@@ -198,7 +201,8 @@ class _Running(threading.local):
         found: what the graph that is compiled now is, or why it is refused; None before.
         training: whether the module that is captured is in training mode.
         rates: whether it then has attributes that are rates.
-        frozen: whether the graph for Inductor leaves out what is computed from weights alone, which is kept.
+        frozen: whether the weights of the module that is captured are final.
+        keeps: whether what is computed from weights alone is kept, if they are, and left out for Inductor.
         device: type of that of the call that is captured.
         places: Python texts of the modules in which Dynamo looked for a forward of the instance.
     """
@@ -207,7 +211,7 @@ class _Running(threading.local):
         self.module: nn.Module | None = None
         self.in_region = self.comparing = self.same = self.compiles = self.counts_only = False
         self.found: _Found | CaptureRefusal | None = None
-        self.training = self.rates = self.frozen = False
+        self.training = self.rates = self.frozen = self.keeps = False
         self.device = "cpu"
         self.places: list[str] = []
 
@@ -257,7 +261,7 @@ def _capture(module: nn.Module, args: tuple, named: dict[str, Any], key: tuple, 
     running.device = key[1][1]
     weight = next(module.parameters(), None)
     with_kernels = weight is not None and (running.counts_only or kernels_available(weight))
-    running.frozen = with_kernels and keeps(module) and not torch.is_grad_enabled()
+    running.frozen, running.keeps = keeps(module), with_kernels and not torch.is_grad_enabled()
     running.rates = module.training and any(is_rate(*fact) for m in module.modules() for fact in vars(m).items())
     for ones in (True, False):
         try:
@@ -418,7 +422,7 @@ def _rewritten(graph: fx.GraphModule, examples: list) -> tuple[_Found, Callable,
         apart = Region(why="PyTorch's compiler loses what is written through windows of unfold")
     else:
         compiles = running.compiles and not running.counts_only
-        apart = region(graph, as_captured, examples, compiles, weights if running.frozen else ())
+        apart = region(graph, as_captured, examples, compiles, weights if running.frozen and running.keeps else ())
         if (left_out := apart.parts) is not None:
             counted, call = (f and _in_parts(graph, left_out, f) for f in (apart.counted, apart.call))
             apart = apart._replace(counted=counted, call=call, parts=None)
@@ -433,7 +437,8 @@ def _rewritten(graph: fx.GraphModule, examples: list) -> tuple[_Found, Callable,
     if WRAP is None and running.rates:
         unfused += (Row("", "rate", why=RATES),)
     replaced = sum(n for name, n in work.items() if name not in left) / max(sum(work.values()), 1)
-    found = _Found(not writes, holds is not None, calls, unfused, launches, replaced, apart)
+    freezes = running.keeps and parts is not None
+    found = _Found(not writes, holds is not None, calls, unfused, launches, replaced, apart, freezes)
     return found, _runner(graph, numbers, parts), holds
 
 
@@ -603,7 +608,7 @@ def _in_parts(owner: fx.GraphModule, parts: WeightSplit, rest: Callable, whole: 
         module, weights = running.module, tuple(inputs[i] for i in parts.reads)
         assert module is not None
         if not (keeps(module, *weights) and (whole is None or kernels_available(weights[0]))):
-            return rest(*inputs, *kept(*weights)) if whole is None else whole(*inputs)
+            return whole(*inputs) if whole else rest(*inputs, *(t.contiguous() for t in kept(*weights)))
         return rest(*inputs, *all_derived(module, name, weights, lambda: kept(*weights)))
 
     return run

@@ -157,7 +157,7 @@ def _fitting(captures: Captures, module: nn.Module, args: tuple, named: dict[str
     """The capture that fits a call: of the module, or of another one with the same forward; None if there is none."""
     with _without_modes():
         for capture in captures.found:
-            if capture.fits(module, args, named):
+            if (module not in _asked or _suits(capture, module)) and capture.fits(module, args, named):
                 return capture
         if len(captures.found) < MAX_CAPTURES:
             for capture in _alike(module, captures.mode):
@@ -168,7 +168,13 @@ def _fitting(captures: Captures, module: nn.Module, args: tuple, named: dict[str
     if not _is_traced() or captures.refused or any(map(has_hooks, module.modules())):
         return None
     alike = _alike(module, captures.mode)
+    alike = [capture for capture in alike if _suits(capture, module)] or alike
     return alike[0] if len(alike) == 1 and not alike[0].reads else None
+
+
+def _suits(capture: "Capture", module: nn.Module) -> bool:
+    """True if a capture was made for weights that are as final as those of the module, or does not depend on that."""
+    return not capture.freezes or capture.key[-1] == keeps(module)
 
 
 def _without_modes() -> contextlib.AbstractContextManager:
@@ -194,6 +200,7 @@ def _alike(module: nn.Module, mode: Hashable = None) -> "list[Capture]":
         return []
     key = _key(module)
     found = [c for c in captures if c.key[0] == key[0] and mode in (None, c.mode)]
+    found.sort(key=lambda c: not _suits(c, module))
     return [c for c in found if c.key == key] if module in _asked else found  # else it is a copy
 
 
@@ -249,13 +256,6 @@ def forget(model: nn.Module) -> None:
     """Drops the captures of a model's modules, so that their next calls are captured anew."""
     for module in model.modules():
         _captures.pop(module, None)
-
-
-def forget_unfrozen(model: nn.Module) -> None:
-    """Drops the captures that Inductor compiled before the model was frozen, as these compute all in each call."""
-    for module in model.modules():
-        if any(capture.region.call is not None and not capture.key[-1] for capture in captures_of(module)):
-            _captures.pop(module, None)
 
 
 def is_bound(module: nn.Module) -> bool:

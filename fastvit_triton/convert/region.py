@@ -33,8 +33,7 @@ class Region(NamedTuple):
         seconds: how long Inductor took.
         why: why it was not compiled; None if it was, or was not to be.
         settings: with which it was compiled, see `kernels.settings.compiled`.
-        parts: the graph without and with what is computed from weights alone, if both functions only compute the
-            second part; else None.
+        parts: the graph in two parts, of which both functions compute the second one; None if they compute it whole.
     """
 
     counted: Callable | None = None
@@ -58,7 +57,8 @@ def region(
     if parts is not None:
         inputs = [value(node) for node in part.graph.find_nodes(op="placeholder")]  # without memory
         with torch.no_grad():
-            examples = [*examples, *fx.GraphModule(owner, parts.kept)(*(inputs[i] for i in parts.reads))]
+            kept = fx.GraphModule(owner, parts.kept)(*(inputs[i] for i in parts.reads))
+        examples = [*examples, *(t.contiguous() for t in kept)]  # as `all_derived` keeps them
         part = fx.GraphModule(owner, parts.rest)
     operators = fx.GraphModule(owner, copied(part.graph))
     for node in operators.graph.nodes:

@@ -191,7 +191,7 @@ def _draw_boxes(
         text = f"{printable(names[int(found['labels'][k])])} {100 * float(found['scores'][k]):.0f} %"
         left = max(0.0, min(x0, width * (1 - 0.037 * len(text))))
         line = 0.11 * height
-        places = [y for y in (y0, y1 + line, y0 + line, y1) if line <= y <= height]
+        places = [y for y in (y0, y1 + line, y0 + line, y1) if line <= y <= height] or [line]
         lower = next((y for y in places if all(not _meet((left, y), other, width, line) for other in taken)), places[0])
         taken.append((left, lower))
         plate = dict(facecolor=colour, edgecolor="none", pad=1.0)

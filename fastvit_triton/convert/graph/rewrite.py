@@ -480,19 +480,24 @@ def _replaced(old: fx.Node, new: Any, node: fx.Node) -> Any:
 
 def _joined_rows(parts: tuple) -> fx.Node | PatternCall:
     """Tensors one after the other along the first axis: the tensor of which they are all rows, or `torch.cat`."""
-    whole = parts[0]
-    while kind(whole) in ("getitem", "chunk", "split") and len(whole.all_input_nodes) == 1:
-        (whole,) = whole.all_input_nodes
-    if (t := value(whole)) is None or not t.is_contiguous():
+    whole, *others = map(_sliced, parts)
+    if (t := value(whole)) is None or not t.is_contiguous() or any(other is not whole for other in others):
         return PatternCall(torch.cat, (parts,))
     place = t.storage_offset()
     for part in parts:
         rows = value(part)
         follows = rows is not None and rows.is_contiguous() and rows.storage_offset() == place
-        if not follows or memory(rows) != memory(t) or rows.shape[1:] != t.shape[1:] or rows.dtype != t.dtype:
+        if not follows or rows.shape[1:] != t.shape[1:]:
             return PatternCall(torch.cat, (parts,))
         place += rows.numel()
     return whole if place == t.storage_offset() + t.numel() else PatternCall(torch.cat, (parts,))
+
+
+def _sliced(part: fx.Node | PatternCall) -> Any:
+    """The node of which this is a slice, or a slice of a slice; itself otherwise."""
+    while isinstance(part, fx.Node) and kind(part) in ("getitem", "chunk", "split") and len(part.all_input_nodes) == 1:
+        (part,) = part.all_input_nodes
+    return part
 
 
 def zeros_for(weight: torch.Tensor) -> torch.Tensor:
