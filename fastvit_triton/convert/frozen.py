@@ -74,14 +74,13 @@ def freeze(model: nn.Module, precision: str = "float32") -> Frozen:
     In fused blocks this saves the launch that otherwise folds both LayerNorms in each call, or the two LayerNorm
     launches of a batch with few rows; a captured block also keeps all else that it computes from weights alone, for
     which one that was compiled before is captured and compiled anew in its next call; other blocks have nothing to
-    fold. Each call checks that the weights are the
-    same tensors at the same addresses, with the same dtype and no writes counted by PyTorch. If not, it folds again,
-    into the same memory. Writes that PyTorch does not count (through `.data`, NumPy, DLPack, the storage, or to
-    inference tensors) are not detected: call `freeze` again after them. Calls in training mode or with gradients for
-    the weights fold in each call.
+    fold. Each call checks that the weights are the same tensors at the same addresses, with the same dtype and no
+    writes counted by PyTorch. If not, it folds again, into the same memory. Writes that PyTorch does not count (through
+    `.data`, NumPy, DLPack, the storage, or to inference tensors) are not detected: call `freeze` again after them.
+    Calls in training mode or with gradients for the weights fold in each call.
 
-    Until `unfreeze`, the folds take about 58 % of the memory of a fused block's weights, and what captured blocks keep
-    about 64 %, for each mode and form of a graph (replayed, compiled) that is called. A CUDA graph reads them at fixed
+    Until `unfreeze`, the folds take about 58 % of the memory of a fused block's weights. Captured blocks keep more, and
+    once for each mode and form of a graph (replayed or compiled) that is called. A CUDA graph reads them at fixed
     addresses: run the frozen model once before the capture, and do not unfreeze it while the graph is in use. Copies
     and pickles of a model are not frozen, and a compiled model folds in each call. On a CPU, linear layers that run by
     oneDNN keep a copy of their weights in its layout, with LayerScale multiplied in, from their next inference call on;
