@@ -360,7 +360,7 @@ def attend(q, k, v):
 
 def normalise(x, weight, bias):
     """A LayerNorm."""
-    return layer_norm._fwd_op(x, None, weight, bias, 1e-5, None, None, False, False)
+    return layer_norm._fwd_op(x, None, weight, bias, 1e-5, None, None, None, False)
 
 
 def multiply(x, weight, bias):
