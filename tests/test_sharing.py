@@ -174,7 +174,7 @@ def test_push_refuses_in_one_sentence(hub: HubServer, login, tmp_path: Path, mon
         (None, "me/photos", f"there is no token; {remedy}"),
         ("hf_bad", "me/photos", f"the Hub does not know the token; {remedy}"),
         ("hf_read", "me/photos", "the token may not write there; use a name of your own"),
-        ("hf_good", "nobody/photos", "no such user, organisation, repository or branch is on the Hub"),
+        ("hf_good", "nobody/photos", "the Hub has no such user, organisation, repository or branch"),
     ]:
         login(token)
         assert f"{name} was not published: {sentence}" in refused(capsys, "push", run, name)

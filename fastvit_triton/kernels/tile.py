@@ -51,7 +51,7 @@ TRITON: Any = _runtime()
 
 
 def tensor_descriptor(base: Any, shape: tuple, strides: tuple, box: tuple) -> Any:
-    """Triton's descriptor of a tensor, or of what stands in for one, by boxes of that shape."""
+    """Triton's descriptor of a tensor, or of a placeholder for one, divided into boxes of that shape."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(base, list(shape), list(strides), list(box))

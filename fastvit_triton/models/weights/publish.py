@@ -26,7 +26,7 @@ LOGIN = "set HF_TOKEN to a token that may write, or run hf auth login"
 REFUSALS = {  # by HTTP status
     401: f"the Hub does not know the token; {LOGIN}",
     403: f"the token may not write there; use a name of your own, or {LOGIN}",
-    404: "no such user, organisation, repository or branch is on the Hub; check the name",
+    404: "the Hub has no such user, organisation, repository or branch; check the name",
 }
 
 
