@@ -199,13 +199,14 @@ def _attentions() -> Iterator[Case]:
         ends = 197 * torch.arange(BATCH + 1, dtype=torch.int32)  # lengths are checked, so these values are real
         return varlen_attention, (*tokens, ends, 256), {}
 
-    def with_rope(D: int, norms: bool, interleaved: bool):
+    def with_rope(D: int, norms: bool, pairs: bool | int):
         norm = (new(D), new(D), 1e-6)
-        options = dict(rope=(torch.empty(196, D), torch.empty(196, D), interleaved), prefix_tokens=1)
+        options = dict(rope=(torch.empty(196, D), torch.empty(196, D), pairs), prefix_tokens=1)
         options |= dict(q_norm=norm, k_norm=(new(D), new(D), 1e-6)) if norms else {}
         return attention_qkv, (new(BATCH, 197, 3 * 12 * D), 12), options
 
     yield Case("RoPE D=64", "attention_qkv", "bfloat16", partial(with_rope, 64, False, False))
+    yield Case("Q/K norm and axial RoPE D=64", "attention_qkv", "bfloat16", partial(with_rope, 64, True, 32))
     yield Case("Q/K norm and interleaved RoPE D=64", "attention_qkv", "bfloat16", partial(with_rope, 64, True, True))
     yield Case("packed images D=64", "varlen_attention", "bfloat16", varlen)
 

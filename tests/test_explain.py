@@ -333,16 +333,18 @@ def test_similarity_by_hand():
         explain.position_similarity(table, (3, 3))
 
 
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_rotary_bands_by_hand(interleaved):
+@pytest.mark.parametrize(
+    "pairs, channels", [(True, [0, 0, 1, 1, 2, 2, 3, 3]), (False, [0, 1, 2, 3] * 2), (4, [0, 1, 0, 1, 2, 3, 2, 3])]
+)
+def test_rotary_bands_by_hand(pairs, channels):
     """Oracle: tables made from known angles per patch, which may exceed π."""
-    speeds = torch.tensor([[0.5, 0.0], [0.0, 1.5], [0.25, 0.125]], dtype=torch.float64)  # [pairs, 2]
+    speeds = torch.tensor([[0.5, 0.0], [0.0, 1.5], [0.25, 0.125], [1.0, 0.5]], dtype=torch.float64)  # [pairs, 2]
     y, x = torch.meshgrid(torch.arange(5.0).double(), torch.arange(4.0).double(), indexing="ij")
     angle = (y[..., None] * speeds[:, 0] + x[..., None] * speeds[:, 1]).flatten(0, 1)  # [h·w, pairs]
-    wide = angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)
-    exact(explain.rotary_bands((wide.cos(), wide.sin(), interleaved), (5, 4)), speeds)
+    wide = angle[:, channels]
+    exact(explain.rotary_bands((wide.cos(), wide.sin(), pairs), (5, 4)), speeds)
     with pytest.raises(ValueError, match="rotary bands need a grid of at least 2 x 2"):
-        explain.rotary_bands((wide.cos(), wide.sin(), interleaved), (20, 1))
+        explain.rotary_bands((wide.cos(), wide.sin(), pairs), (20, 1))
 
 
 def test_position_tables_and_grids_of_known_models():

@@ -214,18 +214,19 @@ def test_attention_qkv_splits_as_three_separate_projections():
         assert close64(o[:, :, h * 4 : h * 4 + 4], ((q @ k.mT) / 2).softmax(-1) @ v)
 
 
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_rope_rotates_pairs_and_keeps_the_prefix(interleaved):
+@pytest.mark.parametrize(
+    "pairs, first, step", [(True, [0, 2, 4, 6], 1), (False, [0, 1, 2, 3], 4), (4, [0, 1, 4, 5], 2)]
+)
+def test_rope_rotates_pairs_and_keeps_the_prefix(pairs, first, step):
     """Oracle: complex multiplication of channel pairs by exp(i·angle)."""
     from fastvit_triton.kernels.attention_qkv import rotate
 
-    x, angle = randn(1, 2, 5, 6), randn(4, 3)
-    table = angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)
-    got = rotate(x, (table.cos(), table.sin(), interleaved), 1)
-    pairs = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :3], x[..., 3:])
-    turned = torch.complex(*pairs)[:, :, 1:] * torch.exp(1j * angle)
-    want = torch.stack((turned.real, turned.imag), -1).flatten(-2)
-    want = want if interleaved else torch.cat((turned.real, turned.imag), -1)
+    x, angle = randn(1, 2, 5, 8), randn(4, 4)
+    first, table, want = torch.tensor(first), torch.empty(4, 8).double(), torch.empty(1, 2, 4, 8).double()
+    table[:, first] = table[:, first + step] = angle
+    got = rotate(x, (table.cos(), table.sin(), pairs), 1)
+    turned = torch.complex(x[..., first], x[..., first + step])[:, :, 1:] * torch.exp(1j * angle)
+    want[..., first], want[..., first + step] = turned.real, turned.imag
     assert torch.equal(got[:, :, :1], x[:, :, :1]) and close64(got[:, :, 1:], want)
 
 
@@ -604,6 +605,11 @@ PACKED = [torch.randn(6, 2, 8)] * 3
             "axis D of q_norm weight",
         ),
         (ValueError, lambda: attention_qkv(randn(1, 2, 21), 1, rope=(randn(2, 7),) * 2 + (True,)), "D = 7 .* be even"),
+        (
+            ValueError,
+            lambda: attention_qkv(randn(1, 2, 24), 1, rope=(randn(2, 8),) * 2 + (6,)),
+            "pairs .* divides D = 8",
+        ),
         (
             TypeError,
             lambda: attention(*[randn(1, 2, 3, 4)] * 3, kv_lens=torch.ones(1)),

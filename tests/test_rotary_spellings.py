@@ -79,7 +79,7 @@ SUMS = {
 
 
 def whole(name):
-    """Rotations by tables of all D channels: (function, tables, pairs are interleaved)."""
+    """Rotations by tables of all D channels: (function, tables, pairs of `attention_qkv`)."""
     turn, total = name.split("-")
     return lambda x, cos, sin: SUMS[total](x, TURNS[turn](x), cos, sin), "full", turn.startswith("pairs")
 
@@ -112,12 +112,23 @@ def axial(x, cos, sin):
     return torch.cat((*parts, x[..., 4:]), -1)
 
 
+def axial_halves(x, cos, sin):
+    """Rows and columns, each in a half of the channels that is rotated in its own halves, as in CroCo."""
+    parts = []
+    for first in (0, D // 2):
+        part, place = x[..., first : first + D // 2], slice(first, first + D // 2)
+        a, b = part.chunk(2, -1)
+        parts.append(part * cos[..., place] + torch.cat((-b, a), -1) * sin[..., place])
+    return torch.cat(parts, -1)
+
+
 ROTATIONS = {name: whole(name) for name in map("-".join, zip(TURNS, itertools.cycle(SUMS), strict=False))}
 ROTATIONS |= {
     "halves_apart": (halves_apart, "half", False),
     "pairs_apart": (pairs_apart, "half", True),
     "by_complex": (by_complex, "half", True),
     "axial": (axial, "full", True),
+    "axial_halves": (axial_halves, "full", D // 2),
     "none": (lambda x, cos, sin: x, "full", False),
 }
 

@@ -32,7 +32,7 @@ class DenseHeads:
         num_heads: H.
         scale: softmax scale; None for 1 / √d.
         bias: added to the scores, or boolean with True for "attend"; see `kernels.attention`.
-        rope: (cos, sin, interleaved), tables that broadcast to [B, H, N − T, D]; the first T tokens are not rotated.
+        rope: (cos, sin, pairs), tables that broadcast to [B, H, N − T, D]; the first T tokens are not rotated.
         norms: norms of each head's queries and keys.
         varlen: boundaries of images; all tokens are then one sequence.
         causal: tokens see only themselves and earlier tokens.
@@ -124,13 +124,13 @@ def _of_all(rope: Rope, tokens: int) -> Rope:
         return rope
     from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true  # imported by every trace
 
-    cos, sin, interleaved = rope
+    cos, sin, pairs = rope
     same = cos.shape[-2] == tokens
     if guard_or_false(same) or not guard_or_true(same):
         return rope
     torch._check(same)
     cos, sin = (t.reshape(*t.shape[:-2], tokens, t.shape[-1]) for t in (cos, sin))
-    return cos, sin, interleaved
+    return cos, sin, pairs
 
 
 @dataclass(frozen=True, eq=False)

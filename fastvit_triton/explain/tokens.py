@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.argument import Rope, group_of
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -240,11 +242,11 @@ def position_similarity(table: Tensor, grid: tuple[int, int]) -> Tensor:
     return (unit @ unit.T).view(*grid, *grid)
 
 
-def rotary_bands(rope: tuple[Tensor, Tensor, bool], grid: tuple[int, int]) -> Tensor:
+def rotary_bands(rope: Rope, grid: tuple[int, int]) -> Tensor:
     """Rotation angle of each rotary channel pair between neighbouring patches.
 
     Args:
-        rope: (cos, sin, interleaved) as passed to attention, tables [..., h·w, D].
+        rope: (cos, sin, pairs) as passed to attention, tables [..., h·w, D].
         grid: (h, w), each at least 2.
 
     Returns:
@@ -253,11 +255,11 @@ def rotary_bands(rope: tuple[Tensor, Tensor, bool], grid: tuple[int, int]) -> Te
     Raises:
         ValueError: the grid has one row or column, or the tables have a different size.
     """
-    cos, sin, interleaved = rope
+    cos, sin, pairs = rope
     if min(grid) < 2 or cos.shape[-2] != grid[0] * grid[1]:
         raise ValueError(f"tables have {cos.shape[-2]} rows; rotary bands need a grid of at least 2 x 2, got {grid}")
-    half = cos.shape[-1] // 2
-    cos, sin = (t[..., ::2] if interleaved else t[..., :half] for t in (cos, sin))
+    group = group_of(pairs, cos.shape[-1])
+    cos, sin = (t.unflatten(-1, (-1, group))[..., : group // 2].flatten(-2) for t in (cos, sin))
     angle = torch.atan2(sin, cos).unflatten(-2, grid)  # [..., h, w, D/2]
     return torch.stack([_wrapped(angle.diff(dim=axis)).flatten(-3, -2).mean(-2) for axis in (-3, -2)], -1)
 

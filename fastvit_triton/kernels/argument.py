@@ -13,7 +13,7 @@ from torch import Tensor
 from .op import expect
 
 Pair = tuple[Tensor, Tensor]  # gate and up projections of SwiGLU, [F, K] each, or their biases [F]
-Rope = tuple[Tensor, Tensor, bool]  # cos and sin, up to [B, H, N - prefix, D]; True if channel pairs are (2i, 2i + 1)
+Rope = tuple[Tensor, Tensor, bool | int]  # cos and sin, up to [B, H, N - prefix, D], and the pairs, see `attention_qkv`
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -74,6 +74,11 @@ class Window(NamedTuple):
 
 
 NormLike = Norm | tuple[Tensor | None, Tensor | None, float]
+
+
+def group_of(pairs: bool | int, D: int) -> int:
+    """Channels of a head in which the first half is rotated with the second one, for the `pairs` of a `Rope`."""
+    return (2 if pairs else D) if isinstance(pairs, bool) else pairs
 
 
 def kind_of(norm: NormLike) -> str:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from . import attention, check, rms_norm
-from .argument import NormLike, Rope, Varlen, expect_number, kind_of
+from .argument import NormLike, Rope, Varlen, expect_number, group_of, kind_of
 from .attention_launch import run
 from .backend import kernels_available
 from .launch import cdiv, power_of_2
@@ -56,9 +56,10 @@ def attention_qkv(
         q_norm: (weight [D], bias [D], eps) or `Norm`, a LayerNorm or RMSNorm over the channels of each query; weight
             and bias may be None.
         k_norm: the same for keys.
-        rope: (cos, sin, interleaved) with tables [N − prefix_tokens, D], [H, N − prefix_tokens, D] or
+        rope: (cos, sin, pairs) with tables [N − prefix_tokens, D], [H, N − prefix_tokens, D] or
             [B, H, N − prefix_tokens, D], where axes B and H may be 1. Rotates queries and keys in channel pairs
-            (2i, 2i + 1) if interleaved, else (i, i + D/2).
+            (2i, 2i + 1) if `pairs` is True, (i, i + D/2) if False, and for an even number g (i, i + g/2) within each g
+            channels, which rotations by rows and columns have.
         prefix_tokens: number of leading tokens that `rope` does not rotate.
         bias: as in `attention`.
         kv_lens: as in `attention`.
@@ -115,10 +116,10 @@ def _apply(
     k_norm_weight, k_norm_bias, k_eps = NO_NORM if k_norm is None else k_norm[:3]
     k_norm_weight = distinct(k_norm_weight, q_norm_weight)
     k_norm_bias = distinct(k_norm_bias, q_norm_bias)
-    cos, sin, interleaved = rope or (None, None, False)
+    cos, sin, pairs = rope or (None, None, False)
     o, lse = _Fn.apply(
         packed, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, bias, kv_lens, cu_seqlens,
-        interleaved, prefix_tokens, q_eps, k_eps,
+        group_of(pairs, packed.shape[-1]), prefix_tokens, q_eps, k_eps,
         q_norm is not None and kind_of(q_norm) == "rms_norm", k_norm is not None and kind_of(k_norm) == "rms_norm",
         packed.shape[-1] ** -0.5 if scale is None else scale, max_seqlen, causal,
     )  # fmt: skip
@@ -162,47 +163,50 @@ def reference(
 
 def rotate(x: Tensor, rope: Rope, prefix_tokens: int) -> Tensor:
     """Equation (2) on x [B, H, N, D], except for the first `prefix_tokens` tokens."""
-    cos, sin, interleaved = rope
+    cos, sin, pairs = rope
     prefix = x[:, :, :prefix_tokens]
     x = x[:, :, prefix_tokens:]
-    if interleaved:
-        rotated = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-    else:
-        first, second = x.chunk(2, -1)
-        rotated = torch.cat((-second, first), -1)
+    first, second = x.unflatten(-1, (-1, group_of(pairs, x.shape[-1]))).chunk(2, -1)
+    rotated = torch.cat((-second, first), -1).flatten(-2)
     return torch.cat((prefix, (x * cos + rotated * sin).to(prefix.dtype)), 2)
 
 
 @jit
-def _load_pairs(ptr, at, inside, other, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _load_pairs(ptr, at, inside, other, D: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr):
     """Loads rows at offsets `at` [M] as two fp32 tiles [M, HALF]: the first and the second channel of every pair."""
-    if INTERLEAVED:
+    if GROUP == 2:
         d = tl.arange(0, 2 * HALF)
         x = tl.load(ptr + at[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=other)
         a, b = tl.split(tl.reshape(x.to(tl.float32), [at.shape[0], HALF, 2]))
         return a, b
     i = tl.arange(0, HALF)
-    FIRST: tl.constexpr = (D + 1) // 2
-    at = ptr + at[:, None] + i[None, :]
-    a = tl.load(at, mask=inside[:, None] & (i < FIRST)[None, :], other=other)
-    b = tl.load(at + FIRST, mask=inside[:, None] & (i < D - FIRST)[None, :], other=other)
+    FIRST: tl.constexpr = (GROUP + 1) // 2
+    at = ptr + at[:, None] + _firsts(i, FIRST, GROUP, D)[None, :]
+    a = tl.load(at, mask=inside[:, None] & (i < (D + 1) // 2)[None, :], other=other)
+    b = tl.load(at + FIRST, mask=inside[:, None] & (i < D // 2)[None, :], other=other)
     return a.to(tl.float32), b.to(tl.float32)
 
 
 @jit
-def _store_pairs(ptr, at, inside, a, b, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _firsts(i, FIRST: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr):
+    """The first channels of pairs i, of which a group has FIRST."""
+    return i if GROUP == D else i // FIRST * GROUP + i % FIRST
+
+
+@jit
+def _store_pairs(ptr, at, inside, a, b, D: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr):
     """Stores a and b where `_load_pairs` reads them."""
     kind = ptr.dtype.element_ty
-    if INTERLEAVED:
+    if GROUP == 2:
         d = tl.arange(0, 2 * HALF)
         x = tl.reshape(tl.join(a, b), [at.shape[0], 2 * HALF])
         tl.store(ptr + at[:, None] + d[None, :], x.to(kind), mask=inside[:, None] & (d < D)[None, :])
     else:
         i = tl.arange(0, HALF)
-        FIRST: tl.constexpr = (D + 1) // 2
-        at = ptr + at[:, None] + i[None, :]
-        tl.store(at, a.to(kind), mask=inside[:, None] & (i < FIRST)[None, :])
-        tl.store(at + FIRST, b.to(kind), mask=inside[:, None] & (i < D - FIRST)[None, :])
+        FIRST: tl.constexpr = (GROUP + 1) // 2
+        at = ptr + at[:, None] + _firsts(i, FIRST, GROUP, D)[None, :]
+        tl.store(at, a.to(kind), mask=inside[:, None] & (i < (D + 1) // 2)[None, :])
+        tl.store(at + FIRST, b.to(kind), mask=inside[:, None] & (i < D // 2)[None, :])
 
 
 @jit
@@ -220,16 +224,16 @@ def _normalize(a, b, eps, NORM: tl.constexpr, D: tl.constexpr, HALF: tl.constexp
 @jit
 def _apply_norm(
     a, b, weight_ptr, bias_ptr, eps, NORM: tl.constexpr, BIAS: tl.constexpr,
-    D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Equation (1) of rows (a, b). NORM: 1 without a weight, 2 with one; RMSNorm 3 and 4."""
     a, b, _ = _normalize(a, b, eps, NORM, D, HALF)
     start = tl.zeros([1], tl.int32)
     if NORM % 2 == 0:
-        weight_a, weight_b = _load_pairs(weight_ptr, start, start == 0, 0.0, D, HALF, INTERLEAVED)
+        weight_a, weight_b = _load_pairs(weight_ptr, start, start == 0, 0.0, D, HALF, GROUP)
         a, b = a * weight_a, b * weight_b
     if BIAS:
-        bias_a, bias_b = _load_pairs(bias_ptr, start, start == 0, 0.0, D, HALF, INTERLEAVED)
+        bias_a, bias_b = _load_pairs(bias_ptr, start, start == 0, 0.0, D, HALF, GROUP)
         a, b = a + bias_a, b + bias_b
     return a, b
 
@@ -237,18 +241,18 @@ def _apply_norm(
 @jit
 def _norm_grad(
     a, b, x_ptr, at, inside, w_ptr, eps, sums,
-    NORM: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """dx of equation (5) for dz = (a, b), as two tiles, and `sums` plus this tile's terms of (6).
 
     sums: dγ of the first and of the second channels of the pairs, then dβ likewise, [HALF] each.
     """
-    x_a, x_b = _load_pairs(x_ptr, at, inside, 0.0, D, HALF, INTERLEAVED)
+    x_a, x_b = _load_pairs(x_ptr, at, inside, 0.0, D, HALF, GROUP)
     x_a, x_b, rstd = _normalize(x_a, x_b, eps, NORM, D, HALF)
     sums = (sums[0] + tl.sum(a * x_a, 0), sums[1] + tl.sum(b * x_b, 0), sums[2] + tl.sum(a, 0), sums[3] + tl.sum(b, 0))
     if NORM % 2 == 0:
         start = tl.zeros([1], tl.int32)
-        weight_a, weight_b = _load_pairs(w_ptr, start, start == 0, 0.0, D, HALF, INTERLEAVED)
+        weight_a, weight_b = _load_pairs(w_ptr, start, start == 0, 0.0, D, HALF, GROUP)
         a, b = a * weight_a, b * weight_b
     mean = 0.0
     if NORM <= 2:
@@ -258,10 +262,10 @@ def _norm_grad(
 
 
 @jit
-def _load_cos_sin(cos_ptr, sin_ptr, at, inside, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _load_cos_sin(cos_ptr, sin_ptr, at, inside, D: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr):
     """cos and sin of both channels of every pair, rows at offsets `at` of the tables; 1 and 0 where not `inside`."""
-    cos_a, cos_b = _load_pairs(cos_ptr, at, inside, 1.0, D, HALF, INTERLEAVED)
-    sin_a, sin_b = _load_pairs(sin_ptr, at, inside, 0.0, D, HALF, INTERLEAVED)
+    cos_a, cos_b = _load_pairs(cos_ptr, at, inside, 1.0, D, HALF, GROUP)
+    sin_a, sin_b = _load_pairs(sin_ptr, at, inside, 0.0, D, HALF, GROUP)
     return cos_a, cos_b, sin_a, sin_b
 
 
@@ -270,26 +274,26 @@ def _fwd_kernel(
     x_ptr, y_ptr, q_norm_weight_ptr, q_norm_bias_ptr, k_norm_weight_ptr, k_norm_bias_ptr, cos_ptr, sin_ptr, x_strides,
     M, N, H, prefix, table_strides, q_eps, k_eps,
     Q_NORM: tl.constexpr, Q_BIAS: tl.constexpr, K_NORM: tl.constexpr, K_BIAS: tl.constexpr, ROPE: tl.constexpr,
-    INTERLEAVED: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M tokens of one head's queries or keys. Equations (1) and (2)."""
     head = tl.program_id(0) % (2 * H)  # the H heads of queries, then those of keys
     m = (tl.program_id(0) // (2 * H)).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n, inside = m % N, m < M
     at = m // N * x_strides[0] + n * x_strides[1] + head * D
-    a, b = _load_pairs(x_ptr, at, inside, 0.0, D, HALF, INTERLEAVED)
+    a, b = _load_pairs(x_ptr, at, inside, 0.0, D, HALF, GROUP)
     if Q_NORM > 0:
         if head < H:
-            a, b = _apply_norm(a, b, q_norm_weight_ptr, q_norm_bias_ptr, q_eps, Q_NORM, Q_BIAS, D, HALF, INTERLEAVED)
+            a, b = _apply_norm(a, b, q_norm_weight_ptr, q_norm_bias_ptr, q_eps, Q_NORM, Q_BIAS, D, HALF, GROUP)
     if K_NORM > 0:
         if head >= H:
-            a, b = _apply_norm(a, b, k_norm_weight_ptr, k_norm_bias_ptr, k_eps, K_NORM, K_BIAS, D, HALF, INTERLEAVED)
+            a, b = _apply_norm(a, b, k_norm_weight_ptr, k_norm_bias_ptr, k_eps, K_NORM, K_BIAS, D, HALF, GROUP)
     if ROPE:
         rotates = inside & (n >= prefix)
         at = m // N * table_strides[0] + (head % H).to(tl.int64) * table_strides[1] + (n - prefix) * D
-        cos_a, cos_b, sin_a, sin_b = _load_cos_sin(cos_ptr, sin_ptr, at, rotates, D, HALF, INTERLEAVED)
+        cos_a, cos_b, sin_a, sin_b = _load_cos_sin(cos_ptr, sin_ptr, at, rotates, D, HALF, GROUP)
         a, b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
-    _store_pairs(y_ptr, (m * 2 * H + head) * D, inside, a, b, D, HALF, INTERLEAVED)
+    _store_pairs(y_ptr, (m * 2 * H + head) * D, inside, a, b, D, HALF, GROUP)
 
 
 @jit(do_not_specialize=["M"])
@@ -297,7 +301,7 @@ def _bwd_kernel(
     dy_ptr, x_ptr, dx_ptr, partial_ptr, q_norm_weight_ptr, k_norm_weight_ptr, cos_ptr, sin_ptr, x_strides,
     M, N, H, prefix, table_strides, q_eps, k_eps,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROPE: tl.constexpr,
-    INTERLEAVED: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M tokens of all heads, of queries, keys or values (copied). Equations (4) to (6)."""
     part = tl.program_id(0) % 3
@@ -311,29 +315,29 @@ def _bwd_kernel(
         head = part.to(tl.int64) * H + h
         at = (m * 3 * H + head) * D
         x_at = m // N * x_strides[0] + n * x_strides[1] + head * D
-        a, b = _load_pairs(dy_ptr, at, inside, 0.0, D, HALF, INTERLEAVED)
+        a, b = _load_pairs(dy_ptr, at, inside, 0.0, D, HALF, GROUP)
         if ROPE:
             if part < 2:
                 row = m // N * table_strides[0] + tl.cast(h, tl.int64) * table_strides[1] + (n - prefix) * D
-                cos_a, cos_b, sin_a, sin_b = _load_cos_sin(cos_ptr, sin_ptr, row, rotates, D, HALF, INTERLEAVED)
+                cos_a, cos_b, sin_a, sin_b = _load_cos_sin(cos_ptr, sin_ptr, row, rotates, D, HALF, GROUP)
                 a, b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
         if Q_NORM > 0:
             if part == 0:
                 a, b, sums = _norm_grad(
-                    a, b, x_ptr, x_at, inside, q_norm_weight_ptr, q_eps, sums, Q_NORM, D, HALF, INTERLEAVED
+                    a, b, x_ptr, x_at, inside, q_norm_weight_ptr, q_eps, sums, Q_NORM, D, HALF, GROUP
                 )
         if K_NORM > 0:
             if part == 1:
                 a, b, sums = _norm_grad(
-                    a, b, x_ptr, x_at, inside, k_norm_weight_ptr, k_eps, sums, K_NORM, D, HALF, INTERLEAVED
+                    a, b, x_ptr, x_at, inside, k_norm_weight_ptr, k_eps, sums, K_NORM, D, HALF, GROUP
                 )
-        _store_pairs(dx_ptr, at, inside, a, b, D, HALF, INTERLEAVED)
+        _store_pairs(dx_ptr, at, inside, a, b, D, HALF, GROUP)
     if Q_NORM + K_NORM > 0:
         if part < 2:
             at = (block * 4 + part * 2 + tl.zeros([1], tl.int32)) * D  # [program, query or key, weight or bias, D]
             stored = at >= 0  # the one row
-            _store_pairs(partial_ptr, at, stored, sums[0][None, :], sums[1][None, :], D, HALF, INTERLEAVED)
-            _store_pairs(partial_ptr, at + D, stored, sums[2][None, :], sums[3][None, :], D, HALF, INTERLEAVED)
+            _store_pairs(partial_ptr, at, stored, sums[0][None, :], sums[1][None, :], D, HALF, GROUP)
+            _store_pairs(partial_ptr, at + D, stored, sums[2][None, :], sums[3][None, :], D, HALF, GROUP)
 
 
 def _blocks(D: int) -> dict[str, int]:
@@ -342,7 +346,7 @@ def _blocks(D: int) -> dict[str, int]:
     return dict(HALF=half, BLOCK_M=max(1, 1024 // half), num_warps=4, num_stages=1, enable_fp_fusion=True)
 
 
-def _arguments(qkv, q_norm_weight, k_norm_weight, cos, sin, interleaved, prefix, q_eps, k_eps, q_rms, k_rms):
+def _arguments(qkv, q_norm_weight, k_norm_weight, cos, sin, group, prefix, q_eps, k_eps, q_rms, k_rms):
     """Arguments of both kernels by name.
 
     Q_NORM and K_NORM: 0 without a norm, LayerNorm 1 without a weight and 2 with one, RMSNorm 3 and 4.
@@ -356,7 +360,7 @@ def _arguments(qkv, q_norm_weight, k_norm_weight, cos, sin, interleaved, prefix,
         table_strides=(0, 0) if cos is None else cos.expand(B, H, N - prefix, D).stride()[:2],
         Q_NORM=0 if q_eps is None else 1 + (q_norm_weight is not None) + 2 * q_rms,
         K_NORM=0 if k_eps is None else 1 + (k_norm_weight is not None) + 2 * k_rms,
-        ROPE=cos is not None, INTERLEAVED=interleaved,
+        ROPE=cos is not None, GROUP=group,
     )  # fmt: skip
 
 
@@ -400,7 +404,7 @@ def _bwd_fake(dy, *_):
     return dy.new_empty(dy.shape), dy.new_empty(2, 2, dy.shape[-1], dtype=torch.float32)
 
 
-TABLES = "Tensor? cos, Tensor? sin, bool interleaved, SymInt prefix, float? q_eps, float? k_eps, "
+TABLES = "Tensor? cos, Tensor? sin, int group, SymInt prefix, float? q_eps, float? k_eps, "
 TABLES += "bool q_rms, bool k_rms"
 NORMS = "Tensor? q_norm_weight, Tensor? q_norm_bias, Tensor? k_norm_weight, Tensor? k_norm_bias"
 WEIGHTS = "Tensor? q_norm_weight, Tensor? k_norm_weight"
@@ -416,10 +420,10 @@ class _Fn(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, bias, kv_lens, cu_seqlens,
-        interleaved, prefix, q_eps, k_eps, q_rms, k_rms, scale, max_seqlen, causal,
+        group, prefix, q_eps, k_eps, q_rms, k_rms, scale, max_seqlen, causal,
     ):  # fmt: skip
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        ctx.settings = (interleaved, prefix, q_eps, k_eps, q_rms, k_rms)
+        ctx.settings = (group, prefix, q_eps, k_eps, q_rms, k_rms)
         ctx.sizes = (max_seqlen, scale)
         ctx.causal = causal
         qk = None
@@ -466,8 +470,11 @@ def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str
     if "prefix" in case:
         leading = (B, 1) if "images" in case else (H,) * case.get("halves", 0)
         angle = make_randn(device, torch.float64, seed=1)(*leading, N - case["prefix"], D // 2).detach()
-        angle = torch.cat((angle, angle), -1) if "halves" in case else angle.repeat_interleave(2, -1)
-        rope = angle.cos().to(dtype), angle.sin().to(dtype), "halves" not in case
+        if "halves" in case:
+            angle = angle.unflatten(-1, (-1, case.get("group", D) // 2)).repeat(*[1] * angle.dim(), 2).flatten(-2)
+        else:
+            angle = angle.repeat_interleave(2, -1)
+        rope = angle.cos().to(dtype), angle.sin().to(dtype), case.get("group", "halves" not in case)
         arguments |= {"rope": rope, "prefix_tokens": case["prefix"]}
     for name, kind in zip(("q_norm", "k_norm"), KINDS[case.get("norms", 0)], strict=True):
         if kind is not None:
@@ -509,6 +516,7 @@ OP = Op(
         "varlen": dict(B=1, H=2, N=70, D=80, prefix=0, halves=1, gap=1),
         "varlen_plain": dict(B=1, H=2, N=19, D=16, norms=6, gap=3),
         "images": dict(B=3, H=2, N=9, D=16, prefix=1, images=1),
+        "groups": dict(B=2, H=2, N=9, D=24, prefix=1, halves=1, group=12, norms=1),
         "causal": dict(B=1, H=3, N=77, D=64, causal=1),
         "causal_varlen": dict(B=1, H=2, N=70, D=16, gap=1, causal=1),
         "empty": dict(B=0, H=2, N=5, D=8, prefix=1, norms=1),

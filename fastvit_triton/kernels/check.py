@@ -251,8 +251,8 @@ def varlen(
 def rotation(rope: Rope, x: Tensor, B: int, H: int, T: int, D: int) -> None:
     """Raises ValueError or TypeError unless rotary tables fit B images, H heads, T tokens and D channels of x."""
     if not isinstance(rope, (tuple, list)) or len(rope) != 3:
-        raise TypeError("rope must be a tuple (cos, sin, interleaved)")
-    cos, sin, interleaved = rope
+        raise TypeError("rope must be a tuple (cos, sin, pairs)")
+    cos, sin, pairs = rope
     rank = cos.dim() if isinstance(cos, Tensor) else 2
     axes = dict([("B", B), ("H", H), ("N - prefix_tokens", T), ("D", D)][4 - min(max(rank, 2), 4) :])
     shape = cos.shape if isinstance(cos, Tensor) else ()
@@ -261,9 +261,12 @@ def rotation(rope: Rope, x: Tensor, B: int, H: int, T: int, D: int) -> None:
     expect("sin", sin, x, **dict(zip(axes, cos.shape, strict=True)))
     expect_floating("cos", cos)
     expect_floating("sin", sin)
-    expect_bool("interleaved of rope", interleaved)
     if D % 2:
         raise ValueError(f"rope rotates pairs of channels, but a head has D = {D} of them; D must be even")
+    if not isinstance(pairs, bool):
+        expect_int("pairs of rope", pairs, 2, D)
+        if pairs % 2 or D % pairs:
+            raise ValueError(f"pairs of rope is {pairs}; give True, False or an even number that divides D = {D}")
 
 
 def images(cu_seqlens: Tensor, x: Tensor, max_seqlen: int) -> None:

@@ -17,14 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from ...kernels.argument import group_of
 from .nodes import Argument, equal, kind, known, operands, order, read, same, shape, value
 from .norm_patterns import norm_of
 from .patterns import PatternCall
 
 VIEWS = "chunk contiguous getitem permute reshape split squeeze to transpose unbind unsqueeze".split()
 # Functions of tables: two calls of one with the same arguments have the same result.
-TABLES = "add arange cat complex cos div einsum expand flatten float getitem linspace mul neg outer permute polar pow "
-TABLES += "repeat repeat_interleave reshape sin squeeze stack sub tile to transpose truediv type unsqueeze view"
+TABLES = "add arange cat complex cos div einsum embedding expand flatten float getitem linspace mul neg outer permute "
+TABLES += (
+    "polar pow repeat repeat_interleave reshape sin squeeze stack sub tile to transpose truediv type unsqueeze view"
+)
 NAMES = frozenset(TABLES.split())
 IN_PLACE = {f for name, f in vars(operator).items() if name.startswith("i") and name not in ("index", "inv", "invert")}
 IN_PLACE |= {operator.setitem, operator.delitem}
@@ -73,7 +76,7 @@ class Rotation(NamedTuple):
     """What `attention_qkv` is to do to queries or keys."""
 
     norm: tuple | None
-    rope: tuple[Argument, Argument, bool] | None
+    rope: tuple[Argument, Argument, bool | int] | None
     prefix: Any
 
 
@@ -385,7 +388,7 @@ class _Reader:
 
     def rotation(self, heads: Heads, part: int, sizes: tuple[int, int], tokens: Any) -> Rotation | None:
         """Norm and rotation of queries (part 0), keys (1) or values (2) of [H, D] channels; None if another."""
-        own = np.arange(math.prod(sizes)).reshape(sizes) + part * math.prod(sizes)
+        own: np.ndarray = np.arange(math.prod(sizes)).reshape(sizes) + part * math.prod(sizes)
         if heads.runs[0].terms.factor.shape[1:] != sizes or (heads.norm is not None and heads.norm[1] != sizes[1]):
             return None
         norm = None if heads.norm is None else heads.norm[0]
@@ -403,20 +406,22 @@ class _Reader:
             last += run.stop - run.start
         if not isinstance(last, int) or any(plain for _, plain in runs):
             return None
-        for interleaved in (True, False):
-            ropes = [rope for run, _ in runs if (rope := self._rope(run, own, interleaved)) is not None]
+        D = own.shape[1]
+        for pairs in (True, False, *(g for g in range(4, D, 2) if D % g == 0)):
+            ropes = [rope for run, _ in runs if (rope := self._rope(run, own, pairs)) is not None]
             if len(ropes) == len(runs):
                 cos, sin = (_extended(_cat([rope[i] for rope in ropes], -2), (0, 0, 0, last), 1.0 - i) for i in (0, 1))
-                return Rotation(norm, (cos, sin, interleaved), prefix)
+                return Rotation(norm, (cos, sin, pairs), prefix)
         return None
 
-    def _rope(self, run: RotaryRun, own: np.ndarray, interleaved: bool) -> tuple[Argument, Argument] | None:
+    def _rope(self, run: RotaryRun, own: np.ndarray, pairs: bool | int) -> tuple[Argument, Argument] | None:
         """(cos, sin) of a run, or None if it is not rotated in such pairs."""
         D, (factor, column, table, entry) = own.shape[1], run.terms
         if D % 2:
             return None
-        first = np.arange(D) % 2 == 0 if interleaved else np.arange(D) < D // 2
-        other = own + np.where(first, 1, -1) * (1 if interleaved else D // 2)
+        half = group_of(pairs, D) // 2
+        first = np.arange(D) % (2 * half) < half
+        other = own + np.where(first, half, -half)
         maps = []
         for source, sign in ((own, np.ones(D)), (other, np.where(first, -1.0, 1.0))):
             hits = (column == source) & (factor != 0)
