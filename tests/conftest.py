@@ -29,6 +29,7 @@ from fastvit_triton.kernels import backend, fold, launch, onednn, op, settings
 _cache = tempfile.TemporaryDirectory(prefix="fastvit_triton_tests_")
 os.environ["FASTVIT_TRITON_CACHE"] = _cache.name  # what was measured on this machine must not change choices
 TURN_SECONDS = pytest.StashKey[list[float]]()
+LEFT = pytest.StashKey[dict[str, float]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,20 +52,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         turn_seconds = [sum(cpu_seconds.expected(i for i in items if turns.runs(i, n)).values()) for n in range(24)]
         config.stash[TURN_SECONDS] = [sum(cpu_seconds.expected(items).values()), min(turn_seconds), max(turn_seconds)]
     if config.getoption("--in-turn"):
-        whole = turns.whole_files()
-        chosen = {True: [], False: []}
-        for item in items:
-            chosen[item.path.name in whole or turns.runs(item)].append(item)
-        items[:] = chosen[True]
-        config.hook.pytest_deselected(items=chosen[False])
+        chosen, left = turns.chosen(items)
+        getattr(config, "workeroutput", {})["left"] = config.stash[LEFT] = left
+        config.hook.pytest_deselected(items=list(set(items).difference(chosen)))
+        items[:] = chosen
     seconds = cpu_seconds.expected(items)
     items.sort(key=lambda item: -seconds[item.path.stem])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error) -> None:
+    """Takes what a worker left out."""
+    node.config.stash[LEFT] = getattr(node, "workeroutput", {}).get("left", {})
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     """Prints the turn when tests fail, and when they are only collected the CPU seconds that they will take."""
     if config.getoption("--in-turn") and terminalreporter.stats.get("failed"):
         terminalreporter.write_line(f"FASTVIT_TURN={turns.TURN} repeats this turn")
+    for file, seconds in config.stash.get(LEFT, {}).items():
+        terminalreporter.write_line(f"only in turn, for its length of {seconds:.0f} CPU seconds: {file}")
     if config.option.collectonly:
         every, least, most = config.stash[TURN_SECONDS]
         terminalreporter.write_line(f"expected: {every:.0f} CPU seconds, {least:.0f} to {most:.0f} with --in-turn")

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import cpu_seconds
 import pytest
@@ -45,11 +46,37 @@ def test_files_about_a_change_run_whole(monkeypatch):
     """Oracle: CONTRIBUTING's table, a changed test file, and all files where git knows nothing."""
     monkeypatch.setattr(turns, "recent", lambda: ["tests/test_loss.py", "fastvit_triton/engine/body.py"])
     found = turns.whole_files()
-    assert {"test_loss.py", "test_block.py", "test_replay.py"} <= found and "test_hub.py" not in found
+    assert {"test_loss.py", "test_block.py", "test_replay.py"} <= found.keys() and "test_hub.py" not in found
+    assert found["test_loss.py"] and not found["test_block.py"]
     monkeypatch.undo()
     monkeypatch.setattr(turns, "git", lambda *arguments: None)
     assert turns.before() is None and turns.recent() is None
-    assert {"test_loss.py", "test_hub.py", "test_turns.py"} <= turns.whole_files()
+    assert {"test_loss.py", "test_hub.py", "test_turns.py"} <= turns.whole_files().keys()
+
+
+class FullCase:
+    """What `turns.chosen` reads of a test that runs once in a thousand turns."""
+
+    def __init__(self, file: str, name: str) -> None:
+        self.path, self.name, self.nodeid = Path(f"tests/{file}.py"), name, name
+
+    def get_closest_marker(self, name: str) -> pytest.Mark:
+        """The mark."""
+        return pytest.mark.full(one_in=1000).mark
+
+
+def test_files_run_whole_while_there_is_time(monkeypatch):
+    """Oracle: by hand: the changed file first, then the shortest ones; what is in turn runs and counts anyway."""
+    rows = {"test_a": {"x": 40.0}, "test_b": {"x": 30.0}, "test_c": {"x": 20.0}, "test_d": {"x": 25.0}}
+    monkeypatch.setattr(cpu_seconds, "read", lambda: {"full": rows})
+    monkeypatch.setattr(turns, "whole_files", lambda: {"test_a.py": True, "test_b.py": False, "test_c.py": False})
+    monkeypatch.setattr(turns, "LIMIT", 85)
+    names = [(file, name) for file in rows for name in ("x", "y")]
+    items = [FullCase(*name) for name in names]
+    monkeypatch.setattr(turns, "runs", lambda item: item is items[-2])
+    found, left = turns.chosen(items)
+    assert [(item.path.stem, item.name) for item in found] == [names[i] for i in (0, 1, 4, 5, 6)]
+    assert left == {"test_b.py": 30.0}
 
 
 def test_other_docstrings_are_no_change_of_code():

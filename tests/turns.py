@@ -7,8 +7,10 @@ import ast
 import os
 import subprocess
 import zlib
+from collections import defaultdict
 from pathlib import Path
 
+import cpu_seconds
 import pytest
 
 from benchmarks.affected import test_files
@@ -17,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 FILE = Path(__file__).with_name("turn")
 TURN = int(os.environ.get("FASTVIT_TURN") or FILE.read_text())
 RECENT = 4 * 3600  # seconds before the newest commit in which a change counts as new
+LIMIT = 3400  # CPU seconds of a run in turn, so that .ci/run takes forty minutes on two cores
 
 
 def in_turn(name: str, one_in: int, turn: int = TURN) -> bool:
@@ -73,9 +76,33 @@ def runs(item: pytest.Item, turn: int = TURN) -> bool:
     return mark is None or in_turn(item.nodeid, mark.kwargs.get("one_in", 2), turn)
 
 
-def whole_files() -> set[str]:
-    """Names of the test files that run whole in any turn: changed recently, or about what was; without history all."""
+def whole_files() -> dict[str, bool]:
+    """The files that are to run whole in any turn → True if they changed recently, False if they test what did.
+
+    Without history these are all files.
+    """
     changed = recent()
     if changed is None:
-        return {path.name for path in FILE.parent.glob("test_*.py")}
-    return {Path(path).name for path in (*changed, *test_files(changed))}
+        return {path.name: False for path in FILE.parent.glob("test_*.py")}
+    return {Path(path).name: path in changed for path in (*test_files(changed), *changed)}
+
+
+def chosen(items: list[pytest.Item]) -> tuple[list[pytest.Item], dict[str, float]]:
+    """The tests that are in turn and those of the files that run whole, and the files for which `LIMIT` has no room.
+
+    Changed test files come first, then the shortest ones. The files that are left out have the CPU seconds that they
+    would take; their tests in turn run.
+    """
+    whole, late = whole_files(), defaultdict(list)
+    for item in items:
+        if not runs(item):
+            late[item.path.name].append(item)
+    total = cpu_seconds.expected(items).total()
+    seconds = {file: cpu_seconds.expected(found).total() for file, found in late.items()}
+    spent, left = total - sum(seconds.values()), {}
+    for file in sorted(whole.keys() & late.keys(), key=lambda file: (not whole[file], seconds[file])):
+        if spent + seconds[file] > LIMIT:
+            left[file] = seconds[file]
+        else:
+            spent += seconds.pop(file)
+    return [item for item in items if runs(item) or item.path.name not in seconds], left
