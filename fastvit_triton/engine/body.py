@@ -16,11 +16,12 @@ from ..kernels import linear as linear_file
 from ..kernels.activation import apply_activation
 from ..kernels.argument import NextNorm, Norm, Normalized
 from ..kernels.fold import packed
-from ..kernels.layer_norm import layer_norm, scaled
+from ..kernels.launch import product_dtype
+from ..kernels.layer_norm import MAX_D, layer_norm, scaled
 from ..kernels.linear import linear
-from ..kernels.rms_norm import rms_norm
+from ..kernels.rms_norm import rms_norm, run_either
 from ..kernels.sizes import Branch
-from .freeze import FoldedNorm, fold_norms, operands, packed_weight
+from .freeze import Entry, FoldedNorm, fold_norms, operands, packed_weight
 from .hooks import can_fuse, has_hooks
 from .leaves import Layer, entry_of, is_inactive, is_readable, norm_of, width_of
 
@@ -282,7 +283,14 @@ def fold_or_normalize(
     if way == "mixed":
         return x, entry.parameters
     (folded,) = fold_norms(x, entry)
-    return (entry.norm(x), None) if folded is None else (x, folded)
+    return (normalize_for(entry, x), None) if folded is None else (x, folded)
+
+
+def normalize_for(entry: Entry, x: Tensor) -> Tensor:
+    """The norm of an entry, of x [..., D], for its linear layers alone: our kernel writes what autocast casts it to."""
+    if can_fuse(x) and torch.is_autocast_enabled(x.device.type) and x.shape[-1] <= MAX_D:
+        return run_either(x, entry.parameters, product_dtype(x))
+    return normalize(x, entry.norm)
 
 
 def normalize(x: Tensor, norm: nn.Module) -> Tensor:

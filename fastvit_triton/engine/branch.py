@@ -18,7 +18,7 @@ from ..kernels.argument import NextNorm, Normalized
 from ..kernels.layer_norm import scaled
 from . import body as body_file
 from . import ways
-from .body import Before, Given, Output, normalize
+from .body import Before, Given, Output, normalize, normalize_for
 from .freeze import Entry, fold_norms, of_dtype
 from .hooks import are_plain_tensors, has_hooks
 from .leaves import (
@@ -112,8 +112,8 @@ def add_branches_with_stats(
             norms = fold_norms(x, *entries)
             after = (norms[0] or norms[-1]) if next_norm is not None or i + 2 < len(branches) else None
         readers = [*norms[1:], after]  # the norm that reads each branch's output
-        for branch, body, norm, reader in zip(pair, bodies, norms, readers, strict=True):
-            x, stats = _add(x, branch, body, norm, stats, reader, way)
+        for branch, body, entry, norm, reader in zip(pair, bodies, entries, norms, readers, strict=True):
+            x, stats = _add(x, branch, body, norm, stats, reader, way, entry)
     return x, None if next_norm is None else stats
 
 
@@ -202,18 +202,21 @@ def _add(
     stats: Given | None,
     reader: Before | NextNorm | None,
     way: str,
+    entry: Entry | None = None,
 ) -> Output:
     """(x + branch, its statistics for `reader`, the norm of the next branch, or None)."""
     module, norm, scale, drop_path, layer_scale, drop, call, post_norm = branch
     if drop_path is not None and (images := kept_images(drop_path, x)) is not None:
         skipping: Any = drop_path
         images, factor = skipping.computed(images)
-        part, _ = _add(x[images], branch._replace(drop_path=ConstantScale(factor)), body, before, None, None, way)
+        branch = branch._replace(drop_path=ConstantScale(factor))
+        part, _ = _add(x[images], branch, body, before, None, None, way, entry)
         return x.index_copy(0, images, part), None
     before = of_dtype(before.norm if isinstance(before, NextNorm) else before, x)
     if before is None:
-        entering = x if norm is None else norm(x) if way == "plain" else normalize(x, norm)
-        stats = None
+        entering, stats = x, None
+        if norm is not None:
+            entering = norm(x) if way == "plain" else normalize(x, norm) if entry is None else normalize_for(entry, x)
     else:
         entering = x
         stats = stats if isinstance(stats, Normalized) == (way == "mixed") else None

@@ -4,8 +4,8 @@ A launch takes max(flops / rate of its kind, bytes / bandwidth, 2.5 µs or, for 
 tensor that a launch reads or writes once. Ratios of our kernels are [pessimistic, expected, best]. For the ways see
 `kernels.choose`, whose tables are written from these times; nothing that runs a model reads them.
 
-Under autocast, matmuls and attention are 16-bit while a float32 residual and its norms are not: norms are not folded,
-their float32 result is cast in a pass of its own (mixed writes it in 16 bits), and nothing is added in place.
+Under autocast, matmuls and attention are 16-bit while a float32 residual is not: norms are not folded, nothing is added
+in place, and PyTorch casts the float32 result of its norm in a pass of its own, where our kernel writes 16 bits.
 """
 
 import math
@@ -252,12 +252,10 @@ def _activates_in_blas(gpu: Gpu | None, b: Branch, training: bool) -> bool:
 
 
 def _norm(b: Branch, way: str) -> list[Launch]:
-    """The norm of a branch in launches of its own, and autocast's cast of its result; a mixed one writes that dtype."""
+    """The norm of a branch in launches of its own, and autocast's cast of its result; our kernel writes that dtype."""
     values = b.images * b.tokens * b.channels
-    if way == "mixed":
-        return [one_pass(b, (b.stream + 1) * values)]
-    norm = one_pass(b, 2 * b.stream * values, "norm" if way == "plain" else "pass")
-    return [norm] + [one_pass(b, (b.stream + 1) * values)] * b.wide
+    written = one_pass(b, (b.stream + 1) * values)
+    return [one_pass(b, 2 * b.stream * values, "norm")] + [written] * b.wide if way == "plain" else [written]
 
 
 def _last(b: Branch) -> Launch:
@@ -329,5 +327,5 @@ def _backward(gpu: Gpu, b: Branch, way: str) -> list[Launch]:
         scaled += [one_pass(b, 2 * weight), one_pass(b, (2 * fp32 + 1) * weight), small, small]
     norm = [one_pass(b, (2 + 3 * b.stream) * M * C), small]
     if b.wide and way == "fused":  # the norm is an operation of its own
-        norm = [*casts, one_pass(b, 3 * b.stream * M * C), small, one_pass(b, 3 * b.stream * M * C)]
+        norm = [one_pass(b, (2 * b.stream + 1) * M * C), small, one_pass(b, 3 * b.stream * M * C)]
     return [*products, *scaled, *sums, *middle, *norm]
