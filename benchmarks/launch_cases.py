@@ -324,7 +324,7 @@ def _linears() -> Iterator[Case]:
         return dict(norm=(new(D), new(D), 1e-6), layer_scale=new(D), sample_scale=keep, residual=new(*M, D))
 
     def narrow(D: int):
-        return mlp, (new(*M, D), *layers(4 * D, 1, D)), branch(D) | dict(recompute=True, return_stats=True)
+        return mlp, (new(*M, D), *layers(4 * D, 1, D)), branch(D) | dict(save="input", return_stats=True)
 
     def rms(D: int):
         return Norm(new(D), None, 1e-6, "rms_norm")
@@ -350,7 +350,7 @@ def _linears() -> Iterator[Case]:
         "rms_norm, D=192": ("mlp", lambda: (mlp, (new(*M, 192), *layers(768, 1, 192)), dict(norm=rms(192)))),
         "gelu_tanh": ("mlp", lambda: (mlp, (new(*M, D), *layers(4 * D)), dict(activation="gelu_tanh"))),
         "branch": ("mlp", lambda: (mlp, (new(*M, D), *layers(4 * D)), branch() | dict(return_stats=True))),
-        "recompute": ("mlp", lambda: (mlp, (new(*M, D), *layers(4 * D)), branch() | dict(recompute=True))),
+        "recompute": ("mlp", lambda: (mlp, (new(*M, D), *layers(4 * D)), branch() | dict(save="input"))),
         "recompute, D=128": ("mlp", lambda: narrow(128)),
         "recompute, D=192": ("mlp", lambda: narrow(192)),
         "given statistics": ("linear", lambda: with_stats((new(D), new(D), 1e-6))),

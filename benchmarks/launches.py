@@ -114,21 +114,22 @@ def trace(setting: Setting) -> tuple[Trace, dict[str, str]]:
     with gpu, using_backend("auto"), observing(chosen):
         if setting.frozen:
             fastvit_triton.freeze(model)
-            _traced(model, images, setting.phase)  # folds
-        traced = _traced(model, images, setting.phase)
-    if any(event.name.startswith("patch_embed.") for event in traced.events):
+            traced(model, images, setting.phase)  # folds
+        found = traced(model, images, setting.phase)
+    if any(event.name.startswith("patch_embed.") for event in found.events):
         ways["stem"] = "fused"
-    return traced, ways
+    return found, ways
 
 
-def _traced(model: nn.Module, images: torch.Tensor, phase: str) -> Trace:
+def traced(model: nn.Module, images: torch.Tensor, phase: str) -> Trace:
+    """Operators and launches of one call of a model, in training also of its backward pass."""
     autocast = torch.bfloat16 if phase == "autocast" else None
-    with tracing() as traced, as_on_cuda(autocast), torch.set_grad_enabled(phase != "inference"):
+    with tracing() as found, as_on_cuda(autocast), torch.set_grad_enabled(phase != "inference"):
         with torch.autocast("cpu", torch.bfloat16, enabled=phase == "autocast"):
             y = model(images)
         if phase != "inference":
             y.backward(torch.empty_like(y))
-    return traced
+    return found
 
 
 @functools.lru_cache(maxsize=64)

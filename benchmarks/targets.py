@@ -51,7 +51,7 @@ def targets(dry: bool = False) -> list[Target]:
         B=B, C=3, H=shrink(224) // 8 * 8, W=shrink(224) // 8 * 8, P=16 if not dry else 8, D=C, T=1, pos_prefix=1
     )
     ordered.append(Target("mlp", dict(B=B, N=N, D=C, F=shrink(2048), gated=0), "linear.fwd.gated"))
-    ordered.append(Target("mlp", dict(B=B, N=N, D=shrink(192), F=shrink(768), recompute=1), "mlp.fwd"))
+    ordered.append(Target("mlp", dict(B=B, N=N, D=shrink(192), F=shrink(768), save=1), "mlp.fwd"))
     ordered.append(Target("patch_embed", patches, "patch_embed.fwd.half"))
     for side, window, kind in ((56, 7, ""), (48, 12, ".large")):
         size, n, heads, D = (side, window, 3, 32) if not dry else (2 * window, window, 1, 16)

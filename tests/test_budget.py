@@ -56,7 +56,7 @@ FEW_TERMS = {
     "fold": dict(F=24, K=48, parts=2),
     "linear": dict(B=2, N=16, K=48, F=24, norm=1),
     "linear_with_statistics": dict(B=2, N=16, K=48, F=24, norm=1),
-    "mlp": dict(B=2, N=16, D=24, F=48, recompute=1),
+    "mlp": dict(B=2, N=16, D=24, F=48, save=1),
     "patch_embed": dict(B=2, C=1, H=14, W=14, P=7, D=20, T=1, pos_prefix=1),
     "depthwise": dict(B=1, H=5, W=4, C=8, K=3, residual=1),
     "attention_qkv": dict(B=1, H=2, N=17, D=20, norms=1),

@@ -322,14 +322,14 @@ def test_swiglu_packed_equals_pair():
     assert close64(linear(x, (gate, up), activation="swiglu"), F.silu(x @ gate.T) * (x @ up.T))
 
 
-def test_mlp_equals_two_linears_and_recompute_changes_nothing():
-    """Oracle: two calls of `linear`; with recompute the same bits, forward and backward."""
+def test_mlp_equals_two_linears_whatever_is_saved():
+    """Oracle: two calls of `linear`; whatever is saved the same bits, forward and backward."""
     x, fc1, fc2 = randn(2, 3, 5).requires_grad_(), (randn(9, 5), randn(9)), (randn(5, 9), randn(5))
     norm = (randn(5), randn(5), 1e-6)
     want = linear(linear(x, *fc1, norm=norm, activation="gelu"), *fc2, residual=x)
     (truth,) = torch.autograd.grad(want.sum(), x)
-    for recompute in (False, True):
-        got = mlp(x, fc1, fc2, norm=norm, residual=x, recompute=recompute)
+    for save in ("pre", "input", "hidden"):
+        got = mlp(x, fc1, fc2, norm=norm, residual=x, save=save)
         assert torch.equal(got, want) and torch.equal(torch.autograd.grad(got.sum(), x)[0], truth)
 
 
@@ -592,6 +592,11 @@ PACKED = [torch.randn(6, 2, 8)] * 3
             "axis tiles of stats must be",
         ),
         (TypeError, lambda: linear(randn(2, 8), randn(5, 8), stats=randn(2, 1, 2)), "stats must be float32, got"),
+        (
+            ValueError,
+            lambda: mlp(randn(2, 4), (randn(6, 4), None), (randn(4, 6), None), save="all"),
+            "save is 'all'; give 'pre', 'input' or 'hidden'",
+        ),
         (ValueError, lambda: attention_qkv(randn(1, 2, 24), 0), "num_heads must be at least 1, got 0"),
         (TypeError, lambda: attention_qkv(randn(1, 2, 24), 2.0), "num_heads must be an int, got float"),
         (

@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from sampling import sampled
@@ -280,3 +281,20 @@ def test_what_a_block_saves():
     unit = saved.IMAGES * 197 * 384 * 2
     assert found["eager"] / unit == pytest.approx(16, rel=0.01) and found["ours"] / unit == pytest.approx(10, rel=0.01)
     assert found["compile"] > found["eager"]
+
+
+@pytest.mark.parametrize("way", ["fused", "mixed"])
+def test_a_saved_hidden_layer_is_not_written_again(way):
+    """Oracle: by hand: M·F values more are saved, and as many less are written, in as many launches."""
+    counts, kept, images = [], [], torch.empty(4, 3, 224, 224, dtype=torch.bfloat16)
+    for save in ("least", "hidden"):
+        model = timm.create_model("vit_small_patch16_224", depth=1).bfloat16()
+        optimize(model, save=save)
+        with forcing(way), launch.targeting("sm_90"):
+            kept.append(saved.saved_by_autograd(model, images, "sm_90"))
+            counts.append(launches.traced(model, images, "training").count)
+    nbytes = 4 * 197 * 4 * 384 * 2
+    assert counts[0].launches == counts[1].launches
+    assert counts[0].nbytes - counts[1].nbytes == kept[1] - kept[0] == nbytes
+    with pytest.raises(ValueError, match="save is 'all'; give 'least' or 'hidden'"):
+        optimize(model, save="all")

@@ -36,10 +36,10 @@ def ours(**options):
     return create_model("vit_tiny_patch16_224", **SMALL | options)
 
 
-def converted(name="vit_tiny_patch16_224", **options):
+def converted(name="vit_tiny_patch16_224", save="least", **options):
     """timm's model after `optimize`."""
     model = timm.create_model(name, **SMALL | options)
-    optimize(model)
+    optimize(model, save=save)
     return model
 
 
@@ -67,6 +67,7 @@ MODELS = {
     "transformers' DINOv2": lambda: Hidden("Dinov2", drop_path_rate=0.4),
     "transformers' BEiT": lambda: Hidden("Beit", intermediate_size=32, use_relative_position_bias=True),
     "eva02": lambda: converted("eva02_tiny_patch14_224"),
+    "timm, hidden layer saved": lambda: converted(save="hidden"),
 }
 CALLS = {
     "inference": dict(),

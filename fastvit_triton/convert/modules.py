@@ -18,7 +18,7 @@ from ..engine.freeze import freeze as freeze_weights
 from ..engine.freeze import is_frozen, unfreeze
 from ..engine.hooks import PACKAGE, are_plain_tensors, has_hooks, has_type, is_our_forward, type_name
 from ..engine.leaves import CONVOLUTIONS, LINEARS, VOLUME_CONVOLUTIONS, is_readable, norm_of
-from ..engine.mlp import MlpBody, set_exact_gelu
+from ..engine.mlp import EXACT, HIDDEN, MlpBody, mark
 from ..engine.source import code_of
 from ..engine.ways import SIZES
 from ..kernels import onednn, settings
@@ -59,6 +59,7 @@ def optimize(
     tune: Any = None,
     verify: Any = None,
     exact_gelu: bool = False,
+    save: str = "least",
 ) -> Report:
     """Replaces, in place, the forward of every module of a known type by one that can run fused.
 
@@ -104,6 +105,8 @@ def optimize(
             differ; the report gives the difference.
         exact_gelu: GELU is that of erf everywhere. Otherwise bfloat16 inference may compute its tanh form, where that
             saves a launch; it differs by a tenth or less of the rounding to bfloat16.
+        save: what MLPs keep for the backward pass: "least", or "hidden" for their hidden layer, too. That is 40 % more
+            memory for a block of a ViT, and one tensor of that size less to write in the backward pass.
 
     Returns:
         Report: for each candidate, what it became or why it was not converted; prints as a table with its share of the
@@ -112,7 +115,7 @@ def optimize(
     Raises:
         TypeError: model is not an nn.Module, filter_fn cannot be called, freeze or exact_gelu is not a bool, or verify
             or example is a bool or a path, or compile is neither a bool nor None.
-        ValueError: the model does not run on the input to verify.
+        ValueError: the model does not run on the input to verify, or save is unknown.
         Exception: whatever the model raises on the example.
     """
     _check(model)
@@ -121,6 +124,8 @@ def optimize(
     for name, flag in (("freeze", freeze), ("exact_gelu", exact_gelu)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} is {flag!r}; give True or False")
+    if save not in ("least", "hidden"):
+        raise ValueError(f"save is {save!r}; give 'least' or 'hidden'")
     if not (compile is None or isinstance(compile, bool)):
         raise TypeError(f"compile is {compile!r}; give True or False, or None to compile captured blocks on a GPU")
     for name, value in (("verify", verify), ("example", example)):
@@ -131,7 +136,7 @@ def optimize(
     seconds: list[float] = []
     captured.state.seconds = seconds
     with _all_or_nothing(model):
-        set_exact_gelu(model, exact_gelu)
+        mark(model, **{EXACT: exact_gelu, HIDDEN: save == "hidden"})
         if freeze:  # first, as only frozen BatchNorms are folded
             freeze_weights(model)
         with as_gathered(model):
@@ -565,7 +570,7 @@ def revert(model: nn.Module) -> None:
     """
     _check(model)
     unfreeze(model)
-    set_exact_gelu(model, False)
+    mark(model)
     with _all_or_nothing(model):
         for module in model.modules():
             ours = known_type(module).startswith(f"{PACKAGE}.")

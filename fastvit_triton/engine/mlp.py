@@ -30,7 +30,9 @@ from .body import (
 from .freeze import PROGRAMS, derived
 from .leaves import Foreign, Layer, activation_of, is_depthwise_conv, is_identity, is_inactive, is_readable, width_of
 
-EXACT = "_fastvit_triton_exact_gelu"  # key in a module's __dict__, see `set_exact_gelu`
+# keys in a module's __dict__, see `mark`
+EXACT = "_fastvit_triton_exact_gelu"  # GELU is that of erf everywhere
+HIDDEN = "_fastvit_triton_save_hidden"  # the hidden layer of an MLP is saved for its backward pass
 
 
 class MlpBody(NamedTuple):
@@ -99,6 +101,8 @@ class MlpBody(NamedTuple):
             call = dict(norm=before, stats=stats, activation=self._computed(x, bias) if way == "mixed" else self.act)
             if bare and is_readable(self.fc2) and is_inactive(inner) and is_inactive(outer):
                 fc2 = operands_of((self.fc2,), x, None, way, end.get("layer_scale"))[:2]
+                if HIDDEN in getattr(self.fc2, "__dict__", ()) and way in ("fused", "mixed"):
+                    end["save"] = "hidden"
                 return called(mlp, mlp_file.run, way, x, (weight, bias), fc2, **call, **end)
             h, _ = called(linear, linear_file.run, way, x, weight, bias, **call)
         return finish_with_stats(h if inner is None else inner(h), self.fc2, self.last, outer, way=way, **end)
@@ -117,13 +121,12 @@ def asks_for_exact_gelu(module: nn.Module) -> bool:
     return settings.exact or EXACT in module.__dict__
 
 
-def set_exact_gelu(model: nn.Module, exact: bool) -> None:
-    """Marks the modules of a model, or removes the marks; copies and pickles keep them."""
+def mark(model: nn.Module, **marks: bool) -> None:
+    """Sets or removes marks of the modules of a model, by key; copies and pickles keep them."""
     for module in model.modules():
-        module.__dict__.pop(PROGRAMS, None)  # recorded calls
-        module.__dict__.pop(EXACT, None)
-        if exact:
-            module.__dict__[EXACT] = True
+        for key in (PROGRAMS, EXACT, HIDDEN):  # PROGRAMS: recorded calls
+            module.__dict__.pop(key, None)
+        module.__dict__.update((key, True) for key, wanted in marks.items() if wanted)
 
 
 def act_name(act: str | nn.Module) -> str:

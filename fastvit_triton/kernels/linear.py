@@ -270,7 +270,7 @@ class Settings(NamedTuple):
         residual_is_input: True if the residual is x, which the Function must not receive twice.
         grad_enabled: grad mode of the caller; inside the Function it is always off.
         return_stats: also return the row statistics of the output.
-        recompute: save only x; recompute the hidden layer of `mlp` in the backward pass.
+        save: what `mlp` saves for the backward pass, see there.
         call: further arguments of a mixed call; None for a fused one.
         passes_input: the last output is x; the gradient of x includes that of this output.
     """
@@ -281,7 +281,7 @@ class Settings(NamedTuple):
     residual_is_input: bool
     grad_enabled: bool
     return_stats: bool
-    recompute: bool = False
+    save: str = "pre"
     call: mixed.MixedCall | None = None
     passes_input: bool = False
 

@@ -8,7 +8,8 @@ Kernels   Those of `linear`: two matmuls forward; with a norm also one launch th
           pre₁ is not saved, one launch: a program holds whole rows of x and y, and h is not written.
 Cost      4·M·D·F flops; bytes = x + W₁ + W₂ + y (+ residual) + 2·h, or without h in one launch.
 Saved     x and pre₁ = LN(x) W₁ᵀ + b₁, but not h. With x, qkv and o of the attention that is 10·D values per token for a
-          block with F = 4·D; eager PyTorch saves 16·D. With `recompute` only x is saved: 6·D.
+          block with F = 4·D; eager PyTorch saves 16·D. With save="input" only x is saved: 6·D. With "hidden" h is saved
+          as well, 14·D, and the backward pass writes M·F values less.
 Sources   Vaswani et al., arXiv:1706.03762, eq. 2; Dosovitskiy et al., ViT, arXiv:2010.11929, eq. 3.
 """
 
@@ -27,7 +28,6 @@ from .argument import (
     NormLike,
     Pair,
     Reader,
-    expect_bool,
     expect_bool_or_reader,
     expect_floating,
     expect_nonempty,
@@ -49,6 +49,7 @@ SPACE = (
     (384, dict(BLOCK_M=64, BLOCK_F=32, num_warps=8, num_stages=1)),
 )
 
+SAVES = ("pre", "input", "hidden")  # what `mlp` may save
 Layer = tuple[Tensor | Pair | Folded, Tensor | Pair | None]  # weight and bias, as in `linear`
 
 
@@ -63,7 +64,7 @@ def mlp(
     layer_scale: Tensor | None = None,
     sample_scale: Tensor | None = None,
     residual: Tensor | None = None,
-    recompute: bool = False,
+    save: str = "pre",
     return_stats: bool | Reader = False,
 ) -> Tensor | Any:
     """sample_scale · layer_scale · fc2(act(fc1(LN(x)))) + residual.
@@ -78,7 +79,8 @@ def mlp(
         layer_scale: [D], LayerScale.
         sample_scale: [B], drop-path factor of each image; it gets no gradient.
         residual: [..., D], added last.
-        recompute: recompute the hidden layer in the backward pass instead of saving it.
+        save: for the backward pass, besides x: "pre", pre₁; "hidden", h as well, which is then not written again; or
+            "input", nothing, and the hidden layer is recomputed.
         return_stats: also return the row statistics of the output; see `linear`.
 
     Returns:
@@ -102,7 +104,8 @@ def mlp(
         expect("fc2 bias", bias, x, D=weight.shape[0])
         expect_floating("fc2 bias", bias, x)
     check.branch(x, weight.shape[0], layer_scale, sample_scale, residual)
-    expect_bool("recompute", recompute)
+    if save not in SAVES:
+        raise ValueError(f"save is {save!r}; give {', '.join(map(repr, SAVES[:-1]))} or {SAVES[-1]!r}")
     expect_bool_or_reader("return_stats", return_stats)
     ends = layer_scale, sample_scale, residual
     if kernels_available(x) and max(x.shape[-1], weight.shape[1]) <= layer_norm.MAX_D:
@@ -110,10 +113,10 @@ def mlp(
         rows = choose.rows_of(math.prod(x.shape[:-1]))
         if not choose.copies(x, residual) and choose.prefers_kernel(x, "mlp", rows, *sizes):
             wanted = linear.reads_stats(return_stats, x, residual, weight.shape[0])
-            y = run(x, fc1, fc2, norm, stats, activation, *ends, recompute, return_stats=wanted)
+            y = run(x, fc1, fc2, norm, stats, activation, *ends, save, return_stats=wanted)
             return (y, None) if return_stats and not wanted else y
     if cpu.takes(x, fc1[0]):
-        y = cpu.mlp(x, fc1, fc2, norm, activation, *ends, recompute)
+        y = cpu.mlp(x, fc1, fc2, norm, activation, *ends, save == "input")
         return linear.with_stats(y, return_stats)
     return reference(
         x,
@@ -125,7 +128,7 @@ def mlp(
         layer_scale=layer_scale,
         sample_scale=sample_scale,
         residual=residual,
-        recompute=recompute,
+        save=save,
         return_stats=return_stats,
     )
 
@@ -140,14 +143,14 @@ def run(
     layer_scale: Tensor | None = None,
     sample_scale: Tensor | None = None,
     residual: Tensor | None = None,
-    recompute: bool = False,
+    save: str = "pre",
     *,
     return_stats: bool | NextNorm = False,
     way: str = "fused",
 ) -> Tensor | Any:
     """`mlp` in a given way, without argument checks or plan; see `linear.run`."""
     if way == "onednn":
-        y = cpu.mlp(x, fc1, fc2, norm, activation, layer_scale, sample_scale, residual, recompute)
+        y = cpu.mlp(x, fc1, fc2, norm, activation, layer_scale, sample_scale, residual, save == "input")
         return (y, None) if return_stats else y
     if way == "mixed":
         call = mixed.MixedCall(stats, return_stats if isinstance(return_stats, NextNorm) else None, product_dtype(x))
@@ -160,7 +163,7 @@ def run(
     is_input = residual is operand
     grad = torch.is_grad_enabled()
     kind = None if norm is None else kind_of(norm)
-    settings = linear.Settings(activation, kind, eps, is_input, grad, bool(return_stats), recompute, call)
+    settings = linear.Settings(activation, kind, eps, is_input, grad, bool(return_stats), save, call)
     tensors = stats, layer_scale, sample_scale, None if is_input else residual
     y, *next_stats = _Fn.apply(operand, *fc2, *linear.operands(*fc1, norm), *tensors, settings)
     return (y, linear.handed_on(next_stats, call)) if return_stats else y
@@ -192,16 +195,16 @@ def reference(
     layer_scale: Tensor | None = None,
     sample_scale: Tensor | None = None,
     residual: Tensor | None = None,
-    recompute: bool = False,
+    save: str = "pre",
     return_stats: bool | Reader = False,
 ) -> Tensor | Any:
-    """Equations (1) and (2)."""
+    """Equations (1) and (2); autograd saves the hidden layer unless it is recomputed."""
 
     def hidden_to_out(x: Tensor) -> Tensor:
         h = linear.reference(x, *fc1, norm=norm, activation=activation)  # (1)
         return linear.reference(h, *fc2, layer_scale=layer_scale, sample_scale=sample_scale, residual=residual)  # (2)
 
-    y = checkpoint(hidden_to_out, x, use_reentrant=False) if recompute else hidden_to_out(x)
+    y = checkpoint(hidden_to_out, x, use_reentrant=False) if save == "input" else hidden_to_out(x)
     return linear.with_stats(y, return_stats)
 
 
@@ -333,7 +336,7 @@ _fwd_op = register(
 
 
 class _Fn(torch.autograd.Function):
-    """Autograd of two linear_fwd, of one mlp_fwd or of `mixed.forward`, by mlp_bwd; with `recompute` saves only x."""
+    """Autograd of two linear_fwd, of one mlp_fwd or of `mixed.forward`, by mlp_bwd; see `SAVES`."""
 
     @staticmethod
     def forward(
@@ -341,12 +344,12 @@ class _Fn(torch.autograd.Function):
         stats, layer_scale, sample_scale, residual, settings,
     ):  # fmt: skip
         learns = settings.grad_enabled and any(ctx.needs_input_grad)
-        save = learns and not settings.recompute
+        save = learns and settings.save != "input"
         ends = layer_scale, sample_scale, x if settings.residual_is_input else residual
         layer = linear.Operands(w1, b1, norm_weight, norm_bias, folded_weight, colsum, folded_bias)
         (layer, cast1), dtype = layer.cast(x, settings), settings.dtype(x)
         product2 = w2.to(dtype)
-        pre = mean = rstd = None
+        h = pre = mean = rstd = None
         if settings.call is not None:
             h, pre, mean, rstd = _hidden(x, layer, stats, settings, save)
             second = settings.call  # its norm is that of fc1, its late bias that of fc2
@@ -359,11 +362,12 @@ class _Fn(torch.autograd.Function):
             h, pre, mean, rstd = _hidden(x, layer, stats, settings, save)
             ends += False, settings.return_stats
             y, _, _, _, *next_stats = linear.fwd_op(h, product2, b2, None, None, None, 0.0, None, *ends)
-        colsum = colsum if folded_weight is None else None  # with a source, `recompute` folds again
+        colsum = colsum if folded_weight is None else None  # with a source, recomputing folds again
         cast2 = None if product2 is w2 or layer_scale is not None else product2  # with layer_scale the weight is scaled
         ctx.save_for_backward(
-            x, w2, b2, w1, b1, norm_weight, norm_bias, colsum, layer_scale, sample_scale, pre, mean, rstd, cast1, cast2
-        )
+            x, w2, b2, w1, b1, norm_weight, norm_bias, colsum, layer_scale, sample_scale, pre, mean, rstd, cast1, cast2,
+            h if save and settings.save == "hidden" else None,
+        )  # fmt: skip
         ctx.settings = settings.without_normed()
         ctx.residual_dtype = None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
@@ -376,13 +380,13 @@ class _Fn(torch.autograd.Function):
         if dy is None:
             return (None,) * 15
         x, w2, b2, w1, b1, norm_weight, norm_bias, colsum, layer_scale, sample_scale, *saved = ctx.saved_tensors
-        (pre, mean, rstd, cast1, cast2), settings, h = saved, ctx.settings, None
+        (pre, mean, rstd, cast1, cast2, h), settings = saved, ctx.settings
         need_x, need_w2, need_b2, *need_1, _, _, _, _, need_layer_scale, _, _, _ = need = ctx.needs_input_grad
         needs = [need_x, any(need_1), need_w2 or need_b2 or need_layer_scale]
         dresidual = None if ctx.residual_dtype is None else dy.to(ctx.residual_dtype)
         if not any(needs):  # only the residual gets a gradient
             return *[None] * 13, dresidual, None
-        if settings.recompute:
+        if settings.save == "input":
             layer = linear.Operands(w1, b1, norm_weight, norm_bias, None, colsum, None)
             h, pre, mean, rstd = _hidden(x, layer, None, settings, True)
         dx, dw1, db1, dnorm, dw2, db2, dlayer_scale = bwd_op(
@@ -423,7 +427,7 @@ def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str
         "layer_scale": randn(D),
         "sample_scale": keep,
         "residual": randn(B, N, D),
-        "recompute": bool(case.get("recompute")),
+        "save": SAVES[case.get("save", 0)],
     }
 
 
@@ -431,16 +435,18 @@ OP = Op(
     name="mlp",
     run=mlp,
     reference=reference,
-    cases={"ragged": dict(B=2, N=3, D=5, F=9), "recompute": dict(B=2, N=2, D=3, F=4, recompute=1)},
+    cases={"ragged": dict(B=2, N=3, D=5, F=9), "recompute": dict(B=2, N=2, D=3, F=4, save=1)},
     inputs=_inputs,
     ragged={
         "vit": dict(B=2, N=50, D=48, F=192),
-        "small": dict(B=3, N=23, D=192, F=96, recompute=1),
-        "odd_recompute": dict(B=3, N=5, D=33, F=70, recompute=1),
+        "small": dict(B=3, N=23, D=192, F=96, save=1),
+        "odd_recompute": dict(B=3, N=5, D=33, F=70, save=1),
         "swiglu": dict(B=2, N=10, D=32, F=24, gated=0),
-        "rms": dict(B=2, N=23, D=80, F=96, rms=1, recompute=1),
-        "rms_geglu": dict(B=2, N=10, D=32, F=24, rms=1, gated=1, recompute=1),
+        "rms": dict(B=2, N=23, D=80, F=96, rms=1, save=1),
+        "rms_geglu": dict(B=2, N=10, D=32, F=24, rms=1, gated=1, save=1),
+        "saved_hidden": dict(B=2, N=5, D=24, F=70, save=2),
+        "saved_gated": dict(B=2, N=5, D=32, F=24, gated=0, save=2),
         "empty": dict(B=0, N=3, D=8, F=16),
-        "empty_recompute": dict(B=2, N=0, D=8, F=16, recompute=1),
+        "empty_recompute": dict(B=2, N=0, D=8, F=16, save=1),
     },
 )
