@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import importlib
 import json
 import os
 import re
@@ -293,7 +294,7 @@ def test_missing_libraries_are_named_with_their_extra(digits_run: Path, tmp_path
         assert "matplotlib; pip install 'fastvit_triton[train]'" in refused(capsys, *words)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "timm", None)
-        assert "fastvit_triton[bench]" in refused(capsys, "benchmark", "--model", "resnet18")
+        assert "pip install timm" in refused(capsys, "benchmark", "--model", "resnet18")
     for name in [name for name in sys.modules if name.split(".")[0] == "sklearn"] + ["sklearn", "sklearn.datasets"]:
         monkeypatch.setitem(sys.modules, name, None)
     assert "scikit-learn; pip install 'fastvit_triton[demo]', or give a folder" in refused(capsys, *train)
@@ -694,7 +695,7 @@ def test_benchmark_on_a_gpu_reports_times_and_memory(capsys: pytest.CaptureFixtu
     assert len(benchmark._line(benchmark._titles(True, True), 12)) == len(lines[0])
     benchmark._explain([eager, ours, wrong, late, absent], gpu=True)
     text = capsys.readouterr().out
-    assert "the error of output 0 is 3.5 times the limit" in text and "fastvit_triton[bench]" in text
+    assert "the error of output 0 is 3.5 times the limit" in text and "pip install timm" in text
     assert benchmark._why(late).startswith("not ready in time") and benchmark._why(absent) == absent["reason"]
     assert "No GPU" not in text
 
@@ -732,6 +733,26 @@ def test_doctor_gives_one_reason(capsys: pytest.CaptureFixture):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU is described")
+def test_doctor_names_a_torchvision_of_another_torch(capsys: pytest.CaptureFixture, monkeypatch):
+    """Oracle: the first line of the error; without torchvision nothing is said."""
+
+    load = importlib.import_module
+
+    def failing(error):
+        def imported(name, package=None):
+            if name == "torchvision":
+                raise error
+            return load(name, package)
+
+        monkeypatch.setattr(importlib, "import_module", imported)
+        assert main(["doctor"]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("torchvision ")]
+
+    (line,) = failing(RuntimeError("operator torchvision::nms does not exist\nmore"))
+    assert "cannot be imported (operator torchvision::nms does not exist), nor can timm" in line
+    assert failing(ModuleNotFoundError("No module named 'torchvision'")) == []
+
+
 def test_doctor_says_which_products_run_by_onednn(capsys: pytest.CaptureFixture, monkeypatch):
     """Oracle: the CPU's name, and the row, measurements, switch and refusals that are given."""
     from fastvit_triton.kernels import measured, onednn
@@ -749,7 +770,8 @@ def test_doctor_says_which_products_run_by_onednn(capsys: pytest.CaptureFixture,
     none = "float16, bfloat16 not used, no such products"
     assert said() == [f"float32 not used, there is no row for this CPU: {onednn.REMEDY}; gelu is wrong", none]
     row = {"float32": dict(inference=3 * 197 * 384**2, frozen=0.0)}
-    assert said(row) == ["float32 used in inference from ViT-S on, frozen from ViT-Ti on; gelu is wrong", none]
+    used = "float32 used in inference for ViT-S and larger, frozen for ViT-Ti and larger; gelu is wrong"
+    assert said(row) == [used, none]
     assert said({"float32": dict(training=1e12)})[0].startswith("float32 not used up to ViT-B")
     assert "tune` measured that it is faster" in said(ways={"a": "onednn", "b": "plain"})[0]
     assert "because FASTVIT_TRITON_BACKEND is onednn" in said(switch="onednn")[0]
@@ -1002,7 +1024,7 @@ def test_doctor_reports_a_missing_package(name, monkeypatch, capsys: pytest.Capt
     monkeypatch.setitem(sys.modules, package, None)
     sentence = refused(capsys, "doctor", "--model", name)
     assert f"{package} cannot be imported" in sentence
-    assert ("pip install 'fastvit_triton[bench]'" in sentence) == (package == "timm")
+    assert ("pip install timm" in sentence) == (package == "timm")
 
 
 @pytest.mark.fast

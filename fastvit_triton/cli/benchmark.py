@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .arguments import add_shared, check_output, select_device
 from .console import print_line
-from .model_by_name import BENCH
+from .model_by_name import TIMM
 from .results import write_json
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def _check_model(option: str, name: str) -> None:
         try:
             model_config(name)
         except ValueError as error:
-            advice = f"; {BENCH}" if "cannot be imported" in why else ""
+            advice = f"; {TIMM}" if "cannot be imported" in why else ""
             raise ValueError(f"{error}; {why}{advice}") from error
 
 
@@ -138,7 +138,7 @@ def _explain(rows: list[dict], gpu: bool) -> None:
         elif "error" in row and "match" in row:
             print_line(f"{row['arm']}: {_why(row)}")
     if any("timm cannot be imported" in row.get("reason", "") for row in rows):
-        print_line(f"To compare with timm: {BENCH}")
+        print_line(f"To compare with timm: {TIMM}")
     print_line("Ratio: speed relative to the first row, median of pairs that alternate; quartiles in brackets.")
     print_line("Match: the error against float64 is at most twice that of eager PyTorch plus one rounding.")
     if not gpu:

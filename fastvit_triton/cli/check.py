@@ -140,7 +140,7 @@ def _run(request: CheckRequest, variables: dict[str, str], out: Path | None) -> 
 
     from ..kernels import onednn
     from ..kernels.backend import using_backend, why_not
-    from ..measure.check import BUDGETS, ON_A_CPU, STOPPED, CheckStage, contribution, run_stages, verdict
+    from ..measure.check import BUDGETS, ON_A_CPU, STOPPED, Advice, CheckStage, contribution, run_stages, verdict
     from ..measure.machine import provenance
 
     device = torch.device(request.device)
@@ -163,13 +163,13 @@ def _run(request: CheckRequest, variables: dict[str, str], out: Path | None) -> 
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     source = provenance() | dict(gpu=gpu)
 
-    def conclusion(stages: dict[str, dict]) -> str:
-        return _dry_conclusion(stages) if request.dry else verdict(stages)
+    def conclusion(stages: dict[str, dict]) -> Advice:
+        return Advice(_dry_conclusion(stages)) if request.dry else verdict(stages)
 
     def save(stages: dict[str, dict]) -> None:
         if out is not None:
             tuned = _exported(stages) if gpu or request.dry else None  # it has absolute times
-            write_json(out, contribution(stages, source, settings, conclusion(stages), tuned, request.dry))
+            write_json(out, contribution(stages, source, settings, str(conclusion(stages)), tuned, request.dry))
 
     phase = "training" if request.train else "inference"
     model = (
@@ -184,22 +184,14 @@ def _run(request: CheckRequest, variables: dict[str, str], out: Path | None) -> 
     if out is not None:
         how = "docs/tune.md says how to contribute them" if gpu else "only those of a GPU can be contributed"
         print_line(f"{out} holds these results; {how}")
-    if device.type == "cpu" and not request.dry and (line := _in_bfloat16(request)):
-        print_line(line)
-    print_line(conclusion(stages))
+    advice, notes = conclusion(stages)
+    for note in notes:
+        print_line(f"note: {note}")
+    print_line(advice)
     if any(row.get("error") == STOPPED for row in stages.values()):
         return 130
     measured = any(stages[name].get("ratios") for name in ("compare", "max-autotune"))
     return int(not measured or bool(stages["selftest"].get("failed")))
-
-
-def _in_bfloat16(request: CheckRequest) -> str | None:
-    """What was measured of bfloat16 on this kind of CPU; None if it does not gain, or does not apply."""
-    from ..convert.on_cpu import evidence, gains, pays
-
-    if request.train or request.dtype != "float32" or not pays(gains(), "bf16"):
-        return None
-    return f'If rounding to bfloat16 is acceptable: freeze(model, "bf16"). {evidence(None, "bf16")}'
 
 
 @contextlib.contextmanager

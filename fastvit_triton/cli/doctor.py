@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import importlib.metadata
 import importlib.util
 import platform
@@ -97,12 +98,26 @@ def run(args: argparse.Namespace) -> int:
     if device.type == "cpu":
         facts["oneDNN"] = f"on {measured.cpu_name()}, for linear layers of one image"
         facts |= {f"  {names}": fact for fact, names in _said({dtype: _onednn(dtype) for dtype in dtypes}).items()}
+    if (why := _no_torchvision()) is not None:
+        facts["torchvision"] = why
     step = next_step(this_machine(MISSING is None, why_not(device, torch.bfloat16)))
     facts |= {"next step": step} if device.type != "cpu" else {"next step": step_on_a_cpu(), "for a GPU": step}
     width = max(map(len, facts))
     for name, fact in facts.items():
         print_line(f"{name:{width}}  {fact}")
     return 0
+
+
+def _no_torchvision() -> str | None:
+    """Why torchvision, which timm and transformers import, cannot be imported; None if it can, or is not installed."""
+    try:
+        importlib.import_module("torchvision")
+    except ModuleNotFoundError:
+        return None
+    except (ImportError, RuntimeError) as error:
+        cause = str(error).splitlines()[0]
+        return f"cannot be imported ({cause}), nor can timm; install its build for this PyTorch, see docs/faq.md"
+    return None
 
 
 def _by_dtype(facts: "dict[torch.dtype, str]") -> str:
@@ -133,7 +148,7 @@ def _onednn(dtype: "torch.dtype") -> str:
         text = f"used {rule.why}"
     else:
         smallest = {phase: _smallest(dtype, phase) for phase in onednn.PHASES}
-        used = [f"{IN_PHASE[phase]} from {name} on" for phase, name in smallest.items() if name is not None]
+        used = [f"{IN_PHASE[phase]} for {name} and larger" for phase, name in smallest.items() if name is not None]
         text = f"used {', '.join(used)}" if used else f"not used up to {list(VITS)[-1]}"
     if onednn.why_not(cpu, dtype) is None:
         operations = (*onednn.BINARY, *onednn.POST_OPERATIONS, "packed")

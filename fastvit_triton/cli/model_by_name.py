@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-BENCH = "pip install 'fastvit_triton[bench]'"  # has timm
+TIMM = "pip install timm"
 Size = tuple[int, int]  # height and width in pixels
 
 PREFIXED = "timm:NAME, torchvision:NAME and hf-config:PATH_OR_CLASS"
@@ -306,7 +306,7 @@ def package(name: str) -> ModuleType:
     from ..measure.variants import absent
 
     if (why := absent(name)) is not None:
-        raise ValueError(f"{why}; {BENCH if name == 'timm' else 'install it beside this version of torch'}")
+        raise ValueError(f"{why}; {TIMM if name == 'timm' else 'install it beside this version of torch'}")
     return importlib.import_module(name)
 
 

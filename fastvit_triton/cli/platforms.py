@@ -39,9 +39,9 @@ def step_on_a_cpu() -> str:
     limits = on_cpu.span(gains, "bf16")
     if limits is None or not on_cpu.pays(gains, "bf16") or onednn.why_not(torch.device("cpu"), torch.bfloat16):
         return "run `fastvit-triton check`, which measures on this CPU and says which to use"
-    gain = f"{limits[0]:.2f} to {limits[1]:.2f} × eager PyTorch in float32, measured on this kind of CPU"
-    frozen = 'freeze(create_model("vit_small_patch16_224"), precision="bf16")'
-    return f"{frozen} where bfloat16 is accurate enough, for models of others after optimize: {gain}"
+    gain = f"{limits[0]:.2f} to {limits[1]:.2f} times as fast as in eager PyTorch and float32"
+    calls = 'optimize(model), then freeze(model, "bf16") if bfloat16 is accurate enough'
+    return f"{calls}: on such a CPU, models were {gain}"
 
 
 def next_step(here: Here) -> str:

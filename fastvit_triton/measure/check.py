@@ -13,15 +13,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..convert import optimize
+from ..convert.frozen import freeze
 from ..deploy import export
 from ..deploy.export import export_model
-from ..kernels import launch
+from ..kernels import launch, onednn
 from ..kernels.backend import using_backend
 from ..kernels.choose import Choice
 from ..kernels.settings import observing
@@ -42,12 +43,15 @@ STOPPED = "was stopped"
 WRONG = "gives a wrong result"
 LESS = "a smaller --model or --batch, or an idle machine"  # what makes a stage finish
 FEWEST = 3  # rounds of a ratio with a spread
-OURS = ("ours eager", "optimized by us")  # variants: a model of ours, and one of another package
+OPTIMIZED = "optimized by us"
+OURS = ("ours eager", OPTIMIZED)  # variants: a model of ours, and one of another package
 FROZEN = "ours frozen"
-# name → its package, what loads an ONNX file, and `--to` of its own file
-RUNTIMES: dict[str, tuple[str, Callable[..., export.Run | None], str]] = {
-    "ONNX Runtime": ("onnxruntime", export.load_onnx, "onnx"),
-    "OpenVINO": ("openvino", export.load_openvino, "openvino"),
+FROZEN_BF16 = "ours frozen in bfloat16"
+BESIDE = (FROZEN, FROZEN_BF16, MEDIUM)  # variants on a CPU that are compared with eager PyTorch alone
+# name → its package, what loads an ONNX file, and the format and suffix of its own file
+RUNTIMES: dict[str, tuple[str, Callable[..., export.Run | None], str, str]] = {
+    "ONNX Runtime": ("onnxruntime", export.load_onnx, "onnx", "onnx"),
+    "OpenVINO": ("openvino", export.load_openvino, "openvino", "xml"),
 }
 AUTO = partial(using_backend, "auto")
 
@@ -152,11 +156,11 @@ def compare(subject: CheckedModel, mode: str | None, deadline: Deadline, seconds
         if ("us" not in row or row["arm"] == ours.name) and (why := _why_missing(row, budget)) is not None
     }
     ways = _ways(ours.call, subject) if ours.name in measured.samples else []
-    samples = {name: times for name, times in measured.samples.items() if name not in (FROZEN, MEDIUM)}
+    samples = {name: times for name, times in measured.samples.items() if name not in BESIDE}
     result = dict(rows=rows, ratios=_ratios(samples, ours.name), missing=missing, ways=ways)
     if subject.device.type == "cpu":
         speeds = _speeds(measured.samples, case.variants[0].name)
-        result["beside"] = {name: speed for name, speed in speeds.items() if name in (FROZEN, MEDIUM)}
+        result["beside"] = {name: speed for name, speed in speeds.items() if name in BESIDE}
     return result | dict(said=_compared(result))
 
 
@@ -215,22 +219,26 @@ def _plain(subject: CheckedModel) -> tuple[Callable, ...]:
 def _compilers(subject: CheckedModel, mode: str | None) -> Iterator[Variant]:
     """Yields on a CPU ours frozen and PyTorch in lower precision; last torch.compile, because it takes longest."""
     if subject.device.type == "cpu" and mode is None and launch.target is None:
+        wide = subject.dtype == torch.float32
         if not subject.model.training:
             yield _frozen(subject)
-        if subject.dtype == torch.float32:
+        if not subject.model.training and wide and onednn.why_not(subject.device, torch.bfloat16) is None:
+            yield replace(_frozen(subject, FROZEN_BF16, "bf16"), reduced=True)
+        if wide:
             yield medium_variant(subject.model, subject.dtype, *_plain(subject))
     compiling = ModelCall(subject.model, *_plain(subject), run=compiled(subject.model, mode, fullgraph=False))
     yield Variant(AUTOTUNE if mode else COMPILE, None, compiling)
 
 
-def _frozen(subject: CheckedModel) -> Variant:
+def _frozen(subject: CheckedModel, name: str = FROZEN, precision: str = "float32") -> Variant:
     """Ours frozen in inference, whose linear layers keep packed weights."""
 
     def build() -> ModelCall:
-        optimize(model := copy.deepcopy(subject.model), freeze=True)
+        optimize(model := copy.deepcopy(subject.model))
+        freeze(model, precision)
         return ModelCall(model, *[AUTO] * subject.ours)
 
-    return build_variant(FROZEN, None, build)
+    return build_variant(name, None, build)
 
 
 def _other_runtimes(subject: CheckedModel) -> Iterator[Variant]:
@@ -243,7 +251,7 @@ def _other_runtimes(subject: CheckedModel) -> Iterator[Variant]:
         with capturing(errors, "export"):
             size = {"input_size": tuple(images.shape[1:])}
             export_model(_FirstOutput(subject.model, name), path, "onnx", preparation=size)
-        for runtime, (package, load, _) in RUNTIMES.items():
+        for runtime, (package, load, *_) in RUNTIMES.items():
             why = None if importlib.util.find_spec(package) else f"{package} is not installed"
             built = build_variant(runtime, why or errors.get("export"), partial(_loaded, load, path))
             yield replace(built, factor=export.FACTOR)
@@ -336,7 +344,7 @@ def _compared(result: dict) -> str:
     within = {row["arm"]: row.get("within") for row in result["rows"] if row.get("match") is False}
     for name, ratio in result.get("beside", {}).items():
         error = f", with {within[name]:g} times the error allowed" if within.get(name) is not None else ""
-        text.append(f"{'frozen' if name == FROZEN else name} is {_speed(ratio, ' eager PyTorch')}{error}")
+        text.append(f"{name.removeprefix('ours ')} is {_speed(ratio, ' eager PyTorch')}{error}")
     text += [f"{_who(name)} {why}" for name, why in result["missing"].items()]
     ways = ["by oneDNN" if way == "onednn" else way for way in result["ways"]]
     return "; ".join(text + [f"blocks run {' and '.join(ways)}"] * bool(ways))
@@ -357,33 +365,47 @@ def _who(name: str) -> str:
     return "ours" if name in OURS else _rival(name)
 
 
-def verdict(stages: Mapping[str, dict]) -> str:
-    """One sentence that says what to use, from the rows of `run_stages`: another runtime if it is the fastest.
+class Advice(NamedTuple):
+    """What to use.
 
-    A runtime is advised if the first quartiles of its speed exceed that of the faster one of ours, and the third one
-    of each torch.compile.
+    Attributes:
+        advice: in one sentence.
+        notes: what stands beside it, such as other ways in which the model is fast, and what did not finish.
     """
-    advice, found = _advice(stages), stages.get("runtimes", {})
+
+    advice: str
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "; ".join((self.advice, *self.notes))
+
+
+def verdict(stages: Mapping[str, dict]) -> Advice:
+    """Says what to use, from the rows of `run_stages`: another runtime if it is the fastest.
+
+    A runtime is advised if the first quartile of its speed exceeds the speed of the faster one of ours, and the third
+    quartile of each torch.compile.
+    """
+    found, (advice, notes) = stages.get("runtimes", {}), _advice(stages)
     ratios: dict[str, list[float]] = found.get("ratios", {})
     if not ratios:
-        return advice
+        return Advice(advice, notes)
     name, ratio = max(ratios.items(), key=lambda item: item[1][0])
     rows = (row for stage in ("compare", "max-autotune") for row in stages.get(stage, {}).get("rows", ()))
     compiled = [row["speedup_quartiles"][1] for row in rows if row["arm"].startswith(COMPILE) and "us" in row]
     speed = found["speeds"][name]
     ours = f" {_who(found['best'])}"
     if ratio[1] <= 1 or any(speed[1] <= third for third in compiled):
-        parts = [advice, *(f"{other} is {_speed(slower, ours)}" for other, slower in ratios.items())]
+        notes = *notes, *(f"{other} is {_speed(slower, ours)}" for other, slower in ratios.items())
     else:
-        parts = [f"use {name}: {_speed(speed, ' eager PyTorch')}, {_speed(ratio, ours)}"]
-        parts += [
-            f"`fastvit-triton export --to {RUNTIMES[name][2]}` writes its file from a checkpoint",
-            f"in PyTorch, {advice}",
-        ]
-    return "; ".join([*parts, found["note"]] if "note" in found else parts)
+        notes = f"in PyTorch, {advice}", *notes
+        kind, suffix = RUNTIMES[name][2:]
+        by = f'fastvit_triton.export_model(model, "model.{suffix}", "{kind}")'
+        advice = f"use {name}: {_speed(speed, ' eager PyTorch')}, {_speed(ratio, ours)}; {by} writes its file"
+    return Advice(advice, (*notes, found["note"]) if "note" in found else notes)
 
 
-def _advice(stages: Mapping[str, dict]) -> str:
+def _advice(stages: Mapping[str, dict]) -> Advice:
     """What to use in PyTorch.
 
     Ours is advised if the first quartile of its speed relative to the fastest compiled variant exceeds 1, else the
@@ -398,7 +420,7 @@ def _advice(stages: Mapping[str, dict]) -> str:
     failed = stages.get("selftest", {}).get("failed", [])
     if failed:
         wrong = "1 check of the kernels" if len(failed) == 1 else f"{len(failed)} checks of the kernels"
-        return f"keep torch.compile: {wrong} failed on this machine, the first is {failed[0]}"
+        return Advice(f"keep torch.compile: {wrong} failed on this machine, the first is {failed[0]}")
     ways: list[str] = next((row["ways"] for row in compared if row.get("ways")), [])
     by_onednn = ", linear layers run by oneDNN" if "onednn" in ways else ""
     notes = [f"the kernels do not run on this machine{by_onednn}"] * ("skipped" in stages.get("selftest", {}))
@@ -409,28 +431,42 @@ def _advice(stages: Mapping[str, dict]) -> str:
     untimed = not any("ratios" in row for row in compared) or any(name.startswith(COMPILE) for name in missing)
     if not ratios and untimed and not wrong_once:
         if stopped := [name for name, row in stages.items() if row.get("error") == STOPPED]:
-            return f"no verdict: {stopped[0]} {STOPPED}"
+            return Advice(f"no verdict: {stopped[0]} {STOPPED}")
         why = [f"ours {text}" for text in ours_missing] + [f"{name} {text}" for name, text in missing.items()] + notes
         reasons = f" ({'; '.join(why)})" if why else ""
-        return f"no verdict: too little was timed{reasons}; try {LESS}"
+        return Advice(f"no verdict: too little was timed{reasons}; try {LESS}")
     if not ratios or wrong_once:
         why = [f"it {text}" for text in ours_missing] + notes
-        return f"keep torch.compile: ours could not be measured ({'; '.join(why)}){_to_finish(why)}"
+        return Advice(f"keep torch.compile: ours could not be measured ({'; '.join(why)})", _to_finish(why))
     rivals = {name: ratio for name, ratio in ratios.items() if name.startswith(COMPILE)} or ratios
     rival, ratio = min(rivals.items(), key=lambda item: item[1][0])
     ours = "ours" if ways == ["plain"] or by_onednn else " and ".join(ways) or "ours"
     if ratio[1] > 1:
         advice = f"use {ours}: {_speed(ratio, f' {_rival(rival)}')}"
+        if any(row["arm"] == OPTIMIZED for stage in compared for row in stage.get("rows", ())):
+            advice += ", by fastvit_triton.optimize(model)"
     else:
         tie = ", no measurable difference" if ratio[2] >= 1 else ""
         advice = f"keep {_rival(rival)}: ours is {_speed(ratio)}{tie}"
-    notes = [*(f"{name} {why}" for name, why in missing.items()), *notes]
-    return "; ".join([advice, *notes]) + _to_finish(notes)
+    notes = [*_faster_frozen(compared), *(f"{name} {why}" for name, why in missing.items()), *notes]
+    return Advice(advice, (*notes, *_to_finish(notes)))
 
 
-def _to_finish(reasons: Sequence[str]) -> str:
+def _faster_frozen(compared: Iterable[dict]) -> Iterator[str]:
+    """Yields the ways to freeze the model that were measurably faster on a CPU than ours, and than each other."""
+    for stage in compared:
+        rows = {row["arm"]: row["speedup_quartiles"] for row in stage.get("rows", ()) if "speedup_quartiles" in row}
+        fastest = max((rows[name][1] for name in OURS if name in rows), default=1.0)
+        for name, how in ((FROZEN, "freeze(model)"), (FROZEN_BF16, 'freeze(model, "bf16"), rounded to bfloat16')):
+            speed = stage.get("beside", {}).get(name)
+            if speed is not None and speed[1] > fastest:
+                yield f"in inference with final weights, then fastvit_triton.{how}: {_speed(speed, ' eager PyTorch')}"
+                fastest = speed[2]
+
+
+def _to_finish(reasons: Sequence[str]) -> tuple[str, ...]:
     """What makes the stages and variants finish that did not; empty if all did."""
-    return f"; to finish, it takes {LESS}" if any(LATE in reason for reason in reasons) else ""
+    return (f"to finish, it takes {LESS}",) if any(LATE in reason for reason in reasons) else ()
 
 
 def _not_used(tuned: dict, ways: Sequence[str]) -> str | None:

@@ -36,11 +36,11 @@ def busy_machine() -> str | None:
     """A note that other processes want more than half of the processors, in a clause; None if not, or if unknown."""
     if not hasattr(os, "getloadavg"):
         return None
-    load, processors = os.getloadavg()[0], os.cpu_count() or 1
-    if load - torch.get_num_threads() <= processors / 2:
+    load, processors, threads = os.getloadavg()[0], os.cpu_count() or 1, torch.get_num_threads()
+    if load - threads <= processors / 2:
         return None
-    load_text = f"the machine was busy (load {load:.0f} on {processors} processors)"
-    return f"{load_text}, which slows several threads most; OMP_NUM_THREADS=1 uses one"
+    load_text = f"the machine was busy (load {load:.0f} on {processors} processors); measure again when it is idle"
+    return load_text if threads == 1 else f"{load_text}, or with OMP_NUM_THREADS=1, which suffers less"
 
 
 def provenance() -> dict:
