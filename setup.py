@@ -144,6 +144,7 @@ setup(
         "openvino": OPENVINO,
         "docs": DOCS,
         "test": TEST,
+        "timm": ["timm>=1.0"],
         "bench": ["pytest-benchmark>=4", "timm>=1.0", MATPLOTLIB, JSONSCHEMA],
     },
     entry_points={

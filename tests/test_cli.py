@@ -294,7 +294,7 @@ def test_missing_libraries_are_named_with_their_extra(digits_run: Path, tmp_path
         assert "matplotlib; pip install 'fastvit_triton[train]'" in refused(capsys, *words)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "timm", None)
-        assert "pip install timm" in refused(capsys, "benchmark", "--model", "resnet18")
+        assert "fastvit_triton[timm]" in refused(capsys, "benchmark", "--model", "resnet18")
     for name in [name for name in sys.modules if name.split(".")[0] == "sklearn"] + ["sklearn", "sklearn.datasets"]:
         monkeypatch.setitem(sys.modules, name, None)
     assert "scikit-learn; pip install 'fastvit_triton[demo]', or give a folder" in refused(capsys, *train)
@@ -695,7 +695,7 @@ def test_benchmark_on_a_gpu_reports_times_and_memory(capsys: pytest.CaptureFixtu
     assert len(benchmark._line(benchmark._titles(True, True), 12)) == len(lines[0])
     benchmark._explain([eager, ours, wrong, late, absent], gpu=True)
     text = capsys.readouterr().out
-    assert "the error of output 0 is 3.5 times the limit" in text and "pip install timm" in text
+    assert "the error of output 0 is 3.5 times the limit" in text and "fastvit_triton[timm]" in text
     assert benchmark._why(late).startswith("not ready in time") and benchmark._why(absent) == absent["reason"]
     assert "No GPU" not in text
 
@@ -1024,7 +1024,7 @@ def test_doctor_reports_a_missing_package(name, monkeypatch, capsys: pytest.Capt
     monkeypatch.setitem(sys.modules, package, None)
     sentence = refused(capsys, "doctor", "--model", name)
     assert f"{package} cannot be imported" in sentence
-    assert ("pip install timm" in sentence) == (package == "timm")
+    assert ("fastvit_triton[timm]" in sentence) == (package == "timm")
 
 
 @pytest.mark.fast

@@ -94,7 +94,7 @@ def test_messages_name_extras_that_exist(metadata):
             found = re.fullmatch(r"'fastvit_triton\[(.*)\]'", advice)
             advised |= {found[1]} if found else set()
             bare += [] if found else [(path.name, advice)]
-    assert advised >= {"train", "demo", "shards", "bench"} and not bare
+    assert advised >= {"train", "demo", "shards", "timm"} and not bare
     assert advised <= extras
 
 

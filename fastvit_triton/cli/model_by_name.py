@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-TIMM = "pip install timm"
+TIMM = "pip install 'fastvit_triton[timm]'"
 Size = tuple[int, int]  # height and width in pixels
 
 PREFIXED = "timm:NAME, torchvision:NAME and hf-config:PATH_OR_CLASS"
