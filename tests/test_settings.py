@@ -336,8 +336,13 @@ PRIVATE = {  # package variables that are assigned at run time, with the reason 
 
 
 def reads(tree):
-    """Dotted names of all attributes in a syntax tree."""
-    return {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    """Dotted names of all attributes of names in a syntax tree."""
+    return {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
+def dotted(node):
+    """`a.b.c` as text; what precedes an attribute of another expression is left out."""
+    return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def test_no_other_setting_is_read():
