@@ -13,7 +13,6 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from sampling import marked
 from test_fake_device import catalogued, kind
 from torch import Tensor, nn
 
@@ -41,7 +40,8 @@ EXCESS = {
     ("cvt", False): (1.05, 1.0),
     ("vit_pytorch:deepvit", True): (LIMIT, 1.03),  # its attention mixes heads between two products of PyTorch's
 }
-SHOWN = ("vit_base_patch16_224", "deit3_large_patch16_224", "swin_tiny_patch4_window7_224", "cct_14_7x2_224")
+SHOWN = {"vit_base_patch16_224": "training", "swin_tiny_patch4_window7_224": "inference"}  # the phase by default
+EVERY_BATCH = (*SHOWN, "deit3_large_patch16_224", "cct_14_7x2_224")
 
 
 class Questions:
@@ -59,7 +59,7 @@ class Questions:
 
     def of(self, call: Callable[[], Count]) -> tuple[Count, list]:
         """The cost of a call, and its questions with their answers."""
-        choose.forget()
+        choose._choices.clear()
         self.asked = []
         return call(), self.asked
 
@@ -128,20 +128,26 @@ def structures() -> list[str]:
 
 
 def batches_of(names: Iterable[str]) -> list:
-    """(name, batches): all four of those that run by default, one of the others in turn.
+    """(name, batches): all four of some names, one of the others in turn.
 
     NaFlex is left out: it reads the values of its input, the places of patches; its blocks are those of a plain ViT.
     """
     turns = itertools.cycle((batch,) for batch in BATCHES)
-    pairs = [(name, BATCHES if name in SHOWN else next(turns)) for name in names]
-    pairs = [(name, batches) for name, batches in pairs if not name.startswith("naflex")]
-    return marked(pairs, pytest.mark.full(one_in=4), lambda name, batches: name not in SHOWN)
+    pairs = [(name, BATCHES if name in EVERY_BATCH else next(turns)) for name in names]
+    return [(name, batches) for name, batches in pairs if not name.startswith("naflex")]
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("name, batches", batches_of(dict.fromkeys([*structures(), *SHOWN])), ids=str)
-def test_our_models(name, batches, training, questions):
+def cases_of_ours() -> list:
+    """(name, batches, phase), full but for the least and the largest batch of those of `SHOWN`."""
+    pairs = itertools.product(batches_of(dict.fromkeys([*structures(), *EVERY_BATCH])), ("inference", "training"))
+    cases = [pytest.param(*pair, phase, marks=pytest.mark.full(one_in=4)) for pair, phase in pairs]
+    return [(name, BATCHES[::3], phase) for name, phase in SHOWN.items()] + cases
+
+
+@pytest.mark.parametrize("name, batches, phase", cases_of_ours(), ids=str)
+def test_our_models(name, batches, phase, questions):
     """Oracle: the operators of eager PyTorch."""
+    training = phase == "training"
     model, image = catalogued(name)
     model = model.bfloat16().to("meta")
     for batch in batches:
@@ -154,6 +160,7 @@ def test_our_models(name, batches, training, questions):
 ENTRIES = {entry.name: entry for entry in coverage.entries(coverage.MODELS.read_text())}
 
 
+@pytest.mark.full(one_in=4)
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("name, batches", batches_of(ENTRIES), ids=str)
 def test_converted_models(name, batches, training, questions, monkeypatch):
@@ -225,6 +232,7 @@ def test_public_ops(name, training, questions):
         assert_at_most_eager(questions, partial(cost_of_op, name, replace(shape, B=batch), training))
 
 
+@pytest.mark.full  # by default test_backtest.py compares a prediction in the dtype that it names
 def test_predictions_of_captured_blocks_are_in_the_dtype_that_they_name():
     """Oracle: the prediction for an example in bfloat16, the dtype of both; float32 captures are other graphs."""
     said = []
