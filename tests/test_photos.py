@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 from test_cli import refused
 from torch.utils.flop_counter import FlopCounterMode
@@ -164,13 +165,14 @@ def test_a_run_keeps_its_test_images(folder: Path, trained: Path, tmp_path: Path
             path.unlink()
 
 
-def test_test_images_are_explained(folder: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_test_images_are_explained(folder: Path, trained: Path, tmp_path: Path, monkeypatch, capsys):
     """Oracle: `predict` of the images that split.json names, sorted by hand; without test images a sentence."""
     files = [folder / name for name in json.loads((trained / SPLIT).read_text())["test"]]
     found = predict(load_model(trained)[0], files)
     assert all(pairs[0][0] == file.parent.name for file, pairs in zip(files, found, strict=True))
     order = sorted(range(7), key=lambda i: found[i][0][1])[:3]
     words = ["explain", "--checkpoint", str(trained), "--workers", "0", "--out", str(tmp_path / "report")]
+    monkeypatch.setattr(Figure, "savefig", lambda *given, **named: None)  # test_explain.py looks at figures
     assert main([*words, "--most", "3"]) == 0
     assert "report.html shows 3 of 7 correct predictions on test images; its" in capsys.readouterr().out
     page = (tmp_path / "report" / "report.html").read_text()
