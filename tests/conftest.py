@@ -7,6 +7,7 @@ take longest come first. Workers share Triton's cache safely: its files are name
 import logging
 import os
 import tempfile
+from pathlib import Path
 
 # must be set before torch is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small, and workers share the cores
@@ -140,6 +141,17 @@ def references():
     """Runs fused forwards on PyTorch, like FASTVIT_TRITON_BACKEND=torch."""
     with backend.using_backend("torch"):
         yield
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Saves empty files in place of figures, in tests that look at none."""
+
+    def save(figure, file, **options):
+        if not hasattr(file, "write"):
+            Path(file).touch()
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", save)
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from typing import get_args
 import pytest
 import torch
 from catalogue.ours import CASES
-from matplotlib.figure import Figure
 from patience import HANG
 from PIL import Image
 from safetensors.torch import load_file
@@ -329,7 +328,7 @@ def test_summary_lists_the_files_and_next_commands(digits_run: Path, capsys: pyt
     assert all(main(command.split()) == 0 for command in commands)
 
 
-def test_mistakes_are_explained_first(digits_run: Path, tmp_path: Path, monkeypatch, capsys):
+def test_mistakes_are_explained_first(digits_run: Path, tmp_path: Path, undrawn, capsys):
     """Oracle: the test digits through the model by hand, errors sorted by their confidence."""
     images, targets = digits("test")
     model, header = load_model(digits_run)
@@ -340,7 +339,6 @@ def test_mistakes_are_explained_first(digits_run: Path, tmp_path: Path, monkeypa
     wrong = (numbers != targets).nonzero()[:, 0].tolist()
     order = sorted(wrong, key=lambda i: -float(chances[i]))[:2]
     words = ["explain", "--checkpoint", str(digits_run), "--most", "2", "--out", str(tmp_path / "report")]
-    monkeypatch.setattr(Figure, "savefig", lambda *given, **named: None)  # test_explain.py looks at figures
     assert main(words) == 0
     said = f"report.html shows 2 of {len(wrong)} mistakes on test images; its"
     assert said in capsys.readouterr().out
@@ -468,7 +466,7 @@ def test_overwrite_and_weights(digits_run: Path, tmp_path: Path):
     assert accuracy(out) > fresh
 
 
-def test_image_folder(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_image_folder(tmp_path: Path, undrawn, capsys: pytest.CaptureFixture):
     """Oracle: red and blue are classified; the files are the same; two bad images raise, or are skipped and listed."""
     folder = write_folder(tmp_path / "my images", per_class=8)
     (folder / "train" / "red" / "1.png").write_bytes(b"")

@@ -464,7 +464,7 @@ def test_a_second_report_leaves_no_figure_of_the_first(tmp_path: Path):
         written()
 
 
-def test_a_folder_of_other_files_is_refused(checkpoint: Path, page: Path, tmp_path: Path, capsys):
+def test_a_folder_of_other_files_is_refused(checkpoint: Path, page: Path, tmp_path: Path, undrawn, capsys):
     """Oracle: the sentence, and the folder as it was; an earlier report is replaced."""
     (tmp_path / "tokens.png").write_bytes(b"mine")
     words = ["explain", "--checkpoint", str(checkpoint), "--image", str(checkpoint / "pictures" / "0.png"), "--no-test"]

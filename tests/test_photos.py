@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from PIL import Image
 from test_cli import refused
 from torch.utils.flop_counter import FlopCounterMode
@@ -129,7 +128,7 @@ def test_classes_without_images_are_refused_by_name(tmp_path: Path, capsys):
     assert "has test images of its own" in refused(capsys, "train", "--val-split", "0.1", "--out", tmp_path / "out")
 
 
-def test_a_run_keeps_its_test_images(folder: Path, trained: Path, tmp_path: Path, capsys):
+def test_a_run_keeps_its_test_images(folder: Path, trained: Path, tmp_path: Path, undrawn, capsys):
     """Oracle: the names in split.json; images added later are for training, also when the run resumes; a copy of the
     weights alone finds the same images, and is refused when they have changed; other data are evaluated whole."""
     evaluate = ("evaluate", "--workers", "0", "--checkpoint")
@@ -165,14 +164,13 @@ def test_a_run_keeps_its_test_images(folder: Path, trained: Path, tmp_path: Path
             path.unlink()
 
 
-def test_test_images_are_explained(folder: Path, trained: Path, tmp_path: Path, monkeypatch, capsys):
+def test_test_images_are_explained(folder: Path, trained: Path, tmp_path: Path, undrawn, capsys):
     """Oracle: `predict` of the images that split.json names, sorted by hand; without test images a sentence."""
     files = [folder / name for name in json.loads((trained / SPLIT).read_text())["test"]]
     found = predict(load_model(trained)[0], files)
     assert all(pairs[0][0] == file.parent.name for file, pairs in zip(files, found, strict=True))
     order = sorted(range(7), key=lambda i: found[i][0][1])[:3]
     words = ["explain", "--checkpoint", str(trained), "--workers", "0", "--out", str(tmp_path / "report")]
-    monkeypatch.setattr(Figure, "savefig", lambda *given, **named: None)  # test_explain.py looks at figures
     assert main([*words, "--most", "3"]) == 0
     assert "report.html shows 3 of 7 correct predictions on test images; its" in capsys.readouterr().out
     page = (tmp_path / "report" / "report.html").read_text()

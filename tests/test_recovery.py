@@ -151,7 +151,7 @@ def test_killed_runs_end_in_the_same_weights(tmp_path: Path):
 
 
 @pytest.mark.fast
-def test_resumes_within_an_epoch(tmp_path: Path):
+def test_resumes_within_an_epoch(tmp_path: Path, undrawn):
     """Oracle: an uninterrupted run, including its log except for times."""
     for name in ("whole", "resumed"):
         (tmp_path / name).mkdir()
@@ -200,7 +200,7 @@ def test_a_damaged_state_is_replaced_by_the_previous_one(tmp_path: Path, damage:
     sampled(itertools.product((outputs.WEIGHTS, outputs.BEST, outputs.LOG), ("missing", "empty", "cut")), 4),
 )
 def test_files_that_follow_from_the_state_are_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn, name: str, damage: str
 ):
     """Oracle: the files of the finished run; its last epoch is its best."""
     monkeypatch.setattr(trainer, "is_best", lambda history: True)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_data import write_folder
@@ -60,9 +59,8 @@ def contents(path: Path) -> tuple[dict, dict]:
         return file.metadata(), {name: file.get_tensor(name).numpy().tobytes() for name in file.keys()}
 
 
-def test_a_run_is_the_command(given: dict, tmp_path: Path, monkeypatch):
+def test_a_run_is_the_command(given: dict, tmp_path: Path, undrawn):
     """Oracle: the command's files: weights and best weights with their headers, log, settings and data, to the bit."""
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **named: Path(path).touch())  # test_train.py has them
     command(tmp_path / "command", given)
     for name in ("python", "resumed", "resumed by the command"):
         out = tmp_path / name

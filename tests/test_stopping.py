@@ -36,7 +36,7 @@ def handlers():
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("step", [3, 8])  # within an epoch of eight steps, and its last
-def test_a_stopped_run_resumes_with_the_same_bits(step: int, tmp_path: Path):
+def test_a_stopped_run_resumes_with_the_same_bits(step: int, tmp_path: Path, undrawn):
     """Oracle: the weights of a run that was not stopped, bit by bit; the state is of the step after the signal."""
     out, whole = tmp_path / "stopped", tmp_path / "whole"
     out.mkdir()

@@ -231,7 +231,7 @@ def test_fit_stops_at_losses_that_are_not_finite():
 
 
 @pytest.mark.fast
-def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path):
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, undrawn):
     """Oracle: three uninterrupted epochs, bit by bit, with shuffling, augmentation, mixup, dropout and drop path."""
     whole = train(tmp_path / "whole")
     train(tmp_path / "parts", epochs=1)
