@@ -45,26 +45,25 @@ STATS = dataclasses.replace(
 )
 KERNELS = [op for op in (*OPS, STATS) if op.ragged]
 EVERY = {f"{op.name}-{name}": (op, case) for op in KERNELS for name, case in op.ragged.items()}
-# cases of many seconds, of which SHOWN run by default, in float32 and with the default launch parameters
-LONG = ["depthwise-many_blocks", "patch_embed-registers"]
-LONG += [f"window_attention-{name}" for name in ("padded", "padded_last", "swin", "swin384", "swinv2", "swinv2_256")]
+# cases of a second or more, which do not run by default
+LONG = ["depthwise-many_blocks", "patch_embed-registers", "patch_embed-patch14", "attention-vit", "attention_qkv-vit"]
+LONG += [f"window_attention-{name}" for name in "padded padded_last swin swin384 swinv2 swinv2_256 narrow".split()]
 UNLESS_LONG = [pytest.param(*EVERY[name], marks=pytest.mark.full if name in LONG else (), id=name) for name in EVERY]
-SHOWN = "patch_embed-registers", "window_attention-padded_last"
-FIRST = {f"{op.name}-{next(iter(op.ragged))}" for op in KERNELS}
+FIRST = {op.name: name for name, (op, _) in reversed(EVERY.items()) if name not in LONG}.values()
 
 
 def typed(dtype, turn):
-    """By default, cases run in one of three dtypes in turn, and the first of each op in all."""
+    """By default the first case of each op runs in float32, and one in 24 in each dtype; in float16 many are fast."""
     for i, name in enumerate(EVERY):
-        shown = (name not in LONG and (name in FIRST or i % 3 == turn)) or (dtype == torch.float32 and name in SHOWN)
-        fast = pytest.mark.fast if dtype == torch.float16 else ()
-        yield pytest.param(dtype, *EVERY[name], marks=fast if shown else pytest.mark.full, id=f"{dtype}-{name}")
+        shown = name not in LONG and (i % 24 == 8 * turn or (dtype == torch.float32 and name in FIRST))
+        fast = dtype == torch.float16 and name not in LONG and (name in FIRST or i % 3 == turn)
+        marks = [pytest.mark.fast] * fast + [pytest.mark.full] * (not shown)
+        yield pytest.param(dtype, *EVERY[name], marks=marks, id=f"{dtype}-{name}")
 
 
 TYPED = [*typed(torch.float32, 0), *typed(torch.float16, 1), *typed(torch.bfloat16, 2)]
 
 
-@pytest.mark.few(31)
 @pytest.mark.parametrize("dtype, op, case", TYPED)
 def test_kernel_equals_float64(dtype, op, case):
     """Oracle: the reference in float64, within its `Budget`; new memory is filled with NaN."""

@@ -50,11 +50,14 @@ class Calls(TorchDispatchMode):
 
 
 @functools.cache
-def recorded():
-    """Calls of each of our ops, forward and backward, distinct in a switch or in which tensors are given."""
+def recorded(only=None):
+    """Calls of each of our ops, forward and backward, distinct in a switch or in which tensors are given.
+
+    With `only`, the name of a public op, those of the first case of this op.
+    """
     with interpreting(), Calls() as calls:
-        for op_ in (*OPS, STATS):
-            for case in op_.cases.values():
+        for op_ in (*OPS, STATS) if only is None else [op_ for op_ in OPS if op_.name == only]:
+            for case in list(op_.cases.values())[: 1 if only else None]:
                 results(op_.run, op_.inputs(case, torch.float16, "cpu"))  # float32 results stand out
         with torch.no_grad():
             for biases in ((None, None), (torch.randn(3).half(), None)):
@@ -74,15 +77,14 @@ def detached(argument):
     return argument.detach().clone() if isinstance(argument, torch.Tensor) else argument
 
 
-LONG = {"fastvit_triton::attention_bwd", "fastvit_triton::window_attention_bwd"}  # many seconds
-DEFINED = [pytest.param(n, marks=pytest.mark.full if n in LONG else ()) for n in sorted(op.LIBRARY._op_defs)]
+FIRST = [("fastvit_triton::attention_fwd", "attention"), ("fastvit_triton::linear_bwd", "linear")]
+DEFINED = [pytest.param(n, None, marks=pytest.mark.full) for n in sorted(op.LIBRARY._op_defs)]
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("name", sampled(DEFINED, 2))
-def test_opcheck(name):
+@pytest.mark.parametrize("name, only", FIRST + DEFINED)
+def test_opcheck(name, only):
     """Oracle: torch.library.opcheck: schema, fake tensors, autograd registration, AOT dispatch with dynamic shapes."""
-    calls = [call for (op_, *_), call in recorded().items() if op_ == f"{name.replace('::', '.')}.default"]
+    calls = [call for (op_, *_), call in recorded(only).items() if op_ == f"{name.replace('::', '.')}.default"]
     assert calls, "no case of any op calls it"
     for op_, arguments in calls:
         with interpreting():
@@ -514,6 +516,7 @@ print("kernels ran:", not torch.equal(got[0], run()[0]))
 """
 
 
+@pytest.mark.full  # by default test_kernels.py reads the variables in this process
 def test_environment_variables_run_the_kernels():
     """Oracle: the PyTorch path in the same process; results that differ in some bits show that the kernels ran."""
     variables = os.environ | {"TRITON_INTERPRET": "1", "FASTVIT_TRITON_BACKEND": "triton"}
