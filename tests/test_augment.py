@@ -138,6 +138,7 @@ def test_drop_path_rates_are_set_per_block():
         set_drop_path(model, 1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -292,6 +292,7 @@ class Reads(nn.Module):
         return x + self.fc2(self.fc1(self.norm(x) * self.table[number]).relu())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "reads, why",
     [
@@ -738,7 +739,7 @@ REASONS = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("what", REASONS)
 def test_what_cannot_be_captured_runs_as_written(what):
     """And the report says why; what the block holds is captured instead."""

@@ -24,6 +24,7 @@ import pytest
 import torch
 from capture_scenarios import Block, Case, call, tokens
 from captured import without_inductor
+from sampling import marked
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
@@ -188,7 +189,7 @@ def differ(one, other):
         same(one, other)
 
 
-@pytest.mark.few(3, one_in=4)
+@pytest.mark.few(1, one_in=4)
 @pytest.mark.parametrize("name", scenarios.STATES)
 def test_changes_of_state(name, monkeypatch):
     """Calls before and after a change of what the block reads."""
@@ -218,8 +219,7 @@ def test_settings(name):
     differ(shown[0], shown[1])
 
 
-@pytest.mark.few(1, one_in=4)
-@pytest.mark.parametrize("name", scenarios.INTEGERS)
+@pytest.mark.parametrize("name", marked(scenarios.INTEGERS, pytest.mark.full(one_in=4), lambda name: name != "truth"))
 def test_integer_arguments(name, monkeypatch):
     """Calls with integers, of which the first one is captured."""
     forward, example, *has = scenarios.INTEGERS[name]
@@ -227,7 +227,7 @@ def test_integer_arguments(name, monkeypatch):
     check(case, monkeypatch, varies=True)
 
 
-@pytest.mark.few(2, one_in=4)
+@pytest.mark.few(1, one_in=4)
 @pytest.mark.parametrize("name", scenarios.ARGUMENTS)
 def test_arguments(name, monkeypatch):
     """Calls with arguments, and facts of tensors, of which the first ones are captured."""

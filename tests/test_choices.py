@@ -318,7 +318,7 @@ def test_ranges_of_rows_lose_least():
         assert loss(got) <= least + (len(limits) + 1) * choices.GAIN
 
 
-@pytest.mark.fast
+@pytest.mark.full  # by default test_house.py sees the same where Triton is missing
 def test_running_a_model_does_not_import_the_model_of_times():
     """Oracle: the modules of a new process in which a model was converted and called."""
     code = (

@@ -442,6 +442,7 @@ CASES = [(n, kernels) for n in AUTOCAST for kernels in (False, True)]
 CASES += [(n, False) for n in PYRAMIDS]  # as on a GPU, the kernel of their first norm returns float32
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name, kernels", sampled(CASES, 3))
 def test_autocast_dtypes_equal_the_original(name, kernels, references):
     """Oracle: the dtype of every block's output in the original, a float32 model under bfloat16 autocast."""

@@ -72,7 +72,7 @@ def fallbacks(monkeypatch):
     return found
 
 
-@pytest.mark.few(37)
+@pytest.mark.few(20)
 @pytest.mark.parametrize("name, mode", marked(TRAINING, pytest.mark.fast, lambda name, _: name in COMMON) + EVALUATION)
 def test_outputs_and_gradients(name, mode, fallbacks):
     """They and statistics equal the original's, to float32 where the original rounds to it; a pickled model's are the
@@ -213,7 +213,7 @@ def test_statistics(name):
                 assert train or name == "vit_pytorch_twins" or kept_folds(model.modules())
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [name for name, entry in MODELS.items() if entry.hooked])
 def test_hooks(name):
     """A hook on a submodule runs as in the original, registered before or after `optimize`, and frozen."""

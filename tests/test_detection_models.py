@@ -236,8 +236,8 @@ def test_first_values_are_the_authors():
     torch.testing.assert_close(outputs["boxes"][0, :, 2:], torch.full((QUERIES, 2), 1 / (1 + math.exp(2))))
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("options, build", [({}, resnet50), (dict(dilation=True), resnet50), (dict(b=0), resnet18)])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("options, build", [(dict(b=0), resnet18), ({}, resnet50), (dict(dilation=True), resnet50)])
 def test_frozen_resnet_equals_torchvision(options, build):
     """Oracle: torchvision's ResNet with frozen norms: keys, and the map of every stage."""
     dilated = [False, False, bool(options.get("dilation"))]

@@ -347,7 +347,7 @@ def learning(model, x):
     return {"output": y.detach(), **{n: g for n, g in zip(named, grads, strict=True) if g is not None}}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["resnet", "rt_detr", "timm", "timm_deep", "torchvision", "ours"])
 def test_what_follows_a_convolution_is_one_launch(name, monkeypatch):
     """Oracle: the original in float64, output and gradients; a launch for each convolution but those of shortcuts."""
@@ -592,7 +592,7 @@ def test_windows_are_seen_where_they_matter(change):
     assert seen in ([], [(8, 5, 64)] * 2)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("out_indices", [(2, 4), (0, 1)])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_stems_of_timms_features_are_one_launch(out_indices, frozen):

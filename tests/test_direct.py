@@ -110,7 +110,7 @@ def call(op, case, dtype=torch.float32):
     return function, *(flat[i].detach().requires_grad_(flat[i].requires_grad) for i in places)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "op, case", [pytest.param(op, c, id=f"{op.name} {c}") for op in OPS for c in op.cases if c != "large"]
 )

@@ -77,7 +77,7 @@ WAYS = ("plain", "optimised", "kernels")
 CASES = [(name, WAYS[i % 3]) for i, name in enumerate(MODELS) if name not in NONE]
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name, way", CASES)
 @torch.no_grad()
 def test_maps_are_the_softmaxes_of_the_model(name, way):

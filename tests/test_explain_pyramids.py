@@ -82,7 +82,7 @@ def test_maps_equal_the_packages_softmax(name, path, request):
         torch.testing.assert_close(layer.rows(-1), got[:, :, -1:])
 
 
-@pytest.mark.few(13)
+@pytest.mark.few(7)
 @pytest.mark.parametrize("optimised", [False, True], ids=["plain", "optimised"])
 @pytest.mark.parametrize("name", MODELS)
 def test_map_gradients_equal_autograd(name, optimised, references):
@@ -206,7 +206,7 @@ PYRAMIDS = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", GRIDS)
 def test_contributions_are_derivatives_by_the_size_of_a_token(name):
     """Oracle: central differences in float64 of the logit, of a forward pass whose block scales one patch.

@@ -92,7 +92,7 @@ def findings(model: nn.Module, given: object, dtype: str, way: str, training: bo
     return found.findings
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name, dtype", selected(fastvit_triton.list_models(), OURS))
 def test_our_models(name, dtype):
     """Oracle: no finding, forward and backward, in the default way for two images and with all mixed or fused."""

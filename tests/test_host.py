@@ -46,6 +46,7 @@ def contexts(way):
             yield
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("phase", ["inference", "training"])
 def test_calls_are_the_same_at_every_run(phase):
     """Oracle: a second count of the same calls, of timm's block and of ours."""

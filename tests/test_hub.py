@@ -278,6 +278,7 @@ FOREIGN = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("case", FOREIGN)
 def test_transformers(case: str, tmp_path: Path):
     """Oracle: transformers' model that wrote the folder: its output, and the class names."""

@@ -557,7 +557,7 @@ def test_a_replaced_linear_is_called():
         setattr(owner, name, base)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("family", SMALLEST)
 def test_copies_pickles_and_meta(family):
     """Oracle: the original's logits from a deep copy, after torch.save of the state, and after to_empty and load."""

@@ -110,6 +110,7 @@ def norm(centred, statistics, root, affine):
     return function
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("centred, statistics, root, affine", sampled(NORMS, 17))
 def test_norms(centred, statistics, root, affine):
     """They become the norm of a linear layer, and without one a norm of their own; a compiler keeps the operators."""

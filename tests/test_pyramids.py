@@ -553,7 +553,7 @@ INSIDE += [
 ]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name, part", INSIDE)
 @torch.no_grad()
 def test_hooks_inside_fused_blocks_fire(name, part):

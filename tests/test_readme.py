@@ -51,7 +51,7 @@ def elsewhere(tmp_path, monkeypatch, code):
         sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec")  # torch.onnx's warning
 @pytest.mark.parametrize(
     "page, code",

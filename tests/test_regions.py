@@ -104,7 +104,7 @@ def _inside(context, block, x):
         return block(x)
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("observer", OBSERVERS)
 def test_observed_calls_run_operators(observer, compiler):

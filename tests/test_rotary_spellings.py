@@ -356,6 +356,7 @@ MISSES = {
 NEAR = Case("half_turned-plain", "n", None, permuted, 0)
 
 
+@pytest.mark.few(17)
 @pytest.mark.parametrize("miss", MISSES)
 def test_near_misses_are_left_alone(miss):
     """The attention itself may still be fused."""

@@ -109,7 +109,7 @@ def test_the_mask_of_shifted_windows_lets_large_scores_through(references):
 EAGER = "hf_swin", "hf_segformer", "hf_beit"  # others return weights with every attn_implementation, or never
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_requested_states_and_weights_equal_the_original(name, references, originals):
     """Oracle: every output of the original, whose eager softmax is float32; afterwards the layers are fused again."""
@@ -157,7 +157,7 @@ def dropped(family, rates):
     return redraw(getattr(package, f"{family}Model")(getattr(package, f"{family}Config")(**options | rates)))
 
 
-@pytest.mark.few(13)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize(
     "family", ["Swin", "Swinv2", "DonutSwin", "Segformer", "GLPN", "Pvt", "PvtV2", "Beit", "Data2VecVision"]
@@ -177,7 +177,7 @@ def test_random_draws_equal_the_original(family, rate, references, originals):
     assert bool(originals) == bool(report.left)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_hooks_on_each_module_of_a_layer_fire(name, references):
     """Oracle: the calls that the same hooks see in the original, in order."""
@@ -236,6 +236,7 @@ def test_a_frozen_model_computes_its_biases_once(name, references):
     assert not any(op in str(run.ops) for op in ("aten::index.", "aten::sigmoid", "aten::upsample"))
 
 
+@pytest.mark.few(5)
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize("name", NAMES)
 def test_checkpointing_gives_the_same_gradients(name, references):
