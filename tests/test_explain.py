@@ -30,6 +30,7 @@ from fastvit_triton.explain import figures, published
 from fastvit_triton.explain import layer as layer_file
 from fastvit_triton.explain.gradients import finest
 from fastvit_triton.explain.layer import LayerScores
+from fastvit_triton.explain.page import holds_report
 from fastvit_triton.train.loop import Score
 from fastvit_triton.train.outputs import write_log
 
@@ -406,10 +407,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(checkpoint: Path) -> Path:
-    """The report on two of its three images, in a folder with a hidden file, which is no content."""
+    """The report on two of its three images."""
     out = checkpoint / "report"
-    out.mkdir()
-    (out / ".hidden").touch()
     words = ["--checkpoint", checkpoint, "--image", checkpoint / "pictures", "--out", out, "--most", "2"]
     assert main(["explain", *map(str, words)]) == 0
     return out / "report.html"
@@ -426,7 +425,7 @@ def test_report_contains_every_figure(page: Path):
     text = page.read_text()
     folded = [f"{i:02d}-{name}" for i in (1, 2) for name in EACH] + list(ONCE)
     names = [*OPEN, *folded]
-    assert sorted(f.name for f in page.parent.glob("[!.]*")) == sorted(["report.html", *(f"{n}.png" for n in names)])
+    assert sorted(f.name for f in page.parent.iterdir()) == sorted(["report.html", *(f"{n}.png" for n in names)])
     inside = [base64.b64decode(data) for data in re.findall(r'src="data:image/png;base64,([^"]+)"', text)]
     assert inside == [(page.parent / f"{name}.png").read_bytes() for name in names]
     assert all(data.startswith(b"\x89PNG") for data in inside)
@@ -465,13 +464,16 @@ def test_a_second_report_leaves_no_figure_of_the_first(tmp_path: Path):
 
 
 def test_a_folder_of_other_files_is_refused(checkpoint: Path, page: Path, tmp_path: Path, undrawn, capsys):
-    """Oracle: the sentence, and the folder as it was; an earlier report is replaced."""
+    """Oracle: the sentence, and the folder as it was; a hidden file is no content; an earlier report is replaced."""
     (tmp_path / "tokens.png").write_bytes(b"mine")
     words = ["explain", "--checkpoint", str(checkpoint), "--image", str(checkpoint / "pictures" / "0.png"), "--no-test"]
     assert main([*words, "--out", str(tmp_path)]) == 2
     advice = "give a new or empty folder, or that of an earlier report"
     assert f"--out {tmp_path} holds tokens.png, but no report of explain; {advice}" in capsys.readouterr().err
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("tokens.png", b"mine")]
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / ".hidden").touch()
+    assert not holds_report(tmp_path / "hidden")
     shutil.copytree(page.parent, tmp_path / "new")
     assert main([*words, "--out", str(tmp_path / "new")]) == 0
     said = "new/report.html shows 1 of 1 image and replaces an earlier report; its figures are in the same folder"
