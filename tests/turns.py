@@ -4,9 +4,9 @@
 """
 
 import ast
+import hashlib
 import os
 import subprocess
-import zlib
 from collections import defaultdict
 from pathlib import Path
 
@@ -24,7 +24,8 @@ LIMIT = 3400  # CPU seconds of a run in turn, so that .ci/run takes forty minute
 
 def in_turn(name: str, one_in: int, turn: int = TURN) -> bool:
     """True in one of `one_in` consecutive turns, which depends on the name."""
-    return zlib.crc32(name.encode()) % one_in == turn % one_in
+    digest = hashlib.sha256(name.encode()).digest()  # a CRC's parity is alike for names of one pattern
+    return int.from_bytes(digest, "big") % one_in == turn % one_in
 
 
 def git(*arguments: str) -> str | None:
