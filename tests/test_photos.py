@@ -1,5 +1,6 @@
 """Tests of what a user with a folder of photographs does: division, training, evaluation, prediction."""
 
+import importlib.util
 import json
 import re
 import runpy
@@ -195,10 +196,16 @@ def test_damaged_splits_are_refused(trained: Path, tmp_path: Path, capsys):
     assert (trained / SPLIT).read_text() == text
 
 
-def test_next_commands_can_be_run(folder: Path, trained: Path):
-    """Oracle: the parser, which checks values and files, takes each command of the summary; four of them are named."""
+@pytest.mark.parametrize("installed", [True, False])
+def test_next_commands_can_be_run(folder: Path, trained: Path, installed: bool, monkeypatch: pytest.MonkeyPatch):
+    """Oracle: the parser, which checks values and files, takes each command of the summary; four of them are named. The
+    last says what to install if, and only if, ONNX's package is missing."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed if name == "onnxscript" else found(name))
     data = load(str(folder), RECIPE, split=Split(0.2, 0))
-    commands = [shlex.split(line) for line in summary(trained, data).splitlines() if "fastvit-triton" in line]
+    lines = [line for line in summary(trained, data).splitlines() if "fastvit-triton" in line]
+    assert lines[-1].endswith("  # after pip install 'fastvit_triton[export]'") is not installed
+    commands = [shlex.split(line, comments=True) for line in lines]
     assert [words[1] for words in commands] == ["predict", "evaluate", "explain", "export"]
     for words in commands:
         assert str(trained) in words

@@ -1,6 +1,7 @@
 """Files of a run's output folder: names, log, weights header, plots, and the summary at the end."""
 
 import csv
+import importlib.util
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -218,5 +219,6 @@ def summary(
         commands = [f"  fastvit-triton train --weights {folder} --data …"]
     else:
         commands = [command("predict", f" {example}"), *common[: 1 + explained]]
-        commands += [f"  fastvit-triton export {folder} {quote(str(out / 'model.onnx'))} --to onnx"]
+        needs = "" if importlib.util.find_spec("onnxscript") else "  # after pip install 'fastvit_triton[export]'"
+        commands += [f"  fastvit-triton export {folder} {quote(str(out / 'model.onnx'))} --to onnx{needs}"]
     return "\n".join([*lines, "\nnext commands:", *commands])
