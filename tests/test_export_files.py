@@ -399,6 +399,21 @@ def test_what_is_missing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_the_command_builds_models_of_timm(tmp_path, capsys):
+    """Oracle: timm's model with the weights in the file, which the command calls random; timm's names for errors."""
+    path = tmp_path / "model.pt2"
+    assert main(["export", "timm:test_vit", str(path), "--to", "torch-export"]) == 0
+    said = capsys.readouterr().out
+    assert "for images of 3 x 160 x 160, and any batch\nits weights are random;" in said
+    program = torch.export.load(path)
+    model = timm.create_model("test_vit").eval()
+    model.load_state_dict(program.state_dict)
+    images = torch.randn(2, 3, 160, 160)
+    assert agrees(program.module()(images).detach(), model, images)
+    assert main(["export", "timm:test_vitt", str(path), "--to", "torch-export"]) == 2
+    assert "timm has no model called 'test_vitt'; the nearest are test_vit" in capsys.readouterr().err
+
+
 @pytest.mark.full
 def test_the_command_refuses(trained, tmp_path, monkeypatch, capsys):
     """Oracle: one sentence each and exit code 2; an existing file is replaced only with --overwrite."""

@@ -7,19 +7,22 @@ from typing import Any
 from .arguments import check_checkpoint, check_device, check_output
 from .console import print_line
 from .loading import load_trained
+from .model_by_name import build_model, check_name, is_built
 from .tasks.task import prepared
 
 HELP = "write a model for ONNX, OpenVINO, torch.export or AOTInductor"
 EXAMPLES = (
     "fastvit-triton export runs/photos photos.onnx --to onnx",
     "fastvit-triton export runs/photos photos.pt2 --to torch-export --free none",
+    "fastvit-triton export timm:vit_small_patch16_224 vit.xml --to openvino  # random weights",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `export`."""
-    text = "output folder of a run, a file, timm/NAME or hf-hub:ORG/NAME of the Hub, or NAME.TAG"
-    parser.add_argument("checkpoint", metavar="RUN", check=check_checkpoint, help=text)
+    text = "output folder of a run, a file, timm/NAME or hf-hub:ORG/NAME of the Hub, or NAME.TAG; or, with random "
+    text += "weights, timm:NAME or torchvision:NAME"
+    parser.add_argument("checkpoint", metavar="RUN", check=_check_model, help=text)
     text = "file to write, ending in .onnx for ONNX, .xml for OpenVINO (its weights go beside it in .bin), else in .pt2"
     parser.add_argument("out", type=Path, metavar="FILE", check=check_output, help=text)
     formats = ("onnx", "openvino", "torch-export", "aotinductor")
@@ -32,6 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "device that aotinductor compiles for and torch-export records (default: cpu)"
     parser.add_argument("--device", default="cpu", check=check_device, help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+
+
+def _check_model(option: str, name: str) -> None:
+    (check_name if is_built(name) else check_checkpoint)(option, name)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,19 +54,24 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--opset is {args.opset}, and {args.to} has none; leave it out")
     from ..deploy.export import OPSET, export_model
 
-    trained = load_trained(args.checkpoint)
-    used = trained.transform
-    preparation = prepared(used)
     opset = OPSET if args.opset is None else args.opset
-    kept: dict[str, Any] = dict(preparation=preparation, classes=trained.classes, opset=opset, device=args.device)
-    free_sizes = kept["free_sizes"] = _free_sizes("--free", args.free)
-    done = export_model(trained.model, args.out, args.to, **kept)
-    size = " x ".join(map(str, preparation["input_size"]))
+    free_sizes = _free_sizes("--free", args.free)
+    kept: dict[str, Any] = dict(opset=opset, device=args.device, free_sizes=free_sizes)
+    if random := is_built(args.checkpoint):
+        model: Any = build_model(args.checkpoint, device="cpu").model
+    else:
+        trained = load_trained(args.checkpoint)
+        model = trained.model
+        kept |= dict(preparation=prepared(trained.transform), classes=trained.classes)
+    done = export_model(model, args.out, args.to, **kept)
+    size = " x ".join(map(str, done.metadata["input_size"]))
     version = f" (ONNX, opset {opset})" if args.to == "onnx" else ""
     beside = "".join(f", its weights in {path}" for path in weights)
     free = f", and any {' and '.join(free_sizes)}" if free_sizes else ""
     print_line(f"{args.out} holds {done.metadata['model']}{version} for images of {size}{free}{beside}")
-    mean, std = (",".join(f"{value:g}" for value in values) for values in (used.mean, used.std))
+    if random:
+        print_line("its weights are random; fastvit_triton.export_model writes those of a model in Python")
+    mean, std = (",".join(f"{value:g}" for value in done.metadata[name]) for name in ("mean", "std"))
     print_line(f"normalise them with mean {mean} and standard deviation {std}, which are in its metadata")
     if done.difference is None:
         print_line("not compared with PyTorch: onnxruntime is not installed")

@@ -85,6 +85,11 @@ def check_name(option: str, name: str) -> None:
         raise ValueError(f"{option} {name} begins with {prefix!r}; use {PREFIXES}")
 
 
+def is_built(name: str) -> bool:
+    """True for a name of another library's model, which `build_model` builds with random weights."""
+    return name.startswith(("timm:", "torchvision:", "hf-config:"))
+
+
 def is_other(name: str | None) -> bool:
     """True for a model of timm or transformers: timm:NAME, hf:FOLDER and hf:NAME."""
     return bool(name) and str(name).startswith(("timm:", "hf:"))
