@@ -47,6 +47,16 @@ def damaged(tmp_path, kind: str):
     if kind == "page":
         (tmp_path / "b.pt").write_text("<!DOCTYPE html><html>404</html>")
         return tmp_path / "b.pt", "damaged, cut short or no .pt file: it begins with b.<!DOCTYPE html>"
+    if kind == "exported":
+        torch.export.save(torch.export.export(torch.nn.Identity(), (torch.zeros(1),)), tmp_path / "b.pt2")
+        return tmp_path / "b.pt2", "b.pt2 is an exported model, which other runtimes run; give the checkpoint that"
+    if kind in ("a.onnx", "a.xml", "a.bin"):
+        for name in ("a.onnx", "a.xml", "a.bin"):
+            (tmp_path / name).write_bytes(b"\x08\n\x12\x07pytorch")
+        return tmp_path / kind, f"{kind} is an exported model, which other runtimes run; .* model.safetensors"
+    if kind == "bin alone":
+        (tmp_path / "b.bin").write_bytes(b"\x08\n\x12\x07pytorch")
+        return tmp_path / "b.bin", "damaged, cut short or no .bin file: it begins with"
     if kind == "hostile":
         torch.save({"model": Hostile(tmp_path / "pwned")}, tmp_path / "b.pt")
         return (
@@ -69,7 +79,7 @@ def damaged(tmp_path, kind: str):
                 r"a plain ViT: its keys \(conv1.weight",
             )
     if kind == "empty":
-        return {}, r"its keys \(none\)"
+        return {}, r"its keys \(none\) match no known layout; known are "
     if kind == "deeper":
         state = build("vit_tiny_patch16_224", depth=3).state_dict()
         return state, r"a timm checkpoint .* has blocks.2.norm1.weight and 11 more, which the model does not have"
@@ -125,6 +135,7 @@ def damaged(tmp_path, kind: str):
 
 CUTS = [f"{name} {part}" for name in ("a.safetensors", "a.pt", "old.pt", "a.npz") for part in (0, 0.001, 0.5, 0.999)]
 FAULTS = ["missing", "folder", "suffix", "page", "hostile", "hostile legacy", "hostile npz", "list", "resnet", "empty"]
+FAULTS += ["exported", "a.onnx", "a.xml", "a.bin", "bin alone"]
 FAULTS += [
     "sparse",
     "without values",

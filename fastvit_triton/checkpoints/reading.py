@@ -79,11 +79,14 @@ def read(path: Path, verify: bool) -> tuple[Mapping, dict[str, str]]:
         with path.open("rb") as file:
             start = file.read(24)
         why = f"it begins with {start!r}" if start else "it is empty"
-        if path.suffix in SUFFIXES:
+        if path.suffix in SUFFIXES or _is_exported(path):
             raise ValueError(why)
     except WeightsError:
         raise
     except DAMAGE as error:
+        if _is_exported(path):
+            source = "the checkpoint that it was exported from, such as a run's folder or its model.safetensors"
+            raise WeightsError(f"{path} is an exported model, which other runtimes run; give {source}") from error
         if unsafe := _why_unsafe(str(error)):
             raise WeightsError(
                 f"{path} was refused: {unsafe}, and it holds {pickles.outline(path, DAMAGE)}; "
@@ -93,6 +96,11 @@ def read(path: Path, verify: bool) -> tuple[Mapping, dict[str, str]]:
         remedy = f"verify=False loads it, or {_again(path)}" if "checksum" in why else _again(path)
         raise WeightsError(f"{path} is damaged, cut short or no {path.suffix} file: {why}; {remedy}") from error
     raise WeightsError(f"{path} is no file of safetensors, torch.save, torch.jit.save or NumPy (.npz): {why}")
+
+
+def _is_exported(path: Path) -> bool:
+    """True for a file that `export` or another exporter wrote, by its suffix; .bin is OpenVINO's beside its .xml."""
+    return path.suffix in (".onnx", ".xml", ".pt2") or (path.suffix == ".bin" and path.with_suffix(".xml").is_file())
 
 
 def _why_unsafe(error: str) -> str:
