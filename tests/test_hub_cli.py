@@ -1,6 +1,7 @@
 """Commands on pretrained weights. Oracle: timm's model and transform on the same images."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -93,14 +94,19 @@ def test_models_with_tags(capsys: pytest.CaptureFixture):
     assert "no pretrained weights match" in run(capsys, "models", "--pretrained", "resnet", code=2)
 
 
-def test_bare_weights_need_a_name(snapshot: Path, capsys: pytest.CaptureFixture):
-    """Oracle: the tag's configuration, which --model names; a head of another size is named, not dropped."""
+def test_bare_weights_need_a_name(snapshot: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    """Oracle: the tag's configuration, which --model names; a head of another size is named, not dropped; and predict
+    takes the file after the command that its error names."""
     alone, out = snapshot.parent / "alone.safetensors", snapshot.parent / "out"
     shutil.copy(snapshot / "model.safetensors", alone)
     small = timm_folder(snapshot.parent / "whole", depth=12, num_classes=7, embed_dim=192, img_size=224, patch_size=16)
     whole = snapshot.parent / "whole" / "model.safetensors"
     (snapshot.parent / "whole" / "config.json").unlink()
     assert "does not say which model it holds" in run(capsys, "predict", "a.png", "--checkpoint", alone, code=2)
+    advice = re.search("fastvit-triton (.*) NAME", run(capsys, "predict", "a.png", "--checkpoint", whole, code=2))
+    monkeypatch.chdir(snapshot.parent)
+    run(capsys, *advice[1].split(), NAME, "--num-classes", 7)
+    assert "photo.png: " in run(capsys, "predict", "photo.png", "--checkpoint", "new.safetensors")
     wrong = run(capsys, "convert", whole, out, "--to", "timm", "--model", NAME, code=2)
     assert "has no head.weight for 1,000 classes; give --num-classes" in wrong and not out.exists()
     words = ("--to", "timm", "--model", f"{NAME}.augreg_in21k", "--num-classes", 7)

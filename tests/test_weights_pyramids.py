@@ -310,9 +310,13 @@ def test_official_ceit_at_another_size():
 
 
 def test_checkpoints_of_another_architecture_are_refused():
-    """Oracle: the architecture and its layouts, in one sentence."""
-    with pytest.raises(WeightsError, match=r"this is not a checkpoint of Swin: .* known are torchvision Swin"):
+    """Oracle: both architectures in one sentence; the layouts where no architecture has such keys."""
+    with pytest.raises(WeightsError, match=r"this is not a checkpoint of Swin: .*\) are like those of PVT; create the"):
         load_weights(pyramid("swin"), pyramid("pvt").state_dict())
+    with pytest.raises(WeightsError, match=r"a checkpoint of LeViT: .*\) are like those of a plain ViT, .*by --model$"):
+        load_weights(pyramid("levit"), build("vit_tiny_patch16_224").state_dict())
+    with pytest.raises(WeightsError, match=r"this is not a checkpoint of Swin: .* known are torchvision Swin"):
+        load_weights(pyramid("swin"), {"weight": torch.zeros(1)})
     with pytest.raises(WeightsError, match="of a plain ViT"):
         load_weights(build("vit_tiny_patch16_224"), pyramid("swin").state_dict())
 

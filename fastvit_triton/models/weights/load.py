@@ -155,9 +155,11 @@ def load_model(
             f"{location.text} holds a model of another package, under that package's own names; {commands}"
         )
     if description is None:
+        convert = f"fastvit-triton convert {location.text} new.safetensors --to fastvit_triton --model NAME"
         raise WeightsError(
             f"{location.text} does not say which model it holds: save_weights did not write it, and no config.json is "
-            "beside it; use create_model(name, checkpoint_path=…), or fastvit-triton train --weights"
+            f"beside it; {convert} writes a file that does; create_model(NAME, checkpoint_path=…) and "
+            "fastvit-triton train --weights take this one"
         )
     loaded = _load(model, tensors, with_size(metadata, description), None, verify)
     if missing := loaded.reinitialised or loaded.initial:
@@ -288,10 +290,12 @@ def _translate(tensors: State, formats: CheckpointFormats) -> tuple[Layout, Stat
     """
     dotted = {key.replace("/", "."): key for key in tensors}
     if (match := _recognise(dotted, formats.layouts)) is None:
-        raise WeightsError(
-            f"this is not a checkpoint of {formats.name}: its keys ({some(tuple(tensors)) or 'none'}) match no known "
-            f"layout; known are {', '.join(layout.name for layout in formats.layouts)}"
-        )
+        held = f"this is not a checkpoint of {formats.name}: its keys ({some(tuple(tensors)) or 'none'})"
+        if like := tuple(other.name for other in CHECKPOINT_FORMATS.values() if _recognise(dotted, other.layouts)):
+            advice = "create the model of the checkpoint, in a command by --model"
+            raise WeightsError(f"{held} are like those of {some(like)}; {advice}")
+        known = ", ".join(layout.name for layout in formats.layouts)
+        raise WeightsError(f"{held} match no known layout; known are {known}")
     layout, prefix = match
     if layout.alone and prefix:  # what has no prefix would take the places of what has one
         dotted = {key if key.startswith(prefix) else f"text_model.{key}": spelt for key, spelt in dotted.items()}
