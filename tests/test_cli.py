@@ -382,17 +382,20 @@ def test_predict_reads_real_images(digits_run: Path, tmp_path: Path, capsys: pyt
 
 
 def test_predict_with_bad_images(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Oracle: one sentence for the bad image, a prediction for the good one, and exit code 2."""
+    """Oracle: one sentence for the bad image, a prediction for the good one, exit code 2; errors if none is good."""
     good, bad = digits_run / EXAMPLE, tmp_path / "bad.png"
     bad.write_bytes(b"")
     assert main(["predict", "--checkpoint", str(digits_run), str(bad), str(good)]) == 2
     captured = capsys.readouterr()
     assert captured.err == f"fastvit-triton: skipped: {bad} cannot be read as an image: empty file\n"
     assert captured.out.startswith(f"{good}: ")
-    sentence = f"fastvit-triton: skipped: no file matches {tmp_path}/*.jpg"
+    sentence = f"fastvit-triton: error: no file matches {tmp_path}/*.jpg"
     assert refused(capsys, "predict", "--checkpoint", digits_run, tmp_path / "*.jpg") == sentence
     missing = refused(capsys, "predict", "--checkpoint", digits_run, tmp_path / "a.jpg")
-    assert missing.endswith("a.jpg cannot be read as an image: No such file or directory")
+    assert missing == f"fastvit-triton: error: {tmp_path}/a.jpg does not exist"
+    assert main(["predict", "--checkpoint", str(digits_run), *map(str, (bad, tmp_path / "a.jpg", good, bad))]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[1] for line in lines] == 3 * ["skipped:"] and lines[1].endswith("a.jpg does not exist")
     (tmp_path / "void").mkdir()
     assert "there is no image in" in refused(capsys, "predict", "--checkpoint", digits_run, tmp_path / "void")
 

@@ -95,7 +95,7 @@ def test_generate_writes_a_sheet(pixels, tmp_path, capsys):
     assert "--class is '11'; use one of 0, 1, 2" in refused(capsys, "generate", *save, "--class", "11")
     prefix = (*save, "--prefix", tmp_path / "given.png")
     assert "--rows is 9; an image of this model has 8 rows" in refused(capsys, "generate", *prefix, "--rows", 9)
-    assert "cannot be read as an image" in refused(capsys, "generate", *save, "--prefix", tmp_path / "none.png")
+    assert "none.png does not exist" in refused(capsys, "generate", *save, "--prefix", tmp_path / "none.png")
     assert "whose task is to generate; use fastvit-triton generate" in refused(
         capsys, "predict", "--checkpoint", out, tmp_path / "a.png"
     )
@@ -196,7 +196,7 @@ def test_a_model_of_restoration_is_trained_evaluated_and_used(photos, capsys):
     words = ("restore", "--checkpoint", out, "--out", photos / "o.png")
     assert "image is 20x30 pixels, smaller than a tile of 24x24" in refused(capsys, *words, photos / "small.png")
     assert "task is 'x3'; this model has x2, denoise30" in refused(capsys, *words, photo, "--task", "x3")
-    assert "cannot be read as an image" in refused(capsys, *words, photos / "none.png")
+    assert "none.png does not exist" in refused(capsys, *words, photos / "none.png")
     assert "whose task is to restore" in refused(capsys, "generate", "--checkpoint", out, "--out", photos / "o.png")
 
 

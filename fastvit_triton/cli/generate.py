@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from .arguments import add_checkpoint, add_shared, at_least
 from .console import print_line
-from .images import save_pixels
+from .images import save_pixels, unreadable
 from .loading import load_for
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _prefix(args: argparse.Namespace, model: Any, levels: float | None) -> "Tens
     from ..train.data.transform import Transform, find_defect, read_image
 
     if defect := find_defect(args.prefix, True, args.max_pixels, levels):
-        raise ValueError(f"--prefix {args.prefix} cannot be read as an image: {defect}")
+        raise ValueError(f"--prefix: {unreadable(args.prefix, defect)}")
     height, width = sides(model.config.img_size)
     rows = args.rows or height // 2
     if rows > height:

@@ -5,14 +5,15 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ..files import printable, replacing
-from .console import print_skipped
+from .console import print_error, print_skipped
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Item = TypeVar("Item")
 DECODING_THREADS = 4  # each holds one decoded image, of at most --max-pixels
 
 
@@ -55,22 +56,38 @@ def class_of(file: Path, classes: tuple[str, ...]) -> int | None:
     return classes.index(folder) if folder in classes else None
 
 
-def _unreadable(file: Path, defect: str) -> str:
-    """A sentence on a file that is no image, or on a pattern that matches nothing."""
-    if glob.has_magic(str(file)) and not file.exists():
-        return f"no file matches {file}"
-    return f"{file} cannot be read as an image: {defect}"
+def unreadable(file: Path, defect: str) -> str:
+    """A sentence on a file that does not exist or is no image, or on a pattern that matches nothing."""
+    if file.exists():
+        return f"{file} cannot be read as an image: {defect}"
+    return f"no file matches {file}" if glob.has_magic(str(file)) else f"{file} does not exist"
+
+
+def _without_defects(results: Iterable[tuple[Path, Item | str]]) -> Iterator[tuple[Path, Item]]:
+    """Yields the results that are no defect; prints one line on stderr for each of the others.
+
+    They are called skipped once there is a file that is not.
+    """
+    defects: list[str] = []
+    used = False
+    for file, result in results:
+        if isinstance(result, str):
+            (print_skipped if used else defects.append)(unreadable(file, result))
+            continue
+        while defects:
+            print_skipped(defects.pop(0))
+        used = True
+        yield file, result
+    for text in defects:
+        print_error(text, 2)
 
 
 def readable_images(files: Iterable[Path], max_pixels: int, levels: float | None = None) -> Iterator[Path]:
     """Yields the files that can be decoded; prints one line on stderr for each of the others; see `read_image`."""
     from ..train.data.transform import find_defect
 
-    for file in files:
-        if defect := find_defect(file, True, max_pixels, levels):
-            print_skipped(_unreadable(file, defect))
-        else:
-            yield file
+    results = ((file, find_defect(file, True, max_pixels, levels)) for file in files)
+    return (file for file, _ in _without_defects(results))
 
 
 def decoded(
@@ -90,17 +107,15 @@ def decoded(
         except DECODE_ERRORS as error:
             return reason_of(error)
 
-    rest = iter(files)
-    with ThreadPoolExecutor(DECODING_THREADS) as pool:
-        while chosen := list(itertools.islice(rest, size)):
-            good = []
-            for file, result in zip(chosen, pool.map(attempt, chosen), strict=True):
-                if isinstance(result, str):
-                    print_skipped(_unreadable(file, result))
-                else:
-                    good.append((file, result))
-            if good:
-                yield [file for file, _ in good], torch.stack([image for _, image in good])
+    def results() -> Iterator[tuple[Path, "Tensor | str"]]:
+        rest = iter(files)
+        with ThreadPoolExecutor(DECODING_THREADS) as pool:
+            while chosen := list(itertools.islice(rest, size)):
+                yield from zip(chosen, pool.map(attempt, chosen), strict=True)
+
+    good = _without_defects(results())
+    while batch := list(itertools.islice(good, size)):
+        yield [file for file, _ in batch], torch.stack([image for _, image in batch])
 
 
 def save_pixels(image: "Tensor", path: Path) -> None:

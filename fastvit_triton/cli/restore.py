@@ -5,7 +5,7 @@ from pathlib import Path
 
 from .arguments import add_checkpoint, add_shared, at_least
 from .console import print_line
-from .images import save_pixels
+from .images import save_pixels, unreadable
 from .loading import load_for
 
 HELP = "enlarge or denoise an image file"
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     model, device = trained.model, trained.device
     levels = trained.transform.levels
     if defect := find_defect(args.image, True, args.max_pixels, levels):
-        raise ValueError(f"{args.image} cannot be read as an image: {defect}")
+        raise ValueError(unreadable(args.image, defect))
     image = read_image(args.image, args.max_pixels, levels)
     channels = model.config.in_chans
     pixels = Transform((image.height, image.width), (0.0,) * channels, (1.0,) * channels)(image)
