@@ -15,6 +15,7 @@ import torch
 from interpreter import interpreting
 
 from fastvit_triton import linear
+from fastvit_triton.cli import main, models
 from fastvit_triton.expected.count import assumed
 from fastvit_triton.expected.gpus import gpus
 from fastvit_triton.kernels import choose, launch, measured, onednn, settings
@@ -245,6 +246,23 @@ def test_a_file_of_another_cpu_or_software_is_ignored(cpu_path, change):
     (name,) = change
     with pytest.warns(UserWarning, match=f"{name} {change[name]}, here"):
         assert measured.of(CPU) is measured.NOTHING
+
+
+def test_commands_warn_in_one_line(cpu_path, monkeypatch, capsys):
+    """Oracle: the warning's own text and nothing else on stderr; warnings of other packages stay as they are."""
+    cpu_path.write_text("{}")
+
+    def run(args):
+        warnings.warn("of another package", stacklevel=1)
+        assert measured.of(CPU) is measured.NOTHING
+        return 0
+
+    monkeypatch.setattr(models, "run", run)
+    with pytest.warns(UserWarning) as said:
+        assert main(["models"]) == 0
+    why = "it is not a file of `fastvit-triton tune`; run `fastvit-triton tune` again or remove it"
+    assert capsys.readouterr().err == f"fastvit-triton: warning: ignoring {cpu_path}: {why}\n"
+    assert [str(warning.message) for warning in said] == ["of another package"]
 
 
 @pytest.mark.skipif(onednn.why_not(CPU, torch.float32) is not None, reason="PyTorch has no oneDNN here")

@@ -30,7 +30,7 @@ from . import (
     train,
     tune,
 )
-from .console import print_error
+from .console import print_error, short_warnings
 from .parser import Parser
 
 ON_IMAGES = (train, predict, generate, restore, explain, evaluate)
@@ -53,8 +53,9 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # names that its encoding lacks, as on stderr
     words = sys.argv[1:] if argv is None else argv
     try:
-        args = build_parser().parse_args(words or ["--help"])
-        return args.run(args)
+        with short_warnings():
+            args = build_parser().parse_args(words or ["--help"])
+            return args.run(args)
     except KeyboardInterrupt:
         return print_error("stopped", 130)
     except OSError as error:

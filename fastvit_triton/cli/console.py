@@ -1,17 +1,18 @@
 """What the commands show: one-line messages, and progress."""
 
+import warnings
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn, track
 
 from ..files import printable
 
-if TYPE_CHECKING:
-    pass
-
 Item = TypeVar("Item")
+PACKAGE = Path(__file__).parents[1]
 
 
 def progress(*columns: ProgressColumn, quiet: bool = False) -> Progress:
@@ -45,6 +46,24 @@ def print_skipped(text: str) -> None:
 def print_warning(text: str) -> None:
     """Prints one line on stderr, for what does not change the exit code."""
     _print_on_stderr(f"fastvit-triton: warning: {text}")
+
+
+@contextmanager
+def short_warnings() -> Iterator[None]:
+    """Context in which warnings of this package are printed as one line, without their place in its source."""
+    show: Any = warnings.showwarning
+
+    def show_line(message: Warning | str, category: type[Warning], filename: str, *more: Any) -> None:
+        if Path(filename).is_relative_to(PACKAGE):
+            print_warning(str(message))
+        else:
+            show(message, category, filename, *more)
+
+    warnings.showwarning = show_line  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
 
 
 def _print_on_stderr(text: str) -> None:
