@@ -449,6 +449,8 @@ def test_invalid_input(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "there is no checkpoint" in refused(capsys, *train, "--weights", tmp_path / "none.safetensors")
     assert not out.exists()
     assert "there is no checkpoint" in refused(capsys, "evaluate", "--checkpoint", tmp_path)
+    named = refused(capsys, "evaluate", "--checkpoint", tmp_path / "none")
+    assert named.endswith("a folder, hf-hub:org/name, or a name that `fastvit-triton models --pretrained` lists")
     assert "exists already" in refused(capsys, "convert", digits_run, digits_run / WEIGHTS, "--to", "timm")
     bare = tmp_path / "bare.safetensors"
     assert main(["convert", str(digits_run), str(bare), "--to", "timm"]) == 0

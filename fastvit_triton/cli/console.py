@@ -13,6 +13,10 @@ from ..files import printable
 
 Item = TypeVar("Item")
 PACKAGE = Path(__file__).parents[1]
+IN_COMMANDS = {  # what errors of the package name in Python → the same as a command
+    "list_models(pretrained=True)": "`fastvit-triton models --pretrained`",
+    "list_models()": "`fastvit-triton models`",
+}
 
 
 def progress(*columns: ProgressColumn, quiet: bool = False) -> Progress:
@@ -34,6 +38,8 @@ def print_line(text: str) -> None:
 
 def print_error(text: str, code: int) -> int:
     """Prints one line on stderr and returns the exit code."""
+    for python, command in IN_COMMANDS.items():
+        text = text.replace(python, command)
     _print_on_stderr(f"fastvit-triton: {'' if code > 128 else 'error: '}{text}")  # no error: a signal
     return code
 
