@@ -1,8 +1,11 @@
 """`evaluate`: how good a checkpoint is on test images: accuracy by class, AP, bits a dimension, or PSNR and SSIM."""
 
 import argparse
+import filecmp
+from pathlib import Path
 
 from .arguments import add_checkpoint, add_shared, check_data
+from .console import print_line
 from .loading import load_for
 from .results import add_out_option
 from .tasks import task_of
@@ -28,7 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Computes the test accuracy of a checkpoint, in total and by class; of models of pixels bits a dimension."""
+    from ..train.outputs import BEST, WEIGHTS
+
     trained = load_for(args)
     if args.data is None and trained.data is None:
         raise ValueError(f"{args.checkpoint} does not say what it was trained on; give --data")
-    return task_of(trained.model).evaluate(trained, args)
+    code = task_of(trained.model).evaluate(trained, args)
+    last, best = (Path(args.checkpoint) / name for name in (WEIGHTS, BEST))
+    if last.is_file() and best.is_file() and not filecmp.cmp(last, best, shallow=False):
+        print_line(f"these are the weights of the last epoch; {best} holds those of the best")
+    return code
