@@ -34,7 +34,7 @@ from fastvit_triton.train.data.sample import CLASSES as FRUIT
 from fastvit_triton.train.data.sample import render, sample_pictures
 from fastvit_triton.train.data.split import SPLIT, Split
 from fastvit_triton.train.loop import Score
-from fastvit_triton.train.outputs import WEIGHTS, summary
+from fastvit_triton.train.outputs import BEST, WEIGHTS, summary
 from fastvit_triton.train.recipes import FOLDER, PHOTOS
 from fastvit_triton.train.settings import resolve_settings
 from fastvit_triton.train.sources import load
@@ -163,6 +163,43 @@ def test_a_run_keeps_its_test_images(folder: Path, trained: Path, tmp_path: Path
     finally:
         for path in added:
             path.unlink()
+
+
+def test_images_of_the_training_are_counted(folder: Path, trained: Path, tmp_path: Path, capsys):
+    """Oracle: two training images, copied under other names; no others, and none where the data are gone."""
+    names = set(json.loads((trained / SPLIT).read_text())["test"])
+    inside = {str(file.relative_to(folder).as_posix()) for file in folder.rglob("*.*")}
+    copied = [*sorted(inside - names)[:2], *sorted(names)[:1]]
+    for i, name in enumerate(copied):
+        target = tmp_path / "other" / Path(name).parent / f"copy {i}{Path(name).suffix}"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((folder / name).read_bytes())
+    Image.effect_noise((32, 32), 60).save(target.parent / "new.png")
+    evaluate = ["evaluate", "--workers", "0", "--checkpoint", str(trained)]
+    sentence = "of these images are among those that the run was trained on"
+    assert main([*evaluate, "--data", str(tmp_path / "other")]) == 0
+    assert f"\nat least 2 {sentence}\n" in capsys.readouterr().out
+    assert main(evaluate) == 0 and sentence not in capsys.readouterr().out
+    folder.rename(tmp_path / "gone")
+    try:
+        assert main([*evaluate, "--data", str(tmp_path / "other")]) == 0 and sentence not in capsys.readouterr().out
+    finally:
+        (tmp_path / "gone").rename(folder)
+
+
+def test_evaluate_says_whose_weights_it_takes(trained: Path, tmp_path: Path, capsys):
+    """Oracle: the file with other weights beside those that are evaluated; nothing where they are the same or alone."""
+    last, best = tmp_path / WEIGHTS, tmp_path / BEST
+    for name in (WEIGHTS, SPLIT):
+        (tmp_path / name).write_bytes((trained / name).read_bytes())
+    words = ["evaluate", "--workers", "0", "--checkpoint"]
+    sentence = f"\nthese are the weights of the last epoch; {best} holds those of the best\n"
+    for content, source, wanted in ((None, tmp_path, False), (b"", tmp_path, False), (b"other", tmp_path, True)):
+        if content is not None:
+            best.write_bytes(content or last.read_bytes())
+        assert main([*words, str(source)]) == 0
+        assert (sentence in capsys.readouterr().out) is wanted
+    assert main([*words, str(last)]) == 0 and sentence not in capsys.readouterr().out
 
 
 def test_test_images_are_explained(folder: Path, trained: Path, tmp_path: Path, undrawn, capsys):

@@ -15,7 +15,7 @@ from ...intervals import percent, span, wilson
 from ..console import print_line, print_warning, tracked
 from ..images import decoded, find_images
 from ..results import cell, write_rows
-from .task import Task, TrainedModel, opened, reading, test_images
+from .task import Task, TrainedModel, opened, reading, test_images, trained_on
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,6 +70,8 @@ class Classify(Task):
         _report(trained, score, args.out)
         if test.bad:
             print_line(skipped(test.bad))
+        if args.data is not None and (seen := trained_on(trained, test)):
+            print_line(f"at least {seen:,} of these images are among those that the run was trained on")
         return 0
 
 

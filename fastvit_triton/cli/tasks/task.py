@@ -167,6 +167,29 @@ def test_images(trained: TrainedModel, data: str | None, options: dict[str, Any]
     return test
 
 
+def trained_on(trained: TrainedModel, test: Any) -> int:
+    """How many test images have the bytes of a training image of the run; 0 where its data are not here.
+
+    Of many images some are not compared, see `equal_files`.
+    """
+    from ...train.data.inspection import equal_files
+    from ...train.data.transform import MAX_PIXELS
+    from ...train.sources import DataSource
+
+    content = getattr(test, "content", None)
+    if content is None or trained.data is None or not Path(trained.data).is_dir():
+        return 0
+    try:
+        source = DataSource.of(trained.data)
+        train = source.part(trained.data, "train", None, MAX_PIXELS, None, trained.split, None)
+    except (OSError, ValueError):
+        return 0
+    if train.content is None:
+        return 0
+    groups, _ = equal_files(train.files, test.files, (train.content, content))
+    return sum(len(own) for theirs, own in groups if theirs)
+
+
 def _classes_in(trained: TrainedModel, data: str) -> tuple[str, ...]:
     """The names of the model's classes as the folders of the data have them: ImageNet's are named by WordNet synset."""
     from ...models.weights.pretrained import imagenet_classes
