@@ -108,6 +108,13 @@ def test_all_has_every_extra_of_users(metadata):
     assert held == {package for package, extra in needs if extra not in {"all", *others}} >= {"matplotlib", "scipy"}
 
 
+def test_the_table_of_extras_is_complete(metadata):
+    """Oracle: setup.py's extras, without those that only developers need."""
+    rows = re.findall(r"^\| (`.*?`) \| .* \| .* \|$", (ROOT / "docs" / "start.md").read_text(encoding="utf-8"), re.M)
+    named = set(re.findall(r"`(\w+)`", " ".join(rows)))
+    assert named == set(metadata.get_all("Provides-Extra")) - {"docs", "test"}
+
+
 PROBE = """
 import sys
 from importlib.metadata import distribution
