@@ -14,7 +14,7 @@ HELP = "write a model for ONNX, OpenVINO, torch.export or AOTInductor"
 EXAMPLES = (
     "fastvit-triton export runs/photos photos.onnx --to onnx",
     "fastvit-triton export runs/photos photos.pt2 --to torch-export --free none",
-    "fastvit-triton export timm:vit_small_patch16_224 vit.xml --to openvino  # random weights",
+    "fastvit-triton export timm:vit_small_patch16_224 vit.xml --to openvino",
 )
 
 
