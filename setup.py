@@ -39,6 +39,7 @@ OPENVINO = [
     "openvino>=2025.2",  # export --to openvino, and check on a CPU
     "onnxscript",  # the ONNX program that it reads
 ]
+TIMM = ["timm>=1.0"]
 DOCS = [
     "zensical>=0.0.70; python_version >= '3.11'",  # the site of docs/
     "mkdocstrings[python]>=1.0",  # its pages of the API
@@ -140,12 +141,13 @@ setup(
             *PARQUET,
             *EXPORT,
             *OPENVINO,
+            *TIMM,
         ],  # trackers have services of their own
         "openvino": OPENVINO,
+        "timm": TIMM,
         "docs": DOCS,
         "test": TEST,
-        "timm": ["timm>=1.0"],
-        "bench": ["pytest-benchmark>=4", "timm>=1.0", MATPLOTLIB, JSONSCHEMA],
+        "bench": [*TIMM, "pytest-benchmark>=4", MATPLOTLIB, JSONSCHEMA],
     },
     entry_points={
         "console_scripts": ["fastvit-triton = fastvit_triton.cli:main"],
