@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from interpreter import interpreting
+from matplotlib.figure import Figure
 from patience import HANG
 
 from benchmarks import backtest, compare_commits, cpu, drop_in, model_runs, op_cases, plot, tune, tuned_tables
@@ -565,6 +566,14 @@ def test_the_first_picture_shows_measured_speeds_before_predicted_ones():
     assert drop_in.bars([], predicted) == []
     words = "Swin-T blocks, training, 64 images: 1.20 and 3.00; ViT-L, 64 images: 1.50 and 2.00"
     assert drop_in.described(found).endswith(words)
+    axis = Figure().subplots()
+    drop_in.draw(found, "title", axis)
+    widths = [1.2, 1.5, 1.2, 3.0, 1.5, 2.0]
+    assert [(bar.get_x(), bar.get_width(), bool(bar.get_hatch())) for bar in axis.patches] == [
+        (0, width, n > 1) for n, width in enumerate(widths)
+    ]
+    ticks = axis.get_xticks()
+    assert axis.get_xlim()[0] == 0 and {0, 1, 2, 3} <= set(ticks) and "eager PyTorch is 1" in axis.get_xlabel()
 
 
 @pytest.mark.fast
