@@ -436,6 +436,8 @@ def test_report_contains_every_figure(page: Path):
     assert re.findall(r'href="#([^"]+)"', text) == re.findall(r'<section id="([^"]+)"', inner) == folded  # the contents
     assert "digits &amp; &lt;co&gt;" in text and "<co>" not in text
     assert "50,176" in text
+    assert "<h2>Training curves of the run, not of the images above</h2>" in text
+    assert "<h2>Confusion matrix of the run&#x27;s 360 test images, not of the images above</h2>" in text
 
 
 @pytest.mark.fast

@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
             if isinstance(panel, Absent):
                 absent.append(panel)
             yield panel
-        yield from explain_run(history, score(), classes)
+        yield from explain_run(history, score(), classes, others=bool(paths))
 
     print_page(write_report(all_panels(), args.out, title), given.said)
     for line in sentences(absent):

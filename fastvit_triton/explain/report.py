@@ -446,18 +446,22 @@ def _cost(seen: Recording, where: tokens.Geometry, images: Tensor, patch: int, d
     )
 
 
-def explain_run(history: list[dict] | None, score: Score | None, classes: tuple[str, ...]) -> Iterator[Panel]:
+def explain_run(
+    history: list[dict] | None, score: Score | None, classes: tuple[str, ...], others: bool = False
+) -> Iterator[Panel]:
     """Yields the training curves and the confusion matrix of a run; skips those without data.
 
     Args:
         history: rows of the log.
         score: score on the test images.
         classes: names of the classes.
+        others: whether the report is of other images than the run's test images; the headings say so.
     """
+    others_said = ", not of the images above" * others
     if history:
         yield Panel(
             "curves",
-            "Training curves",
+            f"Training curves of the run{others_said}",
             "Training accuracy is measured on augmented images, so it may be below the test accuracy.",
             f"Loss, accuracy and learning rate over {len(history)} epochs",
             curves(history, stacked=True),
@@ -467,7 +471,7 @@ def explain_run(history: list[dict] | None, score: Score | None, classes: tuple[
         counts = torch.bincount(score.targets * K + score.predictions, minlength=K * K).view(K, K)
         yield Panel(
             "confusion",
-            "Confusion matrix",
+            f"Confusion matrix of the run's {len(score.targets):,} test images{others_said}",
             "Entries on the diagonal are correct predictions; the others count images of the row's class that were "
             "predicted as the column's.",
             f"Confusion matrix of {len(score.targets):,} test images, {100 * score.accuracy:.1f} % of them correct",
