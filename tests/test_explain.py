@@ -30,6 +30,7 @@ from fastvit_triton.explain import figures, published
 from fastvit_triton.explain import layer as layer_file
 from fastvit_triton.explain.gradients import finest
 from fastvit_triton.explain.layer import LayerScores
+from fastvit_triton.explain.maps import half_area
 from fastvit_triton.explain.page import holds_report
 from fastvit_triton.train.loop import Score
 from fastvit_triton.train.outputs import write_log
@@ -277,6 +278,14 @@ def test_distance_and_entropy_by_hand():
     exact(explain.attention_distance([(torch.arange(2), step)], (2, 1), (7, 9)), torch.tensor([[7.0]]).double())
     with pytest.raises(ValueError, match="grid 3 x 3 has 9 patches, but the map has 4 tokens"):
         explain.attention_distance([(every, uniform)], (3, 3), (1, 1))
+
+
+def test_half_a_map_by_hand():
+    """Oracle: a half of a uniform map, half a patch of one spot; 4 of 4 + 3 + 2 + 1 and a third of 3 are 5."""
+    spot = torch.zeros(4, 5)
+    spot[2, 3] = 7.0
+    assert half_area(torch.full((3, 4), 0.1)) == pytest.approx(0.5) and half_area(spot) == 0.5 / 20
+    assert half_area(torch.tensor([[3.0, 1], [2, 4]])) == pytest.approx((1 + 1 / 3) / 4)
 
 
 def test_components_equal_numpys():
@@ -564,15 +573,35 @@ def test_bars_are_as_wide_as_probabilities():
 
 
 def test_why_is_warm_where_the_map_is():
-    """Oracle: the hot patch's place, the given lines beside each image, and no colour for a map of zeros."""
-    heats = torch.zeros(3, 4, 6)
-    heats[0, 1, 4], heats[1, 3, 0] = 2.0, 0.5
+    """Oracle: the hot patch's place, the given lines beside each image, and no colour for a map of zeros; a second map
+    of an image, of the true class, is drawn, and what is written below a map ends below it, beside no other."""
+    heats = torch.zeros(4, 4, 6)
+    heats[0, 1, 4], heats[1, 3, 0], heats[3, 2, 2] = 2.0, 0.5, 1.0
     titles = [(f"{i}.png", f"cat {i} $ %", "then dog") for i in range(3)]
-    drawn = figures.draw_why(torch.rand(3, 3, 64, 96), heats, titles)
-    assert [text.get_text() for text in drawn.texts] == [line for lines in titles for line in lines]
+    below = "half the map lies on\n5.6 % of the image"
+    maps = [[(heat, below)] for heat in heats[:3]]
+    pictures = torch.rand(3, 3, 64, 96)
+    scale = "Each map has its own scale, from 0 to its largest value."
+    for found in (maps, [[*maps[0], (heats[3], f"Appenzeller Se…:\n{below}")], *maps[1:]]):
+        drawn = figures.draw_why(pictures, found, titles)
+        texts = [text.get_text() for text in drawn.texts]
+        assert texts == [
+            *(
+                line
+                for texts, of in zip(titles, found, strict=True)
+                for line in (*"\n".join(t for _, t in of).split("\n"), *texts)
+            ),
+            scale,
+        ]
+        drawn.canvas.draw()
+        boxes = [text.get_window_extent() for text in drawn.texts]
+        assert all(drawn.bbox.x0 <= box.x0 and box.x1 <= drawn.bbox.x1 and box.y0 >= 0 for box in boxes)
+        assert not any(
+            a.overlaps(b) for i, a in enumerate(boxes) for b in [*boxes[:i], *(axes.bbox for axes in drawn.axes)]
+        )
     overlays = [axes.images[1].get_array() for axes in drawn.axes if len(axes.images) == 2]
-    assert [len(axes.images) for axes in drawn.axes] == [1, 2, 1, 2, 1, 1]
-    for overlay, (row, column) in zip(overlays, ((1, 4), (3, 0)), strict=True):
+    assert [len(axes.images) for axes in drawn.axes] == [1, 2, 2, 1, 2, 1, 1]
+    for overlay, (row, column) in zip(overlays, ((1, 4), (2, 2), (3, 0)), strict=True):
         alpha = overlay[..., 3]
         y, x = np.unravel_index(alpha.argmax(), alpha.shape)
         assert (int(y / alpha.shape[0] * 4), int(x / alpha.shape[1] * 6)) == (row, column)
@@ -584,7 +613,7 @@ def test_a_picture_is_dimmed_evenly_where_its_map_is_cold():
     is brighter and not more transparent, and cold places are of one gray."""
     heat = torch.full((8, 8), 0.02, dtype=torch.float64)
     heat[0, 0], heat[4, 4], heat[1, 6] = 0.0, 1.0, 0.4
-    drawn = figures.draw_why(torch.ones(1, 3, 64, 64), heat[None], [("a", "b", "c")])
+    drawn = figures.draw_why(torch.ones(1, 3, 64, 64), [[(heat, "")]], [("a", "b", "c")])
     colours = np.asarray(drawn.axes[1].images[1].get_array())
     smooth = torch.nn.functional.interpolate(heat[None, None], (256, 256), mode="bicubic")[0, 0].numpy()
     alpha, order = colours[..., 3], smooth.ravel().argsort()
@@ -605,11 +634,13 @@ def test_the_first_panel_says_what_and_where():
     classes = tuple("abcde")
     first, *_ = explain.explain(model, images, images.sigmoid(), ["one.png", "two.png"], classes)
     chances, order = model(images).softmax(1).sort(descending=True)
-    for text, values, at in zip(first.alt.split("; "), (100 * chances).tolist(), order.tolist(), strict=True):
-        (best, other), (high, next_) = (classes[k] for k in at[:2]), values[:2]
-        assert text.endswith(f": {best} {high:.1f} %, then {other} {next_:.1f} %")
-    assert first.name == "why" and not first.folded
     relevance = explain.class_relevance(model, images)[:, 0, 1:].view(2, 4, 4)
+    every = zip(first.alt.split("; "), (100 * chances).tolist(), order.tolist(), relevance, strict=True)
+    for text, values, at, heat in every:
+        (best, other), (high, next_) = (classes[k] for k in at[:2]), values[:2]
+        lies = f"half the map lies on {100 * half_area(heat):.2g} % of the image"
+        assert text.endswith(f", {best}: {high:.1f} %, then {other}: {next_:.1f} %, {lies}")
+    assert first.name == "why" and not first.folded
     alphas = [axes.images[1].get_array()[..., 3] for axes in first.figure.axes if len(axes.images) == 2]
     for alpha, wanted in zip(alphas, relevance, strict=True):
         y, x = np.unravel_index(alpha.argmax(), alpha.shape)
@@ -620,10 +651,16 @@ def test_the_first_panel_says_what_and_where():
         model, images, images.sigmoid(), ["one.png", "two.png"], classes, None, [wrong, int(order[1, 0])]
     )
     text, right = first.alt.split("; ")
-    assert text.endswith(f" %, true: {classes[wrong]} {100 * chances[0, -1]:.1f} %") and ", then " in right
+    assert f" %, true class {classes[wrong]}: {100 * chances[0, -1]:.1f} %, " in text and ", then " in right
+    of_true = explain.class_relevance(model, images[:1], torch.tensor([wrong]))[0, 0, 1:].view(4, 4)
+    assert text.endswith(f"{classes[wrong]}: half the map lies on {100 * half_area(of_true):.2g} % of the image")
+    assert [len(axes.images) for axes in first.figure.axes] == [1, 2, 2, 1, 2]  # no second map of the right one
+    alpha = first.figure.axes[2].images[1].get_array()[..., 3]
+    y, x = np.unravel_index(alpha.argmax(), alpha.shape)
+    assert of_true[int(4 * y / len(alpha)), int(4 * x / len(alpha))] == of_true.max()
     torch.nn.init.zeros_(model.head.weight)  # no gradient reaches a patch
     first, *_ = explain.explain(model, images, images.sigmoid(), ["one.png", "two.png"], classes)
-    assert first.alt.count("; the map is uniform") == 2
+    assert first.alt.count(", the map is uniform") == 2
 
 
 def test_images_are_named_with_the_folders_of_classes(tmp_path: Path, monkeypatch):

@@ -51,42 +51,48 @@ def draw_predictions(picture: Tensor, chances: Tensor, classes: tuple[str, ...],
     return page
 
 
-def draw_why(pictures: Tensor, heats: Tensor, titles: list[tuple[str, str, str]]) -> "Figure":
-    """Plots each image beside itself under its heat map."""
-    columns = min(2, len(pictures))
+def draw_why(pictures: Tensor, maps: list[list[tuple[Tensor, str]]], titles: list[tuple[str, str, str]]) -> "Figure":
+    """Plots each image beside itself under its heat maps [h, w] ≥ 0, each with what to write below it."""
+    slots = 1 + max(map(len, maps))
+    columns = min(2, len(pictures)) if slots == 2 else 1
     rows = -(-len(pictures) // columns)
     points = 9 * columns  # letters of one size on a phone, which shows the figure as wide as its screen
-    gap = 0.08 * columns  # inches, as all lengths here
-    side = (WIDTH - 0.24) / 2
+    gap = 0.16 * columns  # inches, as all lengths here
+    side = (WIDTH - 0.08 * (slots + 1)) / slots
     tall = side * pictures.shape[2] / pictures.shape[3]
     line = 1.3 * points / 72
-    height = 3 * line + tall + gap
-    page = figure(columns * WIDTH, rows * height, constrained=False)
-    letters = int(2 * side * 72 / (0.62 * points))  # of a line; 0.62 is the mean width of bold letters
-    for i, (picture, heat, texts) in enumerate(zip(pictures, heats, titles, strict=True)):
+    below = max(text.count("\n") + 1 for of_image in maps for _, text in of_image) * line
+    height = 3 * line + tall + below + gap
+    page = figure(columns * WIDTH, rows * height + 1.5 * line, constrained=False)
+    width, total = page.get_size_inches()
+    letters = int((WIDTH - 0.16) * 72 / (0.62 * points))  # of a line; 0.62 is the mean width of bold letters
+    style: dict[str, Any] = {"fontsize": points, "color": MUTED, "parse_math": False}
+    for i, (picture, of_image, texts) in enumerate(zip(pictures, maps, titles, strict=True)):
         x = i % columns * WIDTH + 0.08
-        y = (rows - 1 - i // columns) * height + gap / 2
-        for number, shown in enumerate((None, heat)):
-            place = (x + number * (side + 0.08)) / (columns * WIDTH), y / (rows * height)
-            axes = page.add_axes((*place, side / (columns * WIDTH), tall / (rows * height)))
-            if shown is None:
+        y = total - 1.5 * line - (i // columns + 1) * height + below + gap / 2
+        for number, (heat, text) in enumerate(((None, ""), *of_image)):
+            left = x + number * (side + 0.08)
+            axes = page.add_axes((left / width, y / total, side / width, tall / total))
+            if heat is None:
                 _picture(axes, picture)
-            else:
-                _overlay(axes, picture, shown)
-        styles: tuple[dict[str, Any], ...] = ({"color": MUTED}, {"color": INK, "weight": "bold"}, {"color": MUTED})
-        for number, (text, style) in enumerate(zip(texts, styles, strict=True)):
-            place = x / (columns * WIDTH), (y + tall + (2.3 - number) * line) / (rows * height)
-            page.text(*place, _line(text, letters), fontsize=points, parse_math=False, **style)
+                continue
+            _overlay(axes, picture, heat)
+            for number_of_line, words in enumerate(text.split("\n"), 1):
+                page.text((left + side) / width, (y - number_of_line * line) / total, words, ha="right", **style)
+        for number, (text, more) in enumerate(zip(texts, ({}, {"color": INK, "weight": "bold"}, {}), strict=True)):
+            place = x / width, (y + tall + (2.3 - number) * line) / total
+            page.text(*place, shortened(text, letters), **style | more)
+    page.text(0.08 / width, 1 - 1.2 * line / total, "Each map has its own scale, from 0 to its largest value.", **style)
     return page
 
 
-def _line(text: str, letters: int) -> str:
+def shortened(text: str, letters: int) -> str:
     """The text, or its beginning and "…" if it has more letters."""
     return text if len(text) <= letters else f"{text[: letters - 1].rstrip()}…"
 
 
 def _overlay(axes: "Axes", picture: Tensor, heat: Tensor) -> None:
-    """Draws a picture [C, H, W] in gray under a smooth heat map [h, w], the more transparent the colder.
+    """Draws a picture [C, H, W] in gray under a smooth heat map [h, w] ≥ 0, the more transparent the colder.
 
     Under the coldest places the picture is dimmed, so that hot ones stand out; under a uniform map it is as it is.
     """
@@ -97,7 +103,7 @@ def _overlay(axes: "Axes", picture: Tensor, heat: Tensor) -> None:
     if heat.max() == heat.min():
         return
     size = [max(n, 256) for n in picture.shape[1:]]
-    smooth = F.interpolate((heat - heat.min())[None, None], size, mode="bicubic")[0, 0].clamp_min(0)
+    smooth = F.interpolate(heat[None, None], size, mode="bicubic")[0, 0].clamp_min(0)
     shares = (smooth / smooth.max()).numpy()
     colours = colormaps["inferno"](shares)
     colours[..., 3] = COLD + (HOT - COLD) * shares  # without a step to the places where bicubic values were negative
@@ -131,7 +137,7 @@ def draw_overlays(picture: Tensor, heats: dict[str, Tensor]) -> "Figure":
     _picture(grid[0], picture)
     grid[0].set_title("picture", color=INK, fontsize=10)
     for axes, (title, heat) in zip(grid[1:], heats.items(), strict=False):
-        _overlay(axes, picture, heat)
+        _overlay(axes, picture, heat - heat.min())
         axes.set_title(title, color=INK, fontsize=10)
     return page
 

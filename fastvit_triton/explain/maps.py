@@ -107,6 +107,15 @@ def class_relevance(model: nn.Module, images: Tensor, classes: Tensor | None = N
     return gradient_rollout(layers, (layer.map_grad() for layer in layers))
 
 
+def half_area(heat: Tensor) -> float:
+    """The smallest share of the area that holds half of a map [h, w] ≥ 0; 0.5 if it is uniform."""
+    values = heat.double().flatten().sort(descending=True).values
+    below = values.cumsum(0) - values  # what the larger ones hold
+    half = values.sum() / 2
+    last = int((below < half).sum()) - 1  # of the largest that hold half, of which a part may do
+    return (last + float((half - below[last]) / values[last])) / len(values)
+
+
 def logits_of(output: object) -> Tensor:
     """Logits [B, K] in a model's output, which is a tensor or an object with `logits`."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)

@@ -1,6 +1,6 @@
 """The figures of a report, each with a sentence on how to read it; those without information are left out and named."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from . import figures, tokens
 from .costs import Cost, cost_table
 from .gradients import Contribution, by_grid, contributions, finest
 from .layer import AttentionLayer
-from .maps import attention_distance, class_relevance, entropy, logits_of, rollout
+from .maps import attention_distance, class_relevance, entropy, half_area, logits_of, rollout
 from .page import Absent, Panel
 from .published import SOURCE
 from .recording import Recording, record
@@ -102,13 +102,23 @@ def explain(
     flows = {f"rollout, {heads} of heads": rollout(seen.layers, heads) for heads in ("mean", "max", "min")}
     flows["rollout, mean,\nsmallest half discarded"] = rollout(seen.layers, "mean", 0.5)
     if logits is not None:
-        relevance = class_relevance(model, images)
-        if len(counts) == 1:  # without what each token has of itself, which is the same for all
-            relevance = relevance - torch.eye(N, dtype=relevance.dtype, device=relevance.device)
-        flows["gradient-weighted,\npredicted class"] = relevance
-        heat = _heats(relevance, 0 if where.prefix else None, where)
+
+        def relevance(images: Tensor, chosen: Tensor | None = None) -> Tensor:
+            flow = class_relevance(model, images, chosen)
+            if len(counts) == 1:  # without what each token has of itself, which is the same for all
+                flow = flow - torch.eye(N, dtype=flow.dtype, device=flow.device)
+            return flow
+
+        def heats_of(flow: Tensor) -> Tensor:
+            return _heats(flow, 0 if where.prefix else None, where)
+
+        def of_class(image: Tensor, chosen: Tensor) -> Tensor:
+            return heats_of(relevance(image, chosen))
+
+        predicted = relevance(images)
+        flows["gradient-weighted,\npredicted class"] = predicted
         how = "Attention of all layers, weighted by positive gradients."
-        yield _why(logits, heat, pictures, names, classes, how, targets)
+        yield _why(logits, heats_of(predicted), of_class, images, pictures, names, classes, how, targets)
     heats = {title: _heats(flow, query, where) for title, flow in flows.items()}
     if min(where.grid) < FEWEST:
         yield Absent("attention rollout", _few(where))
@@ -155,7 +165,8 @@ def explain(
                 f"{tag}rollout",
                 "Attention rollout",
                 f"Rollout multiplies attention through all layers: bright regions contribute most to {target}. The "
-                "gradient-weighted map counts attention by the positive gradients of the predicted class.",
+                "gradient-weighted map counts attention by the positive gradients of the predicted class. Each map is "
+                "scaled from its smallest to its largest value.",
                 f"{name} under {len(heats)} heat maps of attention rollout",
                 figures.draw_overlays(pictures[i], {title: maps[i] for title, maps in heats.items()}),
                 image=image,
@@ -195,7 +206,12 @@ def _by_gradient(
         )
     best = finest(found)
     how = f"Gradient times value of the {best.where.grid[0]} × {best.where.grid[1]} patches that {best.path} returns."
-    yield _why(logits, best.values.clamp_min(0), pictures, names, classes, how, targets)
+
+    def of_class(image: Tensor, chosen: Tensor) -> Tensor:
+        values = [c.values for c in contributions(model, image, chosen) if c.path == best.path]
+        return values[0].clamp_min(0) if values else torch.zeros_like(best.values[:1])
+
+    yield _why(logits, best.values.clamp_min(0), of_class, images, pictures, names, classes, how, targets)
     shown = [c for c in by_grid(found) if min(c.where.grid) >= FEWEST]
     for part in by_grid(found):
         if part not in shown:
@@ -246,36 +262,52 @@ def _by_gradient(
 def _why(
     logits: Tensor,
     heats: Tensor,
+    of_class: Callable[[Tensor, Tensor], Tensor],
+    images: Tensor,
     pictures: Tensor,
     names: list[str],
     classes: tuple[str, ...] | None,
     how: str,
     targets: list[int | None] | None = None,
 ) -> Panel | Absent:
-    """The first panel: each image beside the map [h, w] of its predicted class over it."""
+    """The first panel: each image beside the map [h, w] of its predicted class and, of a mistake, that of the true one.
+
+    `of_class` returns the map [1, h, w] of an image [1, C, H, W] for a class [1].
+    """
     if min(heats.shape[1:]) < FEWEST:
         return Absent(WHY, f"the map has {heats.shape[1]} × {heats.shape[2]} patches, fewer than {FEWEST} × {FEWEST}")
     labels = classes or tuple(map(str, range(logits.shape[1])))
     chances = logits.softmax(1)
     order = chances.topk(min(2, logits.shape[1])).indices
-    flat = [_is_flat(heat) for heat in heats]
+    maps = [{at[0]: heat} for heat, at in zip(heats, order.tolist(), strict=True)]
     titles = []
     known = targets or [None] * len(names)
-    for name, values, at, true, uniform in zip(names, chances.tolist(), order.tolist(), known, flat, strict=True):
-        answers = [f"{labels[k]} {100 * values[k]:.1f} %" for k in at]
-        other = f"then {answers[1]}" if len(answers) > 1 else ""
+    for i, (name, values, at, true) in enumerate(zip(names, chances.tolist(), order.tolist(), known, strict=True)):
+        answers = {k: f"{labels[k]}: {100 * values[k]:.1f} %" for k in (*at, true) if k is not None}
+        other = f"then {answers[at[1]]}" if len(at) > 1 else ""
         if true is not None and true != at[0]:
-            other = f"true: {labels[true]} {100 * values[true]:.1f} %"
-        titles.append((name, answers[0], f"{other}{'; the map is uniform' * uniform}"))
+            other = f"true class {answers[true]}"
+            (maps[i][true],) = of_class(images[i : i + 1], torch.tensor([true], device=images.device))
+        titles.append((name, answers[at[0]], other))
+    shown = [[_captioned(*pair, labels, len(one) > 1) for pair in one.items()] for one in maps]
+    lines = [[*texts, *(said.replace("\n", " ") for _, said in one)] for texts, one in zip(titles, shown, strict=True)]
     return Panel(
         "why",
         WHY,
-        f"Bright: where the predicted class comes from. {how} The colours of each image reach from its smallest to its "
-        f"largest value; the map is as coarse as the model's patches, {heats.shape[1]} × {heats.shape[2]}. Below the "
-        "name are the predicted class and the next one or, if known and different, the true one, with probabilities.",
-        "; ".join(f"{name}: {best}, {other}" for name, best, other in titles),
-        figures.draw_why(pictures, heats * ~torch.tensor(flat, device=heats.device)[:, None, None], titles),
+        "Bright: where the predicted class comes from; of a mistake, a second map is of the true class. "
+        f"{how} A map is as coarse as the model's patches, {heats.shape[1]} × {heats.shape[2]}; the smaller the part "
+        "of the image that holds half of it, the more it is one spot. Below the name are the predicted class and the "
+        "next one or, if known and different, the true one, with probabilities.",
+        "; ".join(map(", ".join, lines)),
+        figures.draw_why(pictures, shown, titles),
     )
+
+
+def _captioned(k: int, heat: Tensor, labels: tuple[str, ...], several: bool) -> tuple[Tensor, str]:
+    """The map [h, w] of class k, zeros if it is uniform, and what to write below it."""
+    flat = _is_flat(heat)
+    said = "the map is uniform" if flat else f"half the map lies on\n{100 * half_area(heat):.2g} % of the image"
+    return heat * (not flat), f"{figures.shortened(labels[k], 14)}:\n{said}" if several else said
 
 
 def _few(where: tokens.Geometry) -> str:
