@@ -424,7 +424,7 @@ def page(checkpoint: Path) -> Path:
 
 
 EACH = ("prediction", "attention", "rollout", "tokens")
-ONCE = ("layers", "similarity", "positions", "filters", "cost")
+ONCE = ("layers", "similarity", "positions", "cost")
 OPEN = ("why", "curves", "confusion")
 
 
@@ -559,6 +559,93 @@ def test_pictures_of_tokens_align():
         np.testing.assert_allclose([getattr(box, name) for box in boxes], getattr(boxes[0], name), atol=1e-3)
 
 
+def test_norms_reach_from_the_smallest_to_the_largest():
+    """Oracle: the norms; the legend of the components."""
+    drawn = figures.draw_tokens(torch.rand(3, 8, 8), torch.tensor([[9.0, 16], [12, 10]]), torch.rand(2, 2, 3), [])
+    assert drawn.axes[1].images[0].get_clim() == (9.0, 16.0)
+    assert "red, green, blue" in drawn.get_supxlabel()
+
+
+def test_attention_of_each_layer_fills_the_width():
+    """Oracle: by hand: the image, then 4 heads in a row, 6 in a row, 16 in two of 8 and 9 in two of 5, one blank;
+    tiles are mosaics of squares."""
+    heads = {1: torch.rand(4, 8, 8), 4: torch.rand(6, 4, 4), 7: torch.rand(16, 4, 4), 9: torch.rand(9, 4, 4)}
+    drawn = figures.draw_attention(torch.rand(3, 32, 32), heads)
+    image, *rows = drawn.axes
+    assert image.get_title() == "image" and image.images[0].get_array().shape == (32, 32, 3)
+    assert [label.get_text() for axes in rows for label in axes.get_yticklabels()] == ["1", "4", "7", "9"]
+    places = [axes.get_position() for axes in rows]
+    assert {(place.x0, place.x1) for place in places} == {(places[0].x0, places[0].x1)} and places[0].x1 > 0.95
+    assert all(above.y0 > place.y1 for above, place in zip((image.get_position(), *places), places, strict=False))
+    for axes, place, (down, across), blank in zip(
+        rows, places, ((1, 4), (1, 6), (2, 8), (2, 5)), (0, 0, 0, 1), strict=True
+    ):
+        shades = np.ma.filled(axes.images[0].get_array(), np.nan)
+        tile = [round(size / count) for size, count in zip(shades.shape, (down, across), strict=True)]
+        middles = shades[tile[0] // 2 :: tile[0], tile[1] // 2 :: tile[1]]
+        assert middles.shape == (down, across) and np.isnan(middles).sum() == blank
+        width, height = np.multiply((place.width, place.height), drawn.get_size_inches())
+        assert height / width == pytest.approx(shades.shape[0] / shades.shape[1])
+
+
+def test_similarity_counts_attention_layers():
+    """Oracle: by hand: LeViT's third layer halves the grid; markers at 1 and 0 lie inside the axes."""
+    model = create_model("levit_128s", img_size=64, num_classes=5).eval()
+    with torch.no_grad(), explain.capture(model) as seen:
+        model(torch.randn(1, 3, 64, 64))
+    assert [n for n, layer in enumerate(seen.layers, 1) if layer.halves] == [3, 7]
+    assert seen.depths == [0, 1, 2, 4, 5, 6, 8, 9, 10, 11] and len(seen.stream) == 10
+    drawn = figures.draw_similarity({0: 0.0, 1: 0.5, 2: 1.0, 4: 1.0})
+    drawn.canvas.draw()
+    (axes,) = drawn.axes
+    (line,) = axes.lines
+    assert line.get_xdata().tolist() == [0, 1, 2, 4]
+    radius = (line.get_markersize() + line.get_markeredgewidth()) / 2 * drawn.dpi / 72
+    low, high = axes.transData.transform([(0, 0.0), (0, 1.0)])[:, 1]
+    assert axes.bbox.y0 <= low - radius and high + radius <= axes.bbox.y1
+
+
+def test_cost_is_drawn_as_dots():
+    """Oracle: the rows' numbers in GFLOP, and no bar, whose length would depend on where the axis begins."""
+    rows = explain.cost_table(16, (224, 384), dim=192, depth=2, num_heads=3, head_dim=64, hidden=768)
+    (axes,) = figures.draw_cost(rows).axes
+    assert not axes.patches
+    for line, name in zip(axes.lines, ("linear_flops", "attention_flops"), strict=True):
+        assert line.get_linestyle() == "None" and line.get_xdata().tolist() == [
+            getattr(row, name) / 1e9 for row in rows
+        ]
+
+
+def test_layers_without_choice_are_left_out():
+    """Oracle: by hand: zero queries attend uniformly; of 2 x 2 patches, a layer has 4 keys, and positions are no
+    picture; filters of 2 x 2 pixels show no pattern."""
+    _, model, images = own(class_token=False, global_pool="avg", pos_embed="learned")
+    model.blocks[0].attn.qkv.weight.data[:24] = 0
+    model.blocks[0].attn.qkv.bias.data[:24] = 0
+
+    def parts(model, images):
+        report = list(explain.explain(model, images, images.sigmoid(), ["a", "b"]))
+        panels = {part.name: part for part in report if isinstance(part, explain.Panel)}
+        return panels, {part.title: part.reason for part in report if isinstance(part, explain.Absent)}
+
+    panels, absent = parts(model, images)
+    assert absent["distance and entropy of layer 1"] == "attention is uniform"
+    assert "distance and entropy of layer 2" not in absent
+    for axes in panels["layers"].figure.axes:
+        assert {x for dots in axes.collections for x, _ in dots.get_offsets().tolist()} == {2.0}
+    model.blocks[0].attn.qkv.bias.data[:24] = 1
+    assert "distance and entropy of layer 1" not in parts(model, images)[1]
+    small = create_model(
+        "vit_tiny_patch16_224", **TINY | dict(img_size=4, patch_size=2, class_token=False, global_pool="avg")
+    )
+    panels, absent = parts(redraw(small).eval(), torch.randn(2, 3, 4, 4))
+    assert not {"layers", "positions", "filters"} & panels.keys()
+    for n in (1, 2):
+        assert absent[f"distance and entropy of layer {n}"] == "attention to 4 tokens or fewer has little choice"
+    assert absent["similarity of position embeddings"] == "2 × 2 patches are fewer than 4 × 4"
+    assert absent["filters of the patch embedding"] == "2 × 2 pixels are fewer than 3 × 3"
+
+
 def test_bars_are_as_wide_as_probabilities():
     """Oracle: the probabilities in per cent, the most likely class on top, and a label with the number beside each."""
     chances = torch.tensor([0.02, 0.5, 0.08, 0.3, 0.1])
@@ -691,10 +778,12 @@ def test_the_deepest_block_with_enough_patches_is_shown():
 
 
 def test_filters_are_framed():
-    """Oracle: pixels of white filters on white paper: a closed frame each, nothing else."""
+    """Oracle: pixels of white filters on white paper: a closed frame each, and its number."""
     drawn = figures.draw_filters(torch.ones(3, 3, 4, 4))
     framed = [axes for axes in drawn.axes if axes.axison]
-    assert len(framed) == 3 and all(spine.get_visible() for axes in framed for spine in axes.spines.values())
+    assert [axes.get_title() for axes in framed] == ["1", "2", "3"] and all(
+        spine.get_visible() for axes in framed for spine in axes.spines.values()
+    )
     FigureCanvasAgg(drawn).draw()
     dark = np.asarray(drawn.canvas.buffer_rgba())[..., 0] < 200
     assert (dark.sum(0) > 0.5 * dark.any(1).sum()).sum() >= 6  # left and right sides of three frames
@@ -702,14 +791,17 @@ def test_filters_are_framed():
 
 @pytest.mark.full
 def test_report_of_an_optimised_model_without_class_token(tmp_path: Path, references):
-    """Oracle: the figures that such a model has; rotary positions are shown as bands."""
-    for name, expected in (("timm_siglip", "positions"), ("timm_dinov3", "bands"), ("hf_vit", "positions")):
+    """Oracle: the figures that such a model has; rotary positions are shown as bands, positions of 2 x 2 patches are
+    named, and so are layers of 4 tokens."""
+    positions, four = "similarity of position embeddings", "distance and entropy of layer 1"
+    for name, expected in (("timm_siglip", {positions, four}), ("timm_dinov3", {"bands"}), ("hf_vit", {positions})):
         model = build(name, torch.float32).eval()
         optimize(model)
         images = inputs(name, torch.float32)
-        panels = panels_of(explain.explain(model, images[:1], images[:1].sigmoid(), ["a"]))
-        names = [panel.name for panel in panels]
-        assert expected in names and "layers" in names and ("prediction" in names) == (name != "hf_vit")
+        report = list(explain.explain(model, images[:1], images[:1].sigmoid(), ["a"]))
+        names = {part.title if isinstance(part, explain.Absent) else part.name for part in report}
+        assert expected <= names and ("layers" in names) == (four not in expected)
+        assert ("prediction" in names) == (name != "hf_vit")
     model = create_model("vit_tiny_patch16_224", **TINY).eval()
     with pytest.raises(ValueError, match="query is 17; the model has tokens 0 to 16"):
         next(explain.explain(model, torch.randn(1, 3, 16, 16), torch.rand(1, 3, 16, 16), ["a"], query=17))
@@ -727,7 +819,7 @@ OF_64 = {  # what `train` writes into weights, for images of 64 x 64
 @pytest.mark.full
 def test_what_is_left_out_is_named(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture):
     """Oracle: the files and the sentences, on the page, too, for LeViT, whose stages have 4 x 4, 2 x 2 and 1 x 1
-    patches; a ViT lacks nothing, and nothing is said."""
+    patches; a ViT with patches of 2 x 2 pixels lacks patterns of these."""
     model = redraw(create_model("levit_128s", img_size=64, num_classes=10))
     save_weights(model, tmp_path / "model.safetensors", metadata={"training": json.dumps(OF_64)})
     words = ["--image", str(checkpoint / "pictures" / "0.png"), "--no-test"]
@@ -735,9 +827,11 @@ def test_what_is_left_out_is_named(tmp_path: Path, checkpoint: Path, capsys: pyt
     first, *said = capsys.readouterr().out.splitlines()
     layers = {grid: "; ".join(f"attention of layer {n}" for n in numbers) for grid, numbers in (
         ("2 × 2", range(4, 8)), ("1 × 1", range(8, 12)))}  # fmt: skip
+    few = "; ".join(f"distance and entropy of layer {n}" for n in range(4, 12))
     lacks = "similarity of position embeddings; filters of the patch projection and cost by image size"
     assert said == [
         *(f"left out, because {grid} patches are fewer than 4 × 4: {names}" for grid, names in layers.items()),
+        f"left out, because attention to 4 tokens or fewer has little choice: {few}",
         f"left out, because the model has no such part: {lacks}",
     ]
     assert "shows 1 of 1 image" in first
@@ -745,7 +839,8 @@ def test_what_is_left_out_is_named(tmp_path: Path, checkpoint: Path, capsys: pyt
     assert all(f"<p>{line}.</p>" in text for line in said)
     assert {file.stem for file in (tmp_path / "r").iterdir()} == {*EACH, "why", "layers", "similarity", "report"}
     assert main(["explain", *words, "--checkpoint", str(checkpoint), "--out", str(tmp_path / "v")]) == 0
-    assert "left out" not in capsys.readouterr().out
+    small = "left out, because 2 × 2 pixels are fewer than 3 × 3: filters of the patch embedding"
+    assert [line for line in capsys.readouterr().out.splitlines() if "left out" in line] == [small]
 
 
 @pytest.mark.full

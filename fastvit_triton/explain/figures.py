@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 HEAT = "magma"
 WIDTH = NARROW  # inches: on a phone, which shows it 358 pixels wide, 9 points are 11 pixels
 GREEN = "#2f9e6e"
+HEADS = 8  # tiles in a row of attention maps at most
 COLD, HOT = 0.35, 0.8  # opacity of the lowest and of the highest value of a map over a picture
 
 
@@ -111,18 +112,36 @@ def _overlay(axes: "Axes", picture: Tensor, heat: Tensor) -> None:
     axes.imshow(colours, extent=extent, interpolation="bilinear")
 
 
-def draw_attention(maps: Tensor, labels: list[str]) -> "Figure":
-    """Plots maps [layers, H, h, w], layers by heads, each from its smallest to its largest value; NaN is blank."""
-    H = maps.shape[1]
-    low, high = maps.amin((-1, -2), keepdim=True), maps.amax((-1, -2), keepdim=True)
-    tiles = mosaic((maps - low) / (high - low).clamp_min(1e-30))
-    width = min(WIDTH, 1 + 1.1 * H)
-    page = figure(width, 0.6 + (width - 1) * tiles.shape[0] / tiles.shape[1])
-    axes = page.subplots()
-    axes.imshow(tiles, cmap=HEAT, vmin=0, vmax=1, interpolation="nearest")
-    _label(axes, tiles.shape, [f"{i + 1}" for i in range(H)], labels)
-    axes.set_xlabel("head", color=MUTED)
-    axes.set_ylabel("layer", color=MUTED)
+def draw_attention(picture: Tensor, maps: dict[int, Tensor]) -> "Figure":
+    """Plots an image above the maps [H, h, w] of each layer, each map from its smallest to its largest value."""
+    tiles = {}
+    for number, heads in maps.items():
+        low, high = heads.amin((-1, -2), keepdim=True), heads.amax((-1, -2), keepdim=True)
+        columns = -(-len(heads) // -(-len(heads) // HEADS))  # as many in each row
+        blank = (0, 0, 0, 0, 0, -len(heads) % columns)
+        scaled = F.pad((heads - low) / (high - low).clamp_min(1e-30), blank, value=torch.nan)
+        tiles[number] = columns, mosaic(scaled.unflatten(0, (-1, columns)))
+    inner = min(WIDTH - 0.68, 1.1 * max(columns for columns, _ in tiles.values()))  # inches, as all lengths here
+    sides = [inner / next(iter(tiles.values()))[0]]  # of the image, which is as wide as the tiles below it
+    shapes = [picture.shape[1:], *(shades.shape for _, shades in tiles.values())]
+    sides += [inner] * len(tiles)
+    heights = [side * shape[0] / shape[1] for side, shape in zip(sides, shapes, strict=True)]
+    width, total = inner + 0.68, sum(heights) + 0.1 * len(tiles) + 0.65
+    page = figure(width, total, constrained=False)
+    y = total - 0.25
+    for number, side, height in zip((0, *tiles), sides, heights, strict=True):
+        y -= height
+        axes = page.add_axes((0.6 / width, y / total, side / width, height / total))
+        y -= 0.1
+        if not number:
+            _picture(axes, picture)
+            axes.set_title("image", color=INK, fontsize=10)
+            continue
+        shades = tiles[number][1]
+        axes.imshow(shades, cmap=HEAT, vmin=0, vmax=1, interpolation="nearest", aspect="auto")
+        _label(axes, shades.shape, [], [f"{number}"])
+    page.text(0.1 / width, 0.5, "attention layer", rotation=90, va="center", color=MUTED)
+    page.text((0.6 + inner / 2) / width, 0.1 / total, "heads", ha="center", color=MUTED)
     return page
 
 
@@ -135,7 +154,7 @@ def draw_overlays(picture: Tensor, heats: dict[str, Tensor]) -> "Figure":
     for axes in grid:
         axes.axis("off")
     _picture(grid[0], picture)
-    grid[0].set_title("picture", color=INK, fontsize=10)
+    grid[0].set_title("image", color=INK, fontsize=10)
     for axes, (title, heat) in zip(grid[1:], heats.items(), strict=False):
         _overlay(axes, picture, heat - heat.min())
         axes.set_title(title, color=INK, fontsize=10)
@@ -145,25 +164,27 @@ def draw_overlays(picture: Tensor, heats: dict[str, Tensor]) -> "Figure":
 def draw_layers(panels: dict[str, tuple[dict[int, Tensor], str]]) -> "Figure":
     """Scatter plots of values per layer and head, with a line through each layer's mean."""
     page = figure(WIDTH, 2.4 * len(panels))
+    numbers = [number for values, _ in panels.values() for number in values]
     for axes, (title, (values, unit)) in zip(
         page.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True
     ):
         axes.plot(list(values), [float(row.mean()) for row in values.values()], color=GRID, lw=2, zorder=1)
         for at, row in values.items():
             axes.scatter([at] * len(row), row.tolist(), s=22, color=BLUE, alpha=0.75, zorder=2)
-        dress(axes, title, unit, "layer")
+        dress(axes, title, unit, "attention layer")
+        axes.set_xlim(min(numbers) - 0.4, max(numbers) + 0.4)
         axes.set_ylim(0, 1.08 * max(float(torch.cat([*values.values()]).max()), 1e-6))
     return page
 
 
 def draw_tokens(picture: Tensor, norms: Tensor, colours: Tensor, prefix: list[float]) -> "Figure":
     """Plots an image, the norms of its patch tokens [h, w], and their first principal components as RGB [h, w, 3]."""
-    page = figure(WIDTH, WIDTH / 3 * picture.shape[1] / picture.shape[2] + 1.1)
+    page = figure(WIDTH, WIDTH / 3 * picture.shape[1] / picture.shape[2] + 1.4)
     places = page.add_gridspec(2, 3, height_ratios=(1, 0.06))  # the bar in a row of its own, so that pictures align
     extent = (-0.5, picture.shape[2] - 0.5, picture.shape[1] - 0.5, -0.5)
     first, second, third = (page.add_subplot(places[0, i]) for i in range(3))
     _picture(first, picture)
-    shown = second.imshow(norms.cpu().numpy(), cmap=HEAT, interpolation="nearest", vmin=0, extent=extent)
+    shown = second.imshow(norms.cpu().numpy(), cmap=HEAT, interpolation="nearest", extent=extent)
     third.imshow(colours.cpu().numpy(), interpolation="nearest", extent=extent)
     for axes, title in ((first, "image"), (second, "token norm"), (third, "components")):
         axes.set_title(title, color=INK, fontsize=10)
@@ -172,6 +193,7 @@ def draw_tokens(picture: Tensor, norms: Tensor, colours: Tensor, prefix: list[fl
     bar.outline.set_visible(False)
     others = f"; class token and registers: {', '.join(f'{n:.2g}' for n in prefix[:5])}" if prefix else ""
     bar.set_label(f"norm{others}", fontsize=9, color=MUTED)
+    page.supxlabel("components: the first three principal ones\nas red, green, blue", fontsize=9, color=MUTED)
     return page
 
 
@@ -185,7 +207,8 @@ def draw_positions(similarity: Tensor) -> "Figure":
     _label(axes, tiles.shape, [f"{i + 1}" for i in range(w)], [f"{i + 1}" for i in range(h)])
     axes.set_xlabel("column of the patch", color=MUTED)
     axes.set_ylabel("row of the patch", color=MUTED)
-    bar = page.colorbar(shown, ax=axes, location="bottom", aspect=40, ticks=(-1, -0.5, 0, 0.5, 1), label="cosine")
+    text = "cosine similarity to the patch of the tile's place"
+    bar = page.colorbar(shown, ax=axes, location="bottom", aspect=40, ticks=(-1, -0.5, 0, 0.5, 1), label=text)
     bar.outline.set_visible(False)
     return page
 
@@ -203,42 +226,44 @@ def draw_bands(bands: Tensor) -> "Figure":
 
 
 def draw_filters(components: Tensor) -> "Figure":
-    """Plots patch filters [K, C, P, P] in [0, 1], seven per row; frames show where a white one ends."""
+    """Plots patch filters [K, C, P, P] in [0, 1], seven per row, numbered; frames show where a white one ends."""
     K, C = components.shape[:2]
     colour = components.expand(-1, 3, -1, -1) if C == 1 else components[:, :3]
     columns = min(7, K)
     rows = -(-K // columns)
-    page = figure(WIDTH, 0.2 + WIDTH / columns * rows)
+    page = figure(WIDTH, 0.2 + (WIDTH / columns + 0.1) * rows)
     for i, axes in enumerate(page.subplots(rows, columns, squeeze=False).flat):
         if i >= K:
             axes.axis("off")
             continue
         axes.imshow(colour[i].movedim(0, -1).cpu().numpy(), interpolation="nearest", vmin=0, vmax=1)
         axes.set(xticks=[], yticks=[])
+        axes.set_title(f"{i + 1}", color=INK, fontsize=9, pad=3)
         axes.spines[:].set_color(MUTED)
     return page
 
 
-def draw_similarity(values: list[float]) -> "Figure":
-    """Plots the mean cosine similarity of tokens before the first block and after each block."""
+def draw_similarity(values: dict[int, float]) -> "Figure":
+    """Plots the mean cosine similarity of tokens after attention layers, by their number."""
     page = figure(WIDTH, 2.4)
     axes = page.subplots()
-    axes.plot(range(len(values)), values, "o-", color=BLUE, lw=2, ms=5)
-    dress(axes, "Similarity of an image's tokens", "mean cosine similarity", "after block")
-    axes.set_ylim(min(0, *values) - 0.02, 1.02)
+    axes.plot(list(values), list(values.values()), "o-", color=BLUE, lw=2, ms=5)
+    dress(axes, "Similarity of an image's tokens", "mean cosine similarity", "after attention layer")
+    axes.set_ylim(min(0, *values.values()) - 0.06, 1.06)
     return page
 
 
 def draw_cost(rows: list[Cost]) -> "Figure":
-    """Bar chart of FLOPs by image size, split into parts linear and quadratic in N, on a logarithmic scale."""
+    """Dot plot of FLOPs by image size, split into parts linear and quadratic in N, on a logarithmic scale."""
     page = figure(WIDTH, 1.3 + 0.46 * len(rows))
     axes = page.subplots()
     y = np.arange(len(rows))[::-1]
-    for values, colour, label, shift in (
-        ([row.linear_flops for row in rows], BLUE, "projections and MLPs, grow with N", 0.18),
-        ([row.attention_flops for row in rows], ORANGE, "attention, grows with N²", -0.18),
+    for values, colour, label in (
+        ([row.linear_flops for row in rows], BLUE, "projections and MLPs, grow with N"),
+        ([row.attention_flops for row in rows], ORANGE, "attention, grows with N²"),
     ):
-        axes.barh(y + shift, [value / 1e9 for value in values], height=0.34, color=colour, label=label)
+        axes.plot([value / 1e9 for value in values], y, "o", ms=7, color=colour, label=label)
+    axes.grid(color=GRID)
     axes.set_xscale("log")
     axes.set_yticks(y, [f"{fill(row.label, 18)}\n{row.tokens:,} tokens" for row in rows], color=INK, fontsize=9)
     axes.set_xlabel("GFLOP per image", color=MUTED)
@@ -316,7 +341,7 @@ def _picture(axes: "Axes", picture: Tensor) -> None:
 def _label(axes: "Axes", shape: tuple[int, ...], columns: list[str], rows: list[str]) -> None:
     """Labels the columns and rows of a mosaic."""
     for names, size, put in ((columns, shape[1], axes.set_xticks), (rows, shape[0], axes.set_yticks)):
-        step = -(-len(names) // 16)
+        step = -(-len(names) // 16) or 1
         put([(i + 0.5) * size / len(names) - 0.5 for i in range(0, len(names), step)], names[::step], color=INK)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)

@@ -65,12 +65,23 @@ class Recording:
 
     @property
     def stream(self) -> list[Tensor]:
-        pairs = [
-            (x.detach(), ys[0].detach())
-            for x, ys in self.blocks.values()
-            if isinstance(x, Tensor) and ys and x.dim() == 3 and x.shape == ys[0].shape
-        ]
+        pairs = [*self._pairs().values()]
         return [pairs[0][0], *(after for _, after in pairs)] if pairs else []
+
+    @property
+    def depths(self) -> list[int]:
+        """The number of the last layer before each entry of the stream; 0 is before the first."""
+        paths = [layer.path for layer in self.layers]
+        inside = [[n for n, path in enumerate(paths, 1) if f"{path}.".startswith(f"{of}.")] for of in self._pairs()]
+        return [inside[0][0] - 1, *(numbers[-1] for numbers in inside)] if inside else []
+
+    def _pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Tokens before and after each block that keeps their shape, by path."""
+        return {
+            path: (x.detach(), ys[0].detach())
+            for path, (x, ys) in self.blocks.items()
+            if isinstance(x, Tensor) and ys and x.dim() == 3 and x.shape == ys[0].shape
+        }
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..convert.forwards import Forward, forward_for
@@ -19,8 +18,8 @@ from .page import Absent, Panel
 from .published import SOURCE
 from .recording import Recording, record
 
-HALVED = "↓"  # marks layers that halve the grid
-FEWEST = 4  # rows and columns of patches below which a map is no picture
+FEWEST = 4  # rows and columns of patches below which a map is no picture; of keys, up to which a layer has no choice
+SMALLEST = 3  # pixels on a side of a filter that shows a pattern
 FLAT = 0.02  # range of a map relative to its mean, up to which it is uniform
 LACKS = "the model has no such part"
 UNIFORM = "the map is uniform"
@@ -61,7 +60,7 @@ def explain(
     """Yields the panels for a model and some images, from a forward pass and, if there are logits, a backward pass.
 
     The first one shows where the predicted classes come from. What would show nothing is yielded as `Absent`: maps of
-    fewer than 4 × 4 patches, uniform ones, and what the model does not have.
+    fewer than 4 × 4 patches, uniform ones, filters of fewer than 3 × 3 pixels, and what the model does not have.
 
     Args:
         model: in eval mode, on the device of the images.
@@ -127,18 +126,16 @@ def explain(
         del heats[title]
         yield Absent(title.replace("\n", " "), UNIFORM)
     rows = [_query(layer, query) for layer in seen.layers]
-    drawn = []
-    for n, row in enumerate(rows):
+    drawn = {}
+    for n, row in enumerate(rows, 1):
         of_row = places[row.shape[2]]
+        tiles = row[..., of_row.prefix :].unflatten(-1, of_row.grid)  # [B, H, h, w]
         if min(of_row.grid) < FEWEST:
-            yield Absent(f"attention of layer {n + 1}", _few(of_row))
-        elif _is_flat(row[..., of_row.prefix :].unflatten(-1, of_row.grid)):
-            yield Absent(f"attention of layer {n + 1}", UNIFORM)
+            yield Absent(f"attention of layer {n}", _few(of_row))
+        elif _is_flat(tiles):
+            yield Absent(f"attention of layer {n}", UNIFORM)
         else:
-            drawn.append(n)
-    tiles = _tiles([rows[n] for n in drawn], places) if drawn else None  # [B, L, H, h, w]
-    numbers = [f"{n + 1}{HALVED * seen.layers[n].halves}" for n in drawn]
-    halved = f" Layers with {HALVED} halve the grid, so later maps have larger patches."
+            drawn[n] = tiles
     stream = [(x, places[x.shape[1]]) for x in seen.stream if x.shape[1] in places]
     final, last = next((pair for pair in reversed(stream) if min(pair[1].grid) >= FEWEST), (None, where))
     if final is None:
@@ -149,14 +146,14 @@ def explain(
         tag, image = (f"{i + 1:02d}-", name) if len(names) > 1 else ("", "")
         if logits is not None:
             yield _prediction(tag, image, name, pictures[i], logits[i], classes)
-        if tiles is not None:
+        if drawn:
             yield Panel(
                 f"{tag}attention",
                 f"Attention of {target} by layer",
                 "Each tile is one head's attention over the image; brighter patches get more. Each tile is scaled from "
-                "its smallest to its largest value." + halved * (len(places) > 1),
-                f"A mosaic of {tiles.shape[1]} layers by {tiles.shape[2]} heads of attention maps over {name}",
-                figures.draw_attention(tiles[i], numbers),
+                f"its smallest to its largest value. More than {figures.HEADS} heads continue in a second row.",
+                f"{name} above a mosaic of the attention maps of each head in {len(drawn)} layers",
+                figures.draw_attention(pictures[i], {n: tiles[i] for n, tiles in drawn.items()}),
                 image=image,
                 folded=True,
             )
@@ -237,8 +234,9 @@ def _by_gradient(
             )
         if final is not None and colours is not None:
             yield _tokens(tag, image, name, pictures[i], final.x[i], colours[i], final.where)
-    if seen.layers:
-        spread = {number: entropy(layer.blocks()).mean(0) for number, layer in enumerate(seen.layers, 1)}
+    yield from _idle(seen)
+    spread = {n: entropy(layer.blocks()).mean(0) for n, layer in enumerate(seen.layers, 1) if not _why_idle(layer)}
+    if spread:
         over = f"over {len(images)} image{'s' if len(images) > 1 else ''}"
         yield Panel(
             "layers",
@@ -363,7 +361,10 @@ def _tokens(
     )
 
 
-def _filters(filters: Tensor) -> Panel:
+def _filters(filters: Tensor) -> Panel | Absent:
+    h, w = filters.shape[2:]
+    if min(h, w) < SMALLEST:
+        return Absent("filters of the patch embedding", f"{h} × {w} pixels are fewer than {SMALLEST} × {SMALLEST}")
     components = tokens.filter_components(filters.float())
     return Panel(
         "filters",
@@ -376,32 +377,55 @@ def _filters(filters: Tensor) -> Panel:
     )
 
 
-def _layers(seen: Recording, places: dict[int, tokens.Geometry], count: int) -> Iterator[Panel]:
-    """Yields the panels of values per layer."""
-    far = {}
+def _why_idle(layer: AttentionLayer) -> str | None:
+    """Why the distance and entropy of a layer would show nothing; None if they show something."""
+    keys = layer.shape[3]
+    if keys <= FEWEST:
+        return f"attention to {FEWEST} tokens or fewer has little choice"
+    uniform = all(bool(((keys * rows - 1).abs() <= FLAT).all()) for _, rows in layer.blocks())
+    return "attention is uniform" if uniform else None
+
+
+def _idle(seen: Recording) -> Iterator[Absent]:
+    """Yields the layers whose distance and entropy are left out."""
     for number, layer in enumerate(seen.layers, 1):
+        if (why := _why_idle(layer)) is not None:
+            yield Absent(f"distance and entropy of layer {number}", why)
+
+
+def _layers(seen: Recording, places: dict[int, tokens.Geometry], count: int) -> Iterator[Panel | Absent]:
+    """Yields the panels of values per layer."""
+    yield from _idle(seen)
+    far, spread = {}, {}
+    for number, layer in enumerate(seen.layers, 1):
+        if _why_idle(layer) is not None:
+            continue
+        spread[number] = entropy(layer.blocks()).mean(0)
         if not layer.halves:  # whose queries are not all patches
             where = places[layer.shape[2]]
             far[number] = attention_distance(layer.blocks(), where.grid, where.patch).mean(0)
-    spread = {number: entropy(layer.blocks()).mean(0) for number, layer in enumerate(seen.layers, 1)}
     left = "" if len(far) == len(spread) else " Layers that halve the grid have no distance."
     over = f"over {count} image{'s' if count > 1 else ''}"
-    yield Panel(
-        "layers",
-        "Attention distance and entropy",
-        "Each dot is a head. A low distance means local attention, a high one global attention; a low entropy means "
-        f"attention to few tokens, a high one uniform attention (means {over}).{left}",
-        f"Mean attention distance in pixels and entropy in nats of each head in {len(spread)} layers",
-        figures.draw_layers({"Attention distance": (far, "pixels"), "Attention entropy": (spread, "nats")}),
-        folded=True,
-    )
+    shown = {"Attention distance": (far, "pixels"), "Attention entropy": (spread, "nats")}
+    if spread:
+        yield Panel(
+            "layers",
+            "Attention distance and entropy",
+            "Each dot is a head. A low distance means local attention, a high one global attention; a low entropy "
+            f"means attention to few tokens, a high one uniform attention (means {over}).{left}",
+            f"Mean attention distance in pixels and entropy in nats of each head in {len(spread)} layers",
+            figures.draw_layers({title: values for title, values in shown.items() if values[0]}),
+            folded=True,
+        )
     if len(seen.stream) > 1:
-        values = [float(tokens.token_similarity(x).mean()) for x in seen.stream]
+        values = {n: float(tokens.token_similarity(x).mean()) for n, x in zip(seen.depths, seen.stream, strict=True)}
+        first, *_, last = values.values()
         yield Panel(
             "similarity",
             "Similarity of tokens by depth",
-            f"Near 1 all tokens of an image are alike (over-smoothing), near 0 they differ (mean {over}).",
-            f"Mean cosine similarity of tokens, {values[0]:.2f} before the first block and {values[-1]:.2f} at the end",
+            f"Near 1 all tokens of an image are alike (over-smoothing), near 0 they differ (mean {over}). Layer 0 is "
+            "before the first; layers that halve the grid have no value.",
+            f"Mean cosine similarity of tokens, {first:.2f} before the first layer and {last:.2f} at the end",
             figures.draw_similarity(values),
             folded=True,
         )
@@ -410,7 +434,9 @@ def _layers(seen: Recording, places: dict[int, tokens.Geometry], count: int) -> 
 def _model(model: nn.Module, seen: Recording, where: tokens.Geometry, images: Tensor) -> Iterator[Panel | Absent]:
     """Yields the panels that depend on weights and image size only."""
     table = tokens.position_table(model, where)
-    if table is not None:
+    if table is not None and min(where.grid) < FEWEST:
+        yield Absent("similarity of position embeddings", _few(where))
+    elif table is not None:
         yield Panel(
             "positions",
             "Similarity of position embeddings",
@@ -469,7 +495,7 @@ def _cost(seen: Recording, where: tokens.Geometry, images: Tensor, patch: int, d
     return Panel(
         "cost",
         "Cost by image size",
-        "Doubling the side gives four times the tokens and sixteen times the arithmetic of attention: the orange bar "
+        "Doubling the side gives four times the tokens and sixteen times the arithmetic of attention: the orange dot "
         "overtakes the blue one (computed for this width and depth, with MLPs four times as wide; nothing was timed).",
         f"Arithmetic for {len(rows)} image sizes, up to {rows[-1].tokens:,} tokens with one per pixel",
         figures.draw_cost(rows),
@@ -548,18 +574,6 @@ def _query(layer: AttentionLayer, query: int | None) -> Tensor:
         return layer.rows(query)[:, :, 0]
     total: Any = sum(rows.sum(2) for _, rows in layer.blocks())
     return total / layer.shape[2]
-
-
-def _tiles(rows: list[Tensor], places: dict[int, tokens.Geometry]) -> Tensor:
-    """Attention [B, H, N] of each layer as maps of one size [B, layers, H, h, w]; NaN where a layer has fewer heads."""
-    most = max(row.shape[1] for row in rows)
-    maps = []
-    for row in rows:
-        where = places[row.shape[2]]
-        grid = row[..., where.prefix :].unflatten(-1, where.grid)
-        grid = F.interpolate(grid, places[rows[0].shape[2]].grid, mode="nearest")
-        maps.append(F.pad(grid, (0, 0, 0, 0, 0, most - row.shape[1]), value=torch.nan))
-    return torch.stack(maps, 1)
 
 
 def _heats(flow: Tensor, query: int | None, where: tokens.Geometry) -> Tensor:
