@@ -487,7 +487,7 @@ def drawn_pictures(place: Place, seed: int) -> Row:
     for name in sample.CLASSES:
         first = next(path for path in test if path.startswith(f"{name}/"))
         shutil.copy(photos / first, shown / first.replace("/", "-"))
-    run("explain", "--checkpoint", out, "--image", shown, "--out", place.run / "report", "--no-test")
+    run("explain", "--checkpoint", out, shown, "--out", place.run / "report", "--no-test")
     with (out / LOG).open(newline="") as file:
         *_, last = csv.DictReader(file)
     accuracy = float(last["test_accuracy"])

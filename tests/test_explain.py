@@ -418,7 +418,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def page(checkpoint: Path) -> Path:
     """The report on two of its three images."""
     out = checkpoint / "report"
-    words = ["--checkpoint", checkpoint, "--image", checkpoint / "pictures", "--out", out, "--most", "2"]
+    words = ["--checkpoint", checkpoint, checkpoint / "pictures", "--out", out, "--most", "2"]
     assert main(["explain", *map(str, words)]) == 0
     return out / "report.html"
 
@@ -477,7 +477,7 @@ def test_a_second_report_leaves_no_figure_of_the_first(tmp_path: Path):
 def test_a_folder_of_other_files_is_refused(checkpoint: Path, page: Path, tmp_path: Path, undrawn, capsys):
     """Oracle: the sentence, and the folder as it was; a hidden file is no content; an earlier report is replaced."""
     (tmp_path / "tokens.png").write_bytes(b"mine")
-    words = ["explain", "--checkpoint", str(checkpoint), "--image", str(checkpoint / "pictures" / "0.png"), "--no-test"]
+    words = ["explain", "--checkpoint", str(checkpoint), str(checkpoint / "pictures" / "0.png"), "--no-test"]
     assert main([*words, "--out", str(tmp_path)]) == 2
     advice = "give a new or empty folder, or that of an earlier report"
     assert f"--out {tmp_path} holds tokens.png, but no report of explain; {advice}" in capsys.readouterr().err
@@ -822,7 +822,7 @@ def test_what_is_left_out_is_named(tmp_path: Path, checkpoint: Path, capsys: pyt
     patches; a ViT with patches of 2 x 2 pixels lacks patterns of these."""
     model = redraw(create_model("levit_128s", img_size=64, num_classes=10))
     save_weights(model, tmp_path / "model.safetensors", metadata={"training": json.dumps(OF_64)})
-    words = ["--image", str(checkpoint / "pictures" / "0.png"), "--no-test"]
+    words = [str(checkpoint / "pictures" / "0.png"), "--no-test"]
     assert main(["explain", *words, "--checkpoint", str(tmp_path), "--out", str(tmp_path / "r")]) == 0
     first, *said = capsys.readouterr().out.splitlines()
     layers = {grid: "; ".join(f"attention of layer {n}" for n in numbers) for grid, numbers in (
@@ -850,7 +850,7 @@ def test_what_is_shown_instead_of_rollout_is_named(name: str, tmp_path: Path, ch
     shallow = dict(depth=2) if "tnt" in name else dict(depths=(1, 1, 1, 2))
     model = create_model(name, img_size=64, num_classes=10, **shallow)
     save_weights(model, tmp_path / "model.safetensors", metadata={"training": json.dumps(OF_64)})
-    words = ["--image", str(checkpoint / "pictures" / "0.png"), "--no-test", "--out", str(tmp_path / "r")]
+    words = [str(checkpoint / "pictures" / "0.png"), "--no-test", "--out", str(tmp_path / "r")]
     assert main(["explain", *words, "--checkpoint", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "left out, because layers attend to different tokens (explain.capture has their maps in Python): " in said
@@ -861,7 +861,7 @@ def test_what_is_shown_instead_of_rollout_is_named(name: str, tmp_path: Path, ch
 @pytest.mark.full
 def test_unreadable_images_raise(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: sentences and exit codes; a good image is shown even if another is bad."""
-    words = ["explain", "--checkpoint", str(checkpoint), "--out", str(tmp_path / "r"), "--no-test", "--image"]
+    words = ["explain", "--checkpoint", str(checkpoint), "--out", str(tmp_path / "r"), "--no-test"]
     folder = tmp_path / "some"
     folder.mkdir()
     assert main([*words, str(folder)]) == 2 and "there is no image in" in capsys.readouterr().err

@@ -144,7 +144,7 @@ def test_evaluate_and_explain(snapshot: Path, tmp_path: Path, capsys: pytest.Cap
     text = run(capsys, "evaluate", "--checkpoint", snapshot, "--data", tmp_path / "data", "--workers", 0)
     assert "1 of 2 test images are correct" in text and answer in text
     pytest.importorskip("matplotlib")
-    words = ("--image", tmp_path / "photo.png", "--out", tmp_path / "report", "--no-test", "--workers", 0)
+    words = (tmp_path / "photo.png", "--out", tmp_path / "report", "--no-test", "--workers", 0)
     run(capsys, "explain", "--checkpoint", snapshot, *words)
     assert answer in (tmp_path / "report" / "report.html").read_text()
 

@@ -42,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `explain`."""
     text = "image files, folders or quoted patterns (default: test images of the run, its worst mistakes first)"
     parser.add_argument("images", nargs="*", type=Path, metavar="IMAGE", help=text)
-    parser.add_argument("--image", type=Path, help="the same, for one file or folder")
     add_checkpoint(parser)
     text = "new or empty folder for report.html and its figures, or that of an earlier report (default: report)"
     parser.add_argument("--out", type=Path, default=Path("report"), metavar="FOLDER", help=text)
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     task = task_of(trained.model)
     classes = tuple(map(printable, trained.classes))
     title = f"Attention report of {Path(args.checkpoint).resolve().name}"
-    paths = [*args.images, *([args.image] if args.image else [])]
+    paths = args.images
     history = _history(args)
     if not paths:
         _check_mistakes(args, trained, history)
