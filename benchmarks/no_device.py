@@ -55,13 +55,13 @@ def no_device(launcher: Callable[..., None] = ignore, device: int = -1) -> Itera
     """
     numbers, kernels, binaries = itertools.count(1), [], []
 
-    def compile_nothing(kernel, key, signature, device, *rest):
+    def compile_nothing(kernel, key, signature, where, *rest):
         binary = CompiledKernel.__new__(CompiledKernel)
         binary.__dict__.update(name=kernel.__name__, function=next(numbers), packed_metadata=(4, 1, 0), module=1)
         binary.__dict__.update(src=None, _run=launcher)
         assert kernel.cache_key  # computing it records the globals that the kernel reads
-        kernel.device_caches[device][0][key] = binary
-        kernels.append(kernel)
+        kernel.device_caches[where][0][key] = binary
+        kernels.append((kernel, where))  # inside, another driver may be active
         binaries.append(binary)
         return binary
 
@@ -73,7 +73,7 @@ def no_device(launcher: Callable[..., None] = ignore, device: int = -1) -> Itera
             yield
     finally:
         driver._active, JITFunction._do_compile = before
-        for kernel in kernels:
-            kernel.device_caches.pop(device, None)
+        for kernel, where in kernels:
+            kernel.device_caches.pop(where, None)
         for binary in binaries:
             binary.module = None  # nothing to unload
