@@ -64,7 +64,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error) -> None:
     """Takes what a worker left out."""
-    node.config.stash[LEFT] = getattr(node, "workeroutput", {}).get("left", {})
+    if left := getattr(node, "workeroutput", {}).get("left"):  # not of a worker that crashed
+        node.config.stash[LEFT] = left
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:

@@ -41,6 +41,7 @@ from fastvit_triton.measure.check import (
     OURS,
     CheckedModel,
     CheckStage,
+    _compared,
     _ratios,
     _remove_chance,
     _ways,
@@ -567,17 +568,23 @@ def test_a_run_on_a_cpu(here, capsys, words, monkeypatch):
 @pytest.mark.fast
 def test_frozen_models_are_advised_where_they_were_faster():
     """Oracle: by hand: frozen above ours, and in bfloat16 above frozen, by the quartiles; the call by the package."""
-    rows = [dict(arm=arm, us=1.0, speedup_quartiles=[1.0, 1.1]) for arm in ("eager (timm)", "optimized by us")]
-    for frozen, rounded, said in (
-        ([1.2, 1.15, 1.3], [1.9, 1.8, 2.0], [True, True]),
-        ([1.2, 1.05, 1.3], [1.9, 1.8, 2.0], [False, True]),
-        ([1.2, 1.15, 1.3], [1.4, 1.25, 1.5], [True, False]),
+    row = lambda arm, high, **more: dict(arm=arm, us=1.0, speedup_quartiles=[1.0, high]) | more  # noqa: E731
+    calls = ("optimize(model), then fastvit_triton.freeze(model): ", 'fastvit_triton.freeze(model, "bf16"): ')
+    for frozen, rounded, high, within, said in (
+        ([1.2, 1.15, 1.3], [1.9, 1.8, 2.0], 1.0, 5.0, [True, True]),
+        ([1.2, 1.05, 1.3], [1.9, 1.8, 2.0], 1.0, 5.0, [False, True]),
+        ([1.2, 1.15, 1.3], [1.4, 1.25, 1.5], 1.0, 5.0, [True, False]),
+        ([1.2, 1.15, 1.3], [1.9, 1.8, 2.0], 1.2, 5.0, [False, True]),
+        ([1.2, 1.15, 1.3], [1.9, 1.8, 2.0], 1.0, None, [True, False]),
     ):
+        rows = [row("eager (timm)", 1.0), row("optimized by us", 1.1), row("torch.compile", high), row(FROZEN, 1.0)]
+        rows.append(row(FROZEN_BF16, 1.0, match=False, within=within))
         found = compared(["onednn"], compile=FAST) | dict(rows=rows, beside={FROZEN: frozen, FROZEN_BF16: rounded})
         advice, notes = verdict(dict(compare=found))
         assert advice == "use ours: 1.12 × torch.compile (1.08 to 1.15), by fastvit_triton.optimize(model)"
-        calls = ("fastvit_triton.freeze(model): ", 'fastvit_triton.freeze(model, "bf16"), rounded to bfloat16: ')
         assert [any(call in note for note in notes) for call in calls] == said
+        assert any(note.endswith("with 5 times the error allowed") for note in notes) == said[1]
+        assert ("its result is not finite" in _compared(found)) == (within is None)
 
 
 @pytest.mark.fast

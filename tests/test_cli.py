@@ -755,6 +755,7 @@ def test_doctor_names_a_torchvision_of_another_torch(capsys: pytest.CaptureFixtu
 
     (line,) = failing(RuntimeError("operator torchvision::nms does not exist\nmore"))
     assert "cannot be imported (operator torchvision::nms does not exist), nor can timm" in line
+    assert "(RuntimeError)" in failing(RuntimeError())[0] and "(no extension)" in failing(OSError("no extension"))[0]
     assert failing(ModuleNotFoundError("No module named 'torchvision'")) == []
 
 

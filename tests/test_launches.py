@@ -293,8 +293,12 @@ def test_a_saved_hidden_layer_is_not_written_again(way):
         with forcing(way), launch.targeting("sm_90"):
             kept.append(saved.saved_by_autograd(model, images, "sm_90"))
             counts.append(launches.traced(model, images, "training").count)
+        model.blocks[0].mlp.fc2.requires_grad_(False)
+        with forcing(way):
+            kept.append(saved.saved_by_autograd(model, images, "sm_90"))
     nbytes = 4 * 197 * 4 * 384 * 2
     assert counts[0].launches == counts[1].launches
-    assert counts[0].nbytes - counts[1].nbytes == kept[1] - kept[0] == nbytes
+    assert counts[0].nbytes - counts[1].nbytes == kept[2] - kept[0] == nbytes
+    assert kept[1] == kept[3]  # for a weight that does not learn it is of no use
     with pytest.raises(ValueError, match="save is 'all'; give 'least' or 'hidden'"):
         optimize(model, save="all")

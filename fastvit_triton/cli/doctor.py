@@ -114,8 +114,8 @@ def _no_torchvision() -> str | None:
         importlib.import_module("torchvision")
     except ModuleNotFoundError:
         return None
-    except (ImportError, RuntimeError) as error:
-        cause = str(error).splitlines()[0]
+    except (ImportError, RuntimeError, AttributeError, OSError) as error:
+        cause = (str(error) or type(error).__name__).splitlines()[0]
         return f"cannot be imported ({cause}), nor can timm; install its build for this PyTorch, see docs/faq.md"
     return None
 

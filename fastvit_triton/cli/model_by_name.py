@@ -87,7 +87,7 @@ def check_name(option: str, name: str) -> None:
 
 def is_built(name: str) -> bool:
     """True for a name of another library's model, which `build_model` builds with random weights."""
-    return name.startswith(("timm:", "torchvision:", "hf-config:"))
+    return name.startswith(("timm:", "torchvision:", "hf-config:")) and not Path(name).exists()
 
 
 def is_other(name: str | None) -> bool:

@@ -366,7 +366,7 @@ class _Fn(torch.autograd.Function):
         cast2 = None if product2 is w2 or layer_scale is not None else product2  # with layer_scale the weight is scaled
         ctx.save_for_backward(
             x, w2, b2, w1, b1, norm_weight, norm_bias, colsum, layer_scale, sample_scale, pre, mean, rstd, cast1, cast2,
-            h if save and settings.save == "hidden" else None,
+            h if save and settings.save == "hidden" and any(ctx.needs_input_grad[i] for i in (1, 2, 11)) else None,
         )  # fmt: skip
         ctx.settings = settings.without_normed()
         ctx.residual_dtype = None if residual is None else residual.dtype

@@ -47,7 +47,8 @@ REAL = {
     "mlp": {
         "ViT-B": dict(B=8, N=197, D=768, F=3072),
         "ViT-Ti": dict(B=8, N=197, D=192, F=768),
-        "recompute": dict(B=4, N=197, D=768, F=3072, recompute=1),
+        "recompute": dict(B=4, N=197, D=768, F=3072, save=1),
+        "hidden layer saved": dict(B=4, N=197, D=768, F=3072, save=2),
         "DINOv2-g": dict(B=2, N=257, D=1536, F=4096, gated=0),
         "Qwen2.5-VL": dict(B=1, N=4096, D=1280, F=3420, gated=0, rms=1),
         "Gemma 4": dict(B=1, N=2520, D=768, F=3072, gated=2, rms=1),

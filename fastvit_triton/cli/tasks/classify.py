@@ -70,7 +70,9 @@ class Classify(Task):
         _report(trained, score, args.out)
         if test.bad:
             print_line(skipped(test.bad))
-        if args.data is not None and (seen := trained_on(trained, test)):
+        with Console().status("comparing with the images of the training"):  # seen on a terminal
+            seen = 0 if args.data is None else trained_on(trained, test)
+        if seen:
             print_line(f"at least {seen:,} of these images are among those that the run was trained on")
         return 0
 
