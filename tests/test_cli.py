@@ -780,6 +780,8 @@ def test_doctor_says_which_products_run_by_onednn(capsys: pytest.CaptureFixture,
     assert said(row) == [used, none]
     assert said({"float32": dict(training=1e12)})[0].startswith("float32 not used up to ViT-B")
     assert "tune` measured that it is faster" in said(ways={"a": "onednn", "b": "plain"})[0]
+    tuned = "; blocks that `fastvit-triton tune` measured run as it found"
+    assert said(row, {"a": "onednn"})[0] == used.replace("; gelu", f"{tuned}; gelu")
     assert "because FASTVIT_TRITON_BACKEND is onednn" in said(switch="onednn")[0]
     assert "not used, FASTVIT_TRITON_BACKEND is torch" in said(switch="torch")[0]
 

@@ -144,12 +144,15 @@ def _onednn(dtype: "torch.dtype") -> str:
     rule = onednn.rule(cpu, dtype)
     if not rule.runs:
         text = f"not used, {rule.why}"
-    elif onednn.forced() or "onednn" in measured.of(cpu).ways.values():
-        text = f"used {rule.why}"
     else:
         smallest = {phase: _smallest(dtype, phase) for phase in onednn.PHASES}
         used = [f"{IN_PHASE[phase]} for {name} and larger" for phase, name in smallest.items() if name is not None]
         text = f"used {', '.join(used)}" if used else f"not used up to {list(VITS)[-1]}"
+        tuned = measured.of(cpu).ways.values()
+        if onednn.forced() or (not used and "onednn" in tuned):
+            text = f"used {rule.why}"
+        elif tuned:
+            text += f"; {onednn.TUNED}"
     if onednn.why_not(cpu, dtype) is None:
         operations = (*onednn.BINARY, *onednn.POST_OPERATIONS, "packed")
         refused = [reason for name in operations if (reason := onednn.refusal(dtype, name)) is not None]

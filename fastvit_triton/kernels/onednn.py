@@ -260,6 +260,9 @@ class Rule(NamedTuple):
     why: str
 
 
+TUNED = "blocks that `fastvit-triton tune` measured run as it found"
+
+
 def rule(device: torch.device, dtype: torch.dtype) -> Rule:
     """What decides whether products in this dtype on this device run by oneDNN, for reports."""
     if settings.forced is None and backend.backend() == "torch":
@@ -268,13 +271,13 @@ def rule(device: torch.device, dtype: torch.dtype) -> Rule:
         return Rule(False, reason)
     if forced():
         return Rule(True, "in every block, because FASTVIT_TRITON_BACKEND is onednn")
-    ways = set(measured.of(device).ways.values())
-    if "onednn" in ways:
-        return Rule(True, "in blocks for which `fastvit-triton tune` measured that it is faster")
-    limits = row().get(_name_of(dtype))
+    ways, limits = set(measured.of(device).ways.values()), row().get(_name_of(dtype))
     if limits:
         sizes = ", ".join(f"{macs:,.0f} in {phase}" for phase, macs in limits.items()).replace("in frozen", "if frozen")
-        return Rule(True, f"where a block's mean GEMM has at least this many multiplications: {sizes}")
+        more = f"; {TUNED}" if ways else ""
+        return Rule(True, f"where a block's mean GEMM has at least this many multiplications: {sizes}{more}")
+    if "onednn" in ways:
+        return Rule(True, "in blocks for which `fastvit-triton tune` measured that it is faster")
     if ways:
         return Rule(False, "`fastvit-triton tune` measured that PyTorch's products are faster")
     if limits is not None:

@@ -470,7 +470,9 @@ def _error_said(row: dict) -> str:
     """What a variant that is timed in any case has of error, to follow its speed; empty if its result matches."""
     if row.get("match") is not False:
         return ""
-    return NOT_FINITE if row["within"] is None else f", with {row['within']:g} times the error allowed"
+    if (within := row["within"]) is None:
+        return NOT_FINITE
+    return f", with {within:{',.0f' if within >= 10 else '.3g'}} times the error allowed in its dtype"
 
 
 def _to_finish(reasons: Sequence[str]) -> tuple[str, ...]:
