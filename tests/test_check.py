@@ -323,7 +323,7 @@ def test_comparison_by_onednn(monkeypatch):
     (row,) = (row for row in found["rows"] if row["arm"] == MEDIUM)
     assert not row["match"] and row["us"] > 0
     assert f"eager PyTorch ({found['beside'][MEDIUM][1]:.2f}" in found["said"]
-    assert "times the error allowed in its dtype" in found["said"] and "blocks run by oneDNN" in found["said"]
+    assert "times the error allowed in float32" in found["said"] and "blocks run by oneDNN" in found["said"]
 
 
 @pytest.mark.full
@@ -576,12 +576,12 @@ def test_frozen_models_are_advised_where_they_were_faster():
         ([1.2, 1.15, 1.3], [1.9, 1.8, 2.0], 1.0, None, [True, False]),
     ):
         rows = [row("eager (timm)", 1.0), row("optimized by us", 1.1), row("torch.compile", high), row(FROZEN, 1.0)]
-        rows.append(row(FROZEN_BF16, 1.0, match=False, within=within))
+        rows.append(row(FROZEN_BF16, 1.0, match=False, within=within, dtype="float32"))
         found = compared(["onednn"], compile=FAST) | dict(rows=rows, beside={FROZEN: frozen, FROZEN_BF16: rounded})
         advice, notes = verdict(dict(compare=found))
         assert advice == "use ours: 1.12 × torch.compile (1.08 to 1.15), by fastvit_triton.optimize(model)"
         assert [any(call in note for note in notes) for call in calls] == said
-        assert any(note.endswith("with 5 times the error allowed in its dtype") for note in notes) == said[1]
+        assert any(note.endswith("with 5 times the error allowed in float32") for note in notes) == said[1]
         assert ("its result is not finite" in _compared(found)) == (within is None)
 
 

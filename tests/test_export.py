@@ -15,6 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from fastvit_triton import create_model, optimize, revert
 from fastvit_triton.convert.backend import backend
+from fastvit_triton.deploy.export import Exported
 
 pytestmark = [  # PyTorch's warnings
     pytest.mark.filterwarnings(f"ignore:.*{words}")
@@ -163,3 +164,9 @@ def test_jit_trace_records_only_pytorch():
     with torch.no_grad():
         want, exact = model(images), truth(images.double())
         assert (traced(images) - want).norm() <= 2 * (want - exact).norm()
+
+
+def test_what_was_exported_prints_as_one_line():
+    """Oracle: by hand."""
+    assert str(Exported(dict(model="M", classes=["a"]), None, 1e-5)) == "M, not compared with PyTorch"
+    assert "M, largest difference from PyTorch 2.0e-06 (rounding" in str(Exported(dict(model="M"), 2e-6, 1e-5))

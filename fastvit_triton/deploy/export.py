@@ -66,6 +66,12 @@ class Exported(NamedTuple):
     difference: float | None
     allowed: float
 
+    def __str__(self) -> str:
+        if self.difference is None:
+            return f"{self.metadata['model']}, not compared with PyTorch"
+        error = f"{self.difference:.1e} (rounding explains up to {self.allowed:.1e})"
+        return f"{self.metadata['model']}, largest difference from PyTorch {error}"
+
 
 def export_model(
     model: nn.Module,

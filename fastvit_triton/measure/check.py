@@ -472,7 +472,7 @@ def _error_said(row: dict) -> str:
         return ""
     if (within := row["within"]) is None:
         return NOT_FINITE
-    return f", with {within:{',.0f' if within >= 10 else '.3g'}} times the error allowed in its dtype"
+    return f", with {within:{',.0f' if within >= 10 else '.3g'}} times the error allowed in {row['dtype']}"
 
 
 def _to_finish(reasons: Sequence[str]) -> tuple[str, ...]:
