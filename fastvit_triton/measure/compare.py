@@ -22,16 +22,20 @@ class Verdict:
         match: True if every tensor is finite and within its error budget.
         error: the largest error as a fraction of its budget; infinite if a value is not finite or a tensor is missing.
         worst: name of the tensor with that error.
+        off: that error relative to the tensor's largest value.
     """
 
     match: bool
     error: float
     worst: str
+    off: float = math.inf
 
     def columns(self) -> dict:
-        """Columns of a row: "match", "within" (the error), and "worst" if there is no match."""
+        """Columns of a row: "match", "within" (the error), and "worst" and "off" if there is no match."""
         row = dict(match=self.match, within=round(self.error, 3) if math.isfinite(self.error) else None)
-        return row if self.match else row | dict(worst=self.worst)
+        if self.match:
+            return row
+        return row | dict(worst=self.worst, off=float(f"{self.off:.2g}") if math.isfinite(self.off) else None)
 
 
 def leaves(value: object) -> Iterator[torch.Tensor]:
@@ -125,5 +129,5 @@ def verdict(
         if math.isnan(error):
             error = math.inf
         if error > worst.error:
-            worst = Verdict(error <= 1, error, name)
+            worst = Verdict(error <= 1, error, name, distance / scale[name] if scale[name] else math.inf)
     return worst
