@@ -102,7 +102,7 @@ def state() -> dict[str, object]:
         target=launch.target,
         plan=(settings.forced, settings.assumed, settings.observer, settings.locator, ways.state.inside_plain),
         registered=dict(op.REGISTERED),
-        launch=(launch.run, JITFunction.run),
+        launch=(launch.run, JITFunction.run, JITFunction._do_compile),
         call=torch.nn.Module.__call__,
         matmul=torch.Tensor.__matmul__,
         default_dtype=torch.get_default_dtype(),

@@ -399,8 +399,8 @@ def test_kernels_compiled_ahead_are_found(tmp_path, monkeypatch):
 
     monkeypatch.setattr(launch, "run", run)
     compile_really = JITFunction._do_compile
-    with no_device():
-        monkeypatch.setattr(JITFunction, "_do_compile", compile_really)
+    with no_device(), monkeypatch.context() as patch:
+        patch.setattr(JITFunction, "_do_compile", compile_really)
         assert call() == before and len(kernels) == count
         shutil.rmtree(tmp_path / (gone := min(before)))
         assert gone not in entries() and call() == before
