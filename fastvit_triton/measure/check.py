@@ -374,11 +374,11 @@ def _who(name: str) -> str:
 
 
 class Advice(NamedTuple):
-    """What to use.
+    """What `check` recommends.
 
     Attributes:
-        advice: in one sentence.
-        notes: what stands beside it, such as other ways in which the model is fast, and what did not finish.
+        advice: the recommendation, in one sentence.
+        notes: other findings: faster alternatives with restrictions, and stages that did not finish.
     """
 
     advice: str
@@ -461,7 +461,7 @@ def _advice(stages: Mapping[str, dict]) -> Advice:
 
 
 def _faster_frozen(compared: Sequence[dict]) -> Iterator[str]:
-    """Yields the ways to freeze the model that were measurably faster on a CPU than ours and each torch.compile."""
+    """Yields the ways to freeze the model that were measurably faster on a CPU than ours and default torch.compile."""
     found = next((stage for stage in compared if stage.get("over")), {})
     rows: dict[str, dict] = {row["arm"]: row for row in found.get("rows", ())}
     first = "fastvit_triton.optimize(model), then " * (OPTIMIZED in rows)
