@@ -234,8 +234,9 @@ def _by_gradient(
             )
         if final is not None and colours is not None:
             yield _tokens(tag, image, name, pictures[i], final.x[i], colours[i], final.where)
-    yield from _idle(seen)
-    spread = {n: entropy(layer.blocks()).mean(0) for n, layer in enumerate(seen.layers, 1) if not _why_idle(layer)}
+    idle = _idle(seen)
+    yield from idle.values()
+    spread = {n: entropy(layer.blocks()).mean(0) for n, layer in enumerate(seen.layers, 1) if n not in idle}
     if spread:
         over = f"over {len(images)} image{'s' if len(images) > 1 else ''}"
         yield Panel(
@@ -386,19 +387,19 @@ def _why_idle(layer: AttentionLayer) -> str | None:
     return "attention is uniform" if uniform else None
 
 
-def _idle(seen: Recording) -> Iterator[Absent]:
-    """Yields the layers whose distance and entropy are left out."""
-    for number, layer in enumerate(seen.layers, 1):
-        if (why := _why_idle(layer)) is not None:
-            yield Absent(f"distance and entropy of layer {number}", why)
+def _idle(seen: Recording) -> dict[int, Absent]:
+    """Number → what is said of a layer whose distance and entropy are left out."""
+    reasons = {number: _why_idle(layer) for number, layer in enumerate(seen.layers, 1)}
+    return {n: Absent(f"distance and entropy of layer {n}", why) for n, why in reasons.items() if why is not None}
 
 
 def _layers(seen: Recording, places: dict[int, tokens.Geometry], count: int) -> Iterator[Panel | Absent]:
     """Yields the panels of values per layer."""
-    yield from _idle(seen)
+    idle = _idle(seen)
+    yield from idle.values()
     far, spread = {}, {}
     for number, layer in enumerate(seen.layers, 1):
-        if _why_idle(layer) is not None:
+        if number in idle:
             continue
         spread[number] = entropy(layer.blocks()).mean(0)
         if not layer.halves:  # whose queries are not all patches
