@@ -59,6 +59,11 @@ FORMS = {  # of the forward pass, for up to 256 keys
     "ours, whole rows by TMA": dict(BLOCK_M=128, TMA=1, num_warps=8, num_stages=3),  # on other than sm_90 as "ours"
     "ours, whole rows by TMA, 2 stages": dict(BLOCK_M=128, TMA=1, num_warps=8, num_stages=2),
 }
+BACKWARD_FORMS = {  # with up to 256 keys on sm_90; elsewhere as "ours"
+    "ours, all keys by TMA": dict(BLOCK_M=32, num_warps=8, num_stages=3),
+    "ours, all keys by TMA, 2 stages": dict(BLOCK_M=32, num_warps=8, num_stages=2),
+}
+Rows = dict[str, dict[str, int]]  # launch parameters by row of tuned/
 UNBUILT_ATTENTION = ("ours, slices of channels",)
 ATTENTION_ARMS = ("SDPA cuDNN", "SDPA flash", "ours", *STAGES, *UNBUILT_ATTENTION)
 
@@ -72,8 +77,10 @@ def attention(N: int, D: int, batch: int, device: torch.device, dry: bool) -> Ca
     held = {variant.name: variant for variant in case.variants}
     ours = replace(held["ours eager"], name="ours")
     variants = [held["eager"], held["SDPA cuDNN"], held["SDPA flash"], ours]
-    variants += [Variant(name, None, Staged(ours.call, stages)) for name, stages in STAGES.items()]
-    variants += [Variant(name, None, partial(_in_form, ours.call, whole(**blocks))) for name, blocks in FORMS.items()]
+    rows: dict[str, Any] = {name: partial(staged, stages) for name, stages in STAGES.items()}
+    rows |= {name: whole(**blocks) for name, blocks in FORMS.items()}
+    rows |= {name: whole("bwd_whole", **blocks) for name, blocks in BACKWARD_FORMS.items()}
+    variants += [Variant(name, None, InRows(ours.call, changed)) for name, changed in rows.items()]
     variants += [Variant(name, NOT_BUILT) for name in UNBUILT_ATTENTION]
     few = max(1, 2**31 // (heads * N * N * 8))  # images whose scores take 2 GiB in float64
 
@@ -85,31 +92,33 @@ def attention(N: int, D: int, batch: int, device: torch.device, dry: bool) -> Ca
     return replace(case, name=name, variants=variants, truth=truth, work=None, facts=dict(N=N, D=D, batch=batch))
 
 
-def _in_form(run: Callable, rows: dict[str, dict[str, int]], qkv: Tensor) -> Tensor:
-    with overriding(rows):
-        return run(qkv=qkv)
+class InRows:
+    """A call of attention with other launch parameters, forward and backward.
 
-
-class Staged:
-    """A call of attention with another number of stages in each of its launches, forward and backward."""
+    rows: replaces rows of tuned/; or makes those from the rows that the call looks up.
+    """
 
     inside = contextlib.ExitStack()  # holds the launch parameters during a backward pass
 
-    def __init__(self, run: Callable, stages: int) -> None:
-        self.run, self.stages = run, stages
-        self.rows: dict[str, dict[str, int]] = {}
+    def __init__(self, run: Callable, rows: Rows | Callable[[Rows], Rows]) -> None:
+        self.run, self.rows = run, rows
 
     def __call__(self, qkv: Tensor) -> Tensor:
-        Staged.inside.close()  # of a backward pass that failed
-        if not self.rows:  # the first call looks up the rows
+        InRows.inside.close()  # of a backward pass that failed
+        if callable(self.rows):
             with overriding({}) as seen:
                 y = self.run(qkv=qkv)
                 if y.requires_grad:
                     torch.autograd.grad(y, qkv, torch.zeros_like(y))
-            self.rows = {name: row | dict(num_stages=self.stages) for name, row in seen.items() if "num_stages" in row}
+            self.rows = self.rows(seen)
         with overriding(self.rows):
-            y = self.run(qkv=_Before.apply(qkv, Staged.inside.close))
-        return _Before.apply(y, lambda: Staged.inside.enter_context(overriding(self.rows)))
+            y = self.run(qkv=_Before.apply(qkv, InRows.inside.close))
+        return _Before.apply(y, lambda: InRows.inside.enter_context(overriding(self.rows)))
+
+
+def staged(stages: int, seen: Rows) -> Rows:
+    """The rows with another number of stages."""
+    return {name: row | dict(num_stages=stages) for name, row in seen.items() if "num_stages" in row}
 
 
 class _Before(torch.autograd.Function):
@@ -139,7 +148,9 @@ def attention_lines() -> Iterator[Line]:
         for phase in ("forward", "backward"):
             usual = {"": 0.3, **dict.fromkeys(UNBUILT_ATTENTION, 0.0)}
             forms = [arm for arm, blocks in FORMS.items() if D == 64 or "TMA" not in blocks]
-            forms = forms if N <= WHOLE and (phase == "forward" or batch == 8) else []  # gradients check their L
+            forms = forms if phase == "forward" or batch == 8 else []  # gradients check their L
+            forms += BACKWARD_FORMS if phase == "backward" and D == 64 else []
+            forms = forms if N <= WHOLE else []
             yield Line(
                 "attention",
                 attention_name(N, D, batch),

@@ -84,10 +84,11 @@ def _uses(launch: Launch, row: str) -> bool:
     file, kernel = row.split(".")[:2]
     if row.startswith("attention.bwd."):  # this row chooses between one kernel and two
         return launch.name in ("attention._bwd_kernel", "attention._bwd_dq_kernel", "attention._bwd_dkdv_kernel")
-    if row.startswith(
-        "attention.fwd_whole."
-    ):  # parameters in use launch another: they count 0, and no bound beats that
+    # the parameters in use of these rows launch another kernel: they count 0, and no bound beats that
+    if row.startswith("attention.fwd_whole."):
         return launch.name in ("attention._fwd_whole_kernel", "attention._fwd_tma_kernel")
+    if row.startswith("attention.bwd_whole."):
+        return launch.name == "attention._bwd_tma_kernel"
     if row.startswith("mlp.fwd."):
         return launch.name in ("mlp._fwd_kernel", "linear._fwd_kernel", "layer_norm._stats_kernel")
     return launch.name == f"{file}._{'bwd_weight' if kernel == 'bwd' else kernel}_kernel"

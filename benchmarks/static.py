@@ -100,13 +100,14 @@ def floor(launch: Launch, phase: str, gpu: Gpu) -> float:
     """
     a, name = launch.values, launch.name
     forward = ("attention._fwd_kernel", "attention._fwd_whole_kernel", "attention._fwd_tma_kernel")
-    if name in (*forward, "attention._bwd_dq_kernel", "attention._bwd_kernel"):
-        heads, backward = heads_of(launch), "_bwd_" in name
+    backward = ("attention._bwd_dq_kernel", "attention._bwd_kernel", "attention._bwd_tma_kernel")
+    if name in forward or name in backward:
+        heads, passes = heads_of(launch), 2 if name in backward else 1
         Nq, Nk = sequence(launch)
         seen = seen_pairs(Nq, Nk, a.get("CAUSAL", False)) / max(Nq * Nk, 1)
         pairs = heads * math.ceil(Nq / 64) * 64 * math.ceil(Nk / 16) * 16 * seen
-        values = heads * (Nq + Nk) * (a["D"] + a.get("Dv", a["D"])) * (2 if backward else 1)
-        flops = pairs * (2 * a["D"] + 2 * a.get("Dv", a["D"])) * (2.5 if backward else 1)
+        values = heads * (Nq + Nk) * (a["D"] + a.get("Dv", a["D"])) * passes
+        flops = pairs * (2 * a["D"] + 2 * a.get("Dv", a["D"])) * (2.5 if name in backward else 1)
         itemsize = launch.tensors[0].dtype.itemsize
         exp = pairs / (16 * gpu.units * gpu.ghz * 1e3)
         return max(values * itemsize / gpu.gbs / 1e3, flops / gpu.tflops / 1e6, exp)

@@ -42,7 +42,7 @@ def targets(dry: bool = False) -> list[Target]:
     ordered = [Target("linear", dict(B=B, N=N, K=C, F=F, norm=1), "linear.fwd.half")]
     two = ("bwd_dq", "bwd_dkdv")  # where a program cannot hold a whole head
     whole = ("fwd_whole.128", "fwd_whole.160")
-    attentions = ((64, N, ("fwd", whole[0], "bwd")), (80, N, ("fwd", whole[1], *two)), (64, 577, two))
+    attentions = ((64, N, ("fwd", whole[0], "bwd", "bwd_whole.128")), (80, N, ("fwd", whole[1], *two)), (64, 577, two))
     for width, length, kernels in attentions if not dry else ((16, N, ("fwd", "bwd")), (48, N, two)):
         case = dict(B=B, H=12 if not dry else 1, Nq=length, Nk=length, D=width, Dv=width)
         for kernel in kernels:

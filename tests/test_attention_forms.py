@@ -1,4 +1,4 @@
-"""Tests of the forms of attention's forward pass for short sequences. Oracle: float64, in Triton's interpreter."""
+"""Tests of attention's forms for short sequences, forward and backward. Oracle: float64, in Triton's interpreter."""
 
 import contextlib
 import dataclasses
@@ -9,7 +9,7 @@ import torch
 from budget import allowed, largest, outside
 from interpreter import interpreting, poisoned
 
-from benchmarks.launch_recorder import compiled, record, recording
+from benchmarks.launch_recorder import compiled, record
 from benchmarks.lint import violations
 from benchmarks.sass import GPUS, read
 from fastvit_triton.kernels import attention, attention_qkv
@@ -19,6 +19,7 @@ from fastvit_triton.measure.candidates import CANDIDATES, candidates
 
 ROWS = whole(BLOCK_M=32, num_warps=4, num_stages=1)
 BOXES = whole(BLOCK_M=128, TMA=1, num_warps=8, num_stages=3)
+BOXES |= whole("bwd_whole", BLOCK_M=32, num_warps=8, num_stages=3)
 # also L, which the backward pass reads
 WITH_LSE = dataclasses.replace(
     attention.OP,
@@ -31,10 +32,10 @@ def sizes(N: int, D: int, Nq: int | None = None) -> dict[str, int]:
     return dict(B=1, H=2, Nq=N if Nq is None else Nq, Nk=N, D=D, Dv=D)
 
 
-def kernels(function, *arguments, arch: str = "sm_90", **options) -> list[str]:
-    """Names of the kernels of attention's forward pass."""
-    names = [launch.name for launch in record(arch, function, *arguments, **options)["inference"]]
-    return [name.removeprefix("attention.") for name in names if name.startswith("attention._fwd")]
+def kernels(function, *arguments, arch: str = "sm_90", phase: str = "inference", **options) -> list[str]:
+    """Names of the kernels of attention in one phase."""
+    names = [launch.name for launch in record(arch, function, *arguments, **options)[phase]]
+    return [name.removeprefix("attention.") for name in names if name.startswith("attention.")]
 
 
 def wrong(N: int, D: int, Nq: int, dtype: torch.dtype) -> list[str]:
@@ -109,7 +110,7 @@ def by_boxes(programs: int = 3):
 
 @pytest.mark.parametrize("N, D, dtype", [(17, 32, "bfloat16"), (197, 64, "float16")])
 def test_whole_rows_by_descriptors_equal_float64(N, D, dtype):
-    """Oracle: as above, with two programs for all tiles of all heads."""
+    """Oracle: as above, with two programs for all tiles of all heads in the forward pass; gradients likewise."""
     with by_boxes(2):
         assert wrong(N, D, min(N, 40), getattr(torch, dtype)) == []
 
@@ -141,21 +142,25 @@ def test_layouts_that_descriptors_read(layout):
     def one_image(i):  # of an axis of size 1 the stride may be any number
         return (1, H, N, D), (2**31 + 1, 4 * N * D, D, 1), i * N * D
 
-    q, k, v = map(shapes[layout], range(3))
+    q, k, v = (shapes[layout](i).requires_grad_() for i in range(3))
+    cotangent = torch.randn(B, N, H, D, generator=generator).transpose(1, 2)
+    if layout == "heads first":
+        cotangent = cotangent.contiguous()
+
+    def results(run, dtype):
+        given = [t.detach().to(dtype).requires_grad_() if dtype != t.dtype else t for t in (q, k, v)]
+        o = run(*given)
+        return [o.detach(), *torch.autograd.grad(o, given, cotangent.to(dtype))]
+
     with by_boxes():
-        launched = [launch.name for launch in _launched(q, k, v)]
-        assert launched == ["attention._fwd_kernel" if layout in ("odd", "unaligned") else "attention._fwd_tma_kernel"]
+        form = "" if layout in ("odd", "unaligned") else "_tma"
+        assert kernels(attention.attention, q, k, v) == [f"_fwd{form}_kernel"]
+        assert kernels(attention.attention, q, k, v, phase="backward") == [f"_bwd{form}_kernel"]
         with interpreting(), poisoned():
-            o = attention.attention(q, k, v)
-    want = attention.reference(*(t.double() for t in (q, k, v)))
-    own = attention.reference(q, k, v).double()
-    assert largest(o - want) <= allowed(float(largest(own - want)), float(largest(want)), torch.float16)
-
-
-def _launched(q, k, v):
-    with recording("sm_90") as launches, torch.no_grad():
-        attention.attention(q, k, v)
-    return launches
+            found = results(attention.attention, torch.float16)
+    wanted, own = (results(attention.reference, dtype) for dtype in (torch.float64, torch.float16))
+    for got, want, theirs in zip(found, wanted, own, strict=True):
+        assert largest(got - want) <= allowed(float(largest(theirs - want)), float(largest(want)), torch.float16)
 
 
 def test_other_gpus_and_heads_have_no_descriptors():
@@ -163,13 +168,32 @@ def test_other_gpus_and_heads_have_no_descriptors():
 
     def few(D, dtype=torch.bfloat16, arch="sm_90", Dv=None):
         q, k, v = (torch.randn(1, 2, 50, d, dtype=dtype, requires_grad=True) for d in (D, D, Dv or D))
-        return kernels(attention.attention, q, k, v, arch=arch)
+        forward = kernels(attention.attention, q, k, v, arch=arch)
+        backward = kernels(attention.attention, q, k, v, arch=arch, phase="backward")
+        assert ("_fwd_tma_kernel" in forward) == ("_bwd_tma_kernel" in backward) and len(forward) == 1
+        return len(forward + backward), "_fwd_tma_kernel" in forward
 
     with overriding(BOXES):
-        assert few(64) == few(16) == few(64, torch.float16) == ["_fwd_tma_kernel"]
+        assert few(64) == few(16) == few(64, torch.float16) == (2, True)
         others = [few(80), few(48), few(128), few(64, torch.float32), few(64, Dv=32)]
         others += [few(64, arch=arch) for arch in GPUS if arch != "sm_90"]
-        assert others == [["_fwd_kernel"]] * len(others)
+        assert not any(boxed for _, boxed in others)
+
+
+def test_other_gradients_loop_over_keys():
+    """Oracle: the list of what the backward pass with all keys at once does not compute, and its row in use."""
+    q, k, v = (torch.randn(2, 2, 50, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    few = partial(kernels, attention.attention, q, k, v, phase="backward")
+    long = [torch.randn(1, 1, WHOLE + 1, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    assert few() == ["_bwd_kernel"]
+    with overriding(BOXES):
+        assert few() == few(scale=-1.0) == ["_bwd_tma_kernel"]
+        others = [few(bias=torch.zeros(1, 2, 50, 50)), few(causal=True), few(kv_lens=torch.tensor([50, 9]))]
+        others += [few(axis_bias=(q[..., :5], q[..., :10])), kernels(attention.attention, *long, phase="backward")]
+        ends = torch.tensor([0, 20, 50], dtype=torch.int32)
+        packed = [t[0].transpose(0, 1) for t in (q, k, v)]
+        others += [kernels(attention.varlen_attention, *packed, ends, 30, phase="backward")]
+        assert all(found and "_bwd_tma_kernel" not in found for found in others)
 
 
 @pytest.mark.fast
@@ -192,9 +216,12 @@ def test_candidates_fit_every_length(row, arch):
     D = int(row.rpartition(".")[2]) // 2
     for blocks in candidates(row, arch):
         for N in (16, 48, 100, 145, 197, 224, 256):
-            q = torch.empty(16, 12, N, D, dtype=torch.bfloat16, requires_grad=True)
+            qkv = torch.empty(16, N, 3, 12, D, dtype=torch.bfloat16, requires_grad=True)
+            q, k, v = qkv.permute(2, 0, 3, 1, 4)
             with overriding({row: blocks}):
-                (launch,) = record(arch, attention.attention, q, q, q)["forward"]
+                launches = record(arch, attention.attention, q, k, v)
+            (launch,) = launches["backward" if "bwd" in row else "forward"]
             kernel = compiled(launch, arch)
-            assert launch.name == f"attention._fwd_{'tma' if 'TMA' in blocks else 'whole'}_kernel"
+            form = "_bwd_tma" if "bwd" in row else "_fwd_tma" if "TMA" in blocks else "_fwd_whole"
+            assert launch.name == f"attention.{form}_kernel"
             assert violations(launch, read(kernel), arch, kernel.asm) == [], (N, blocks)

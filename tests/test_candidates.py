@@ -27,7 +27,7 @@ def test_lists_of_candidates_are_short(arch):
     assert CANDIDATES.keys() == {target.row for target in TARGETS}
     for row in CANDIDATES:
         found = candidates(row, arch)
-        assert len(found) <= 12 and (found or row == "attention.fwd_whole.160")
+        assert len(found) <= 12 and (found or "_whole." in row)
         assert len({json.dumps(config, sort_keys=True) for config in found}) == len(found), row
 
 

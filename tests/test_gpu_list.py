@@ -264,7 +264,7 @@ def test_stages_reach_both_passes():
     ours = next(v for v in lines.attention(70, 64, 1, CPU, False).variants if v.name == "ours").call
     seen = {}
     with rows.tracing(), rows.targeting("sm_90"):
-        staged = lines.Staged(ours, 5)
+        staged = lines.InRows(ours, partial(lines.staged, 5))
         for _ in range(2):  # the first call looks up the rows
             seen.clear()
             with rows._seeing() as found:

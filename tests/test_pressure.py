@@ -322,6 +322,7 @@ MUTATIONS = {
     "attention._fwd_whole_kernel": ("1.0 / row_sum", "-1.0 / row_sum", attention.OP, "class_token"),
     "attention._fwd_tma_kernel": ("1.0 / row_sum", "-1.0 / row_sum", attention.OP, "cross"),
     "attention_backward._bwd_kernel": ("dk0 * softmax_scale", "dk0 * scale", attention.OP, "class_token"),
+    "attention_backward._bwd_tma_kernel": ("dk * softmax_scale", "dk * scale", attention.OP, "cross"),
     "attention_backward._bwd_dq_kernel": ("delta = tl.sum", "delta = -tl.sum", attention.OP, "bias"),
     "attention_backward._bwd_dkdv_kernel": ("dk0 * softmax_scale", "dk0 * scale", attention.OP, "bias"),
     "attention_backward._bwd_dbias_kernel": ("dp - tl.load", "dp + tl.load", attention.OP, "bias"),
@@ -373,9 +374,10 @@ def test_one_wrong_sign_is_detected(kernel, monkeypatch):
     file, name = kernel.split(".")
     form = dict(BLOCK_M=64, num_warps=4, num_stages=2, TMA=int("tma" in kernel))
     rows = attention_launch.whole(**form) if name in ("_fwd_whole_kernel", "_fwd_tma_kernel") else {}
+    rows |= attention_launch.whole("bwd_whole", **form) if name == "_bwd_tma_kernel" else {}
     # these cover whole heads and whole MLPs, and read by descriptors
-    in_16_bits = ("attention_backward._bwd_kernel", "mlp._fwd_kernel", "attention._fwd_tma_kernel")
-    dtype = torch.float16 if kernel in in_16_bits else torch.float32
+    in_16_bits = "tma" in kernel or kernel in ("attention_backward._bwd_kernel", "mlp._fwd_kernel")
+    dtype = torch.float16 if in_16_bits else torch.float32
     module, case = MODULES[file], (op_.cases | MORE)[case]
     with overriding(rows), targeting("sm_90") if rows else contextlib.nullcontext():
         assert outside(op_, case, dtype) == []

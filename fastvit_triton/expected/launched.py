@@ -81,11 +81,11 @@ def sequence(launch: Launched) -> tuple[int, int]:
 def heads_of(launch: Launched) -> float:
     """Heads of all images of an attention launch: each program has several, or they have `tiles` programs each."""
     a = launch.values
-    return a["heads"] if "heads" in a else launch.programs / a["tiles"]
+    return a["heads"] if "heads" in a else launch.programs / a.get("tiles", 1)
 
 
-# kernel → number of matrix products that contract over the width of q and k, and over that of v
-_OVER = {"_fwd_kernel": (1, 1), "_bwd_kernel": (3, 2), "_bwd_dq_kernel": (2, 1), "_bwd_dkdv_kernel": (2, 2)}
+# kernel → number of matrix products that contract over the width of q and k, and over that of v, if not one each
+_OVER = {"_bwd_kernel": (3, 2), "_bwd_tma_kernel": (3, 2), "_bwd_dq_kernel": (2, 1), "_bwd_dkdv_kernel": (2, 2)}
 
 
 def _window_work(launch: Launched) -> KernelWork:
@@ -120,6 +120,9 @@ def _attention_work(launch: Launched) -> KernelWork:
     if kernel in ("_fwd_whole_kernel", "_fwd_tma_kernel"):
         passes = heads * a["tiles"] / launch.programs  # of one tile; 1 where a program has one
         return KernelWork(flops, padded_pair * a["BLOCK_M"] * (a["N0"] + a["N1"] + a["N2"]) * passes, passes)
+    if kernel == "_bwd_tma_kernel":
+        passes = math.ceil(Nq / a["BLOCK_M"])
+        return KernelWork(flops, padded_pair * a["BLOCK_N"] * passes * a["BLOCK_M"], passes)
     if causal:
         blocks = _causal_blocks(kernel, Nq, Nk, a["BLOCK_M"], a["BLOCK_N"])
         return KernelWork(flops, padded_pair * blocks * a["BLOCK_M"] * a["BLOCK_N"], blocks)

@@ -51,6 +51,7 @@ from .attention_inner import (
     load_tiles,
     program_position,
     seen_keys,
+    store_box,
     store_tiles,
     whole_rows,
     zero_tiles,
@@ -60,7 +61,6 @@ from .attention_launch import (
     arguments_of,
     bias_kind,
     blocks_of,
-    boxes_of,
     loads_tail_early,
     prepare,
     prepared,
@@ -70,6 +70,7 @@ from .attention_launch import (
     tail_block,
     units,
     whole_blocks,
+    whole_boxes,
 )
 from .backend import kernels_available
 from .descriptor import aligned
@@ -421,8 +422,7 @@ def _fwd_tma_kernel(
         row_max, row_sum, o, _ = whole_rows(
             q, q, k0, k1, k2, v0, v1, v2, Nk, scale, 0, D, 0, N0, N1, N2, MASKED, PRECISION
         )
-        o = (o * (1.0 / row_sum)[:, None]).to(q.dtype)
-        o_desc.store([b, first, h * D], tl.reshape(o, [1, BLOCK_M, D]))
+        store_box(o_desc, o * (1.0 / row_sum)[:, None], b, h, H, first, False)
         m = first + tl.arange(0, BLOCK_M)
         l_at = l_ptr + tl.cast(b, tl.int64) * l_strides[0] + tl.cast(h, tl.int64) * l_strides[1] + m
         tl.store(l_at, row_max * scale + tl.log2(row_sum), mask=m < Nq)
@@ -455,7 +455,7 @@ def _prepare(tensors, max_seqlen, scale, columns, causal, may_box=True):
             tiles = cdiv(Nq, blocks["BLOCK_M"])
             return [prepare(_fwd_whole_kernel, tiles * images * q.shape[1], blocks, **arguments, tiles=tiles)]
         if may_box and reads_boxes(tensors):
-            arguments |= boxes_of(tensors, blocks)
+            arguments |= whole_boxes(tensors, blocks)
             programs = min(units(q.device), arguments["heads"] * arguments["tiles"])
             return [prepare(_fwd_tma_kernel, programs, blocks, **arguments)]
     blocks = blocks_of("fwd", q, bias_kind(bias, columns, causal), images, Nq, Nk, width)

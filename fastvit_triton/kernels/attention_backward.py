@@ -10,7 +10,10 @@ Math      P = exp(S − L)                       recomputed, never stored       
 Kernels   If two blocks of keys cover all keys (197 ≤ 2·128), one program computes all gradients of a head, with five
           matrix products. Otherwise one kernel computes Δ and dQ and another dK and dV, with seven products. A third
           kernel computes dbias, or the sums of (9) as a product of dS with zeros and ones. No atomics: every run gives
-          the same bits.
+          the same bits. A second form with one program per head has all of up to 256 keys at once, so that dQ is
+          complete in registers, and copies by descriptors, the next queries while these are computed: on sm_90, for
+          heads of 16, 32 or 64 channels in 16 bits, without a bias or mask, where a row "attention.bwd_whole" of
+          tuned/ says so.
 Cost      2·B·H·Nq·Nk·(3·D + 2·Dv) flops with one program per head, 2·B·H·Nq·Nk·(4·D + 3·Dv) otherwise.
 Source    Dao, FlashAttention-2, arXiv:2307.08691, algorithm 2.
 """
@@ -25,6 +28,7 @@ from .attention_inner import (
     dqkv_step,
     first_query,
     head_pointer,
+    load_box,
     load_log_sum,
     load_lse,
     load_tiles,
@@ -32,6 +36,7 @@ from .attention_inner import (
     p_and_dp,
     program_position,
     seen_keys,
+    store_box,
     store_tiles,
     zero_tiles,
 )
@@ -46,7 +51,9 @@ from .attention_launch import (
     start,
     tail_block,
     whole_head_blocks,
+    whole_head_boxes,
 )
+from .descriptor import aligned
 from .launch import cdiv
 from .op import register
 from .tile import jit, tl
@@ -229,6 +236,38 @@ def _bwd_kernel(
         tl.debug_barrier()
 
 
+@jit
+def _bwd_tma_kernel(
+    q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc, dk_desc, dv_desc, l_ptr, l_strides,
+    H, Nq, Nk, scale, softmax_scale,
+    D: tl.constexpr, Q_FIRST: tl.constexpr, K_FIRST: tl.constexpr, V_FIRST: tl.constexpr, DO_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One program: all gradients of one head, with all keys at once. Loops over queries."""
+    b, h = tl.program_id(0) // H, tl.program_id(0) % H
+    k = load_box(k_desc, b, h, H, 0, BLOCK_N, D, K_FIRST)
+    v = load_box(v_desc, b, h, H, 0, BLOCK_N, D, V_FIRST)
+    dk, dv = zero_tiles(BLOCK_N, D, D)
+    l_ptr += tl.cast(b, tl.int64) * l_strides[0] + tl.cast(h, tl.int64) * l_strides[1]
+    for first in tl.range(0, Nq, BLOCK_M, disable_licm=True):  # loop-invariant code motion would spill registers
+        m = first + tl.arange(0, BLOCK_M)
+        q = load_box(q_desc, b, h, H, first, BLOCK_M, D, Q_FIRST)
+        do = load_box(do_desc, b, h, H, first, BLOCK_M, D, DO_FIRST)
+        o = load_box(o_desc, b, h, H, first, BLOCK_M, D, False)
+        delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)  # (5)
+        lse = tl.load(l_ptr + m, mask=m < Nq, other=float("inf"))  # P = 0 past the last query
+        p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale - lse[None, :])  # [BLOCK_N, BLOCK_M], (4)
+        if MASKED:  # rows past the last key are not stored, but dQ multiplies them by the zeros of K
+            p = tl.where((tl.arange(0, BLOCK_N) < Nk)[:, None], p, 0.0)
+        dv = tl.dot(p.to(q.dtype), do, dv, input_precision=PRECISION)
+        ds = (p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])).to(q.dtype)  # (6)
+        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+        dq = tl.dot(tl.trans(k), ds, input_precision=PRECISION) * softmax_scale  # [D, BLOCK_M]
+        store_box(dq_desc, tl.trans(dq.to(q.dtype)), b, h, H, first, Q_FIRST)
+    store_box(dk_desc, dk * softmax_scale, b, h, H, 0, K_FIRST)
+    store_box(dv_desc, dv, b, h, H, 0, V_FIRST)
+
+
 @jit(do_not_specialize=["B", "G", "tiles_m", "tiles_n"])
 def _bwd_dbias_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, kv_lens_ptr, do_ptr, l_ptr, delta_ptr, dbias_ptr,
@@ -327,6 +366,8 @@ def _bwd(
         shape = (bias.shape[0], *q.shape[1:3], k.shape[2])
         tensors["dbias"] = torch.zeros(shape, dtype=torch.float32, device=q.device)
     launches = prepared(_prepare, tensors, max_seqlen, scale, columns, causal)
+    if launches and launches[0].kernel is _bwd_tma_kernel and not aligned(q, k, v, o, do):
+        launches = prepared(_prepare, tensors, max_seqlen, scale, columns, causal, False)
     if any("delta" in prepared_launch.tensors for prepared_launch in launches):
         tensors["delta"] = torch.empty_like(lse)
     for prepared_launch in launches:
@@ -336,8 +377,11 @@ def _bwd(
     return outputs
 
 
-def _prepare(tensors, max_seqlen, scale, columns, causal):
-    """Launches of the backward pass: one if a program can hold a whole head, else one each for dq, dk/dv and dbias."""
+def _prepare(tensors, max_seqlen, scale, columns, causal, may_box=True):
+    """Launches of the backward pass: one if a program can hold a whole head, else one each for dq, dk/dv and dbias.
+
+    may_box: one by descriptors, too, if a row says so.
+    """
     q, k, v, bias, kv_lens, cu_seqlens, *_ = tensors.values()
     images, Nq, Nk, width = sizes_of(q, k, v, cu_seqlens, max_seqlen)
     heads = images * q.shape[1]
@@ -345,6 +389,9 @@ def _prepare(tensors, max_seqlen, scale, columns, causal):
     arguments = arguments_of(tensors, max_seqlen, scale, columns, causal)
     launches = []
     kind = bias_kind(bias, columns, causal)
+    bare = bias is None and not ragged and not causal
+    if may_box and bare and q.numel() and k.numel() and (found := whole_head_boxes(tensors, images, Nk, width)):
+        return [prepare(_bwd_tma_kernel, heads, found[0], **arguments | found[1])]
     blocks = whole_head_blocks(q, bias, ragged, causal, images, Nq, Nk, width)
     if blocks and q.numel() and k.numel():
         tail = tail_block(Nq, blocks["BLOCK_M"], cu_seqlens is not None)

@@ -260,6 +260,16 @@ def load_box(desc, b, h, H, first, LENGTH: tl.constexpr, D: tl.constexpr, FIRST:
 
 
 @jit
+def store_box(desc, x, b, h, H, first, FIRST: tl.constexpr):
+    """Stores x [LENGTH, D] where `load_box` reads it; rows past the last one are not written."""
+    box = tl.reshape(x.to(desc.dtype), [1, x.shape[0], x.shape[1]])
+    if FIRST:
+        desc.store([b * H + h, first, 0], box)
+    else:
+        desc.store([b, first, h * x.shape[1]], box)
+
+
+@jit
 def load_boxes(
     desc0, desc1, desc2, b, h, H, D: tl.constexpr, FIRST: tl.constexpr,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,

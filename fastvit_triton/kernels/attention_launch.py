@@ -23,6 +23,8 @@ WHOLE = 256  # keys up to which a program can hold whole rows of scores
 SHARED = 226 * 1024  # bytes of a block on sm_90, less 1 KiB for barriers
 WIDTHS = (64, 128, 160, 192, 256, 320, 512, 1024)  # head widths in bytes in row names of tuned/
 
+HEADS = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
+
 Tensors = dict[str, Any]  # by name: a tensor, or None
 
 _prepared: dict[tuple, list] = {}  # by layout of the tensors; see `prepared`
@@ -139,6 +141,7 @@ SPACE = {
         (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
     ),
     "bwd": ((128, dict(BLOCK_M=16, BLOCK_N=128, num_warps=8, num_stages=1)),),
+    "bwd_whole": ((1024, dict(BLOCK_M=0, num_warps=8, num_stages=1)),),  # 0: "bwd"
     "bwd_dbias": (
         (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
         (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
@@ -204,33 +207,44 @@ def whole_blocks(q: Tensor, images: int, Nq: int, Nk: int, width: int) -> dict[s
 
 
 def reads_boxes(tensors: Tensors) -> bool:
-    """True if the forward pass of these q, k and v can read and write by descriptors.
+    """True if the kernels with descriptors can read and write these heads.
 
-    That needs sm_90, 16-bit heads of 16, 32 or 64 channels, and layouts that `heads_first` knows.
+    That needs sm_90, 16-bit heads of 16, 32 or 64 channels, and layouts that `heads_first` knows: for the output tokens
+    first, for the gradients of q, k and v that of the tensor.
     """
-    q, k, v = (tensors[name] for name in "qkv")
+    q, v = tensors["q"], tensors["v"]
     D = q.shape[3]
-    fits = q.element_size() == 2 and D in (16, 32, 64) and v.shape[3] == D and isinstance(q.shape[2], int)
-    return fits and launcher.architecture(q.device) == "sm_90" and None not in map(heads_first, (q, k, v))
+    if q.element_size() != 2 or D not in (16, 32, 64) or v.shape[3] != D or not isinstance(q.shape[2], int):
+        return False
+    if launcher.architecture(q.device) != "sm_90":
+        return False
+    first = {name: heads_first(tensors[name]) for name in HEADS if name in tensors}
+    wanted = first | dict(o=False) | {f"d{name}": first[name] for name in "qkv"}
+    return None not in first.values() and all(wanted[name] == found for name, found in first.items())
 
 
-def boxes_of(tensors: Tensors, blocks: dict[str, int]) -> dict[str, Any]:
-    """Arguments by name of the kernel with descriptors that `arguments_of` has not.
+def boxes_of(tensors: Tensors, rows: dict[str, int]) -> dict[str, Any]:
+    """Arguments by name of a kernel with descriptors that `arguments_of` has not.
 
-    Adapts the launch parameters: to few queries, and to the shared memory, which holds a tile's operands per stage.
+    rows: of the box of each descriptor, by its name without "_desc": that of its tensor, or, as "k0", a piece's; 0 for
+    no descriptor.
     """
-    (B, H, Nq, D), first = tensors["q"].shape, {name: bool(heads_first(tensors[name])) for name in "qkvo"}
+    arguments: dict[str, Any] = {}
+    for name, length in rows.items():
+        t = name.rstrip("012")
+        arguments[f"{name}_desc"] = (t, *boxes(tensors[t], bool(heads_first(tensors[t])), length)) if length else None
+    return arguments | {f"{name.upper()}_FIRST": bool(heads_first(t)) for name, t in tensors.items() if name in HEADS}
+
+
+def whole_boxes(tensors: Tensors, blocks: dict[str, int]) -> dict[str, Any]:
+    """`boxes_of` of the forward pass; adapts `blocks` to few queries and to the shared memory."""
+    B, H, Nq, D = tensors["q"].shape
     tile = blocks["BLOCK_M"] = blocks["BLOCK_M"] if Nq > 64 else 64
     blocks["num_warps"] = min(blocks["num_warps"], tile // 16)  # each takes at least 16 rows of a product
-    keys = sum(blocks[f"N{i}"] for i in range(3))
-    fitting = (SHARED // (2 * D) - tile) // (2 * keys + tile)  # beside the tile that is written
+    pieces = {f"{name}{i}": blocks[f"N{i}"] for name in "kv" for i in range(3)}
+    fitting = (SHARED // (2 * D) - tile) // (sum(pieces.values()) + tile)  # beside the tile that is written
     blocks["num_stages"] = min(blocks["num_stages"], fitting)
-    arguments: dict[str, Any] = dict(heads=B * H, tiles=cdiv(Nq, tile))
-    lengths = {"q": tile, "o": tile} | {f"{name}{i}": blocks[f"N{i}"] for name in "kv" for i in range(3)}
-    for name, rows in lengths.items():
-        t = name[0]
-        arguments[f"{name}_desc"] = (t, *boxes(tensors[t], first[t], rows)) if rows else None
-    return arguments | {f"{name.upper()}_FIRST": first[name] for name in "qkv"}
+    return boxes_of(tensors, dict(q=tile, o=tile) | pieces) | dict(heads=B * H, tiles=cdiv(Nq, tile))
 
 
 @functools.cache
@@ -239,9 +253,9 @@ def units(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def whole(**blocks: int) -> dict[str, dict[str, int]]:
+def whole(kernel: str = "fwd_whole", **blocks: int) -> dict[str, dict[str, int]]:
     """Rows for `launch.overriding`, which make programs hold whole rows of scores wherever they can."""
-    return {f"attention.fwd_whole.{kind}{width}": blocks for kind in ("", "fp32.") for width in WIDTHS}
+    return {f"attention.{kernel}.{kind}{width}": blocks for kind in ("", "fp32.") for width in WIDTHS}
 
 
 @functools.cache
@@ -266,6 +280,26 @@ def whole_head_blocks(
     row = f"attention.bwd.{'causal.' if causal else 'ragged.' if ragged else ''}{size}"
     blocks = config(row, default, q.device, images * q.shape[1], Nq, Nk)
     return blocks if Nk <= 2 * blocks["BLOCK_N"] else None
+
+
+def whole_head_boxes(
+    tensors: Tensors, images: int, Nk: int, width: int
+) -> tuple[dict[str, int], dict[str, Any]] | None:
+    """(launch parameters, `boxes_of`) of the backward pass with all keys at once and by descriptors; or None.
+
+    That needs a row "attention.bwd_whole" whose BLOCK_M is not 0, and up to WHOLE keys, whose number must be known.
+    BLOCK_M is for WHOLE keys: with fewer of them, tiles of as many scores have more queries, at most 64.
+    """
+    q = tensors["q"]
+    if not isinstance(Nk, int) or not 0 < Nk <= WHOLE:
+        return None
+    blocks = config(*tuned_row("bwd_whole", q, "", width), q.device, images * q.shape[1], q.shape[2], Nk)
+    if not blocks["BLOCK_M"] or not reads_boxes(tensors):
+        return None
+    keys = blocks["BLOCK_N"] = power_of_2(max(Nk, 64))
+    tile = blocks["BLOCK_M"] = min(blocks["BLOCK_M"] * (WHOLE // keys), 64)
+    rows = dict.fromkeys(("q", "o", "do", "dq"), tile) | dict.fromkeys(("k", "v", "dk", "dv"), keys)
+    return blocks, boxes_of(tensors, rows) | dict(MASKED=keys != Nk)
 
 
 def tail_block(N: int, block: int, ragged: bool) -> int:
@@ -303,7 +337,7 @@ def arguments_of(
     rows = Nk // columns if columns else 0
     if bias is not None and not columns:
         bias = bias.expand(bias.shape[0], H, Nq, Nk)
-    heads = {n: t for n, t in tensors.items() if n in ("q", "k", "v", "o", "do", "dq", "dk", "dv")}
+    heads = {n: t for n, t in tensors.items() if n in HEADS}
     strides: dict[str, Any] = {name: strides_of(t, cu_seqlens) for name, t in heads.items()}
     unit = 16 // q.element_size()
     unit = unit if all(stride % unit == 0 for triple in strides.values() for stride in triple) else 1

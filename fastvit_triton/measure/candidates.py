@@ -7,12 +7,8 @@ def _attention(*blocks: tuple[int, int, int, int]) -> tuple[Config, ...]:
     return tuple(dict(BLOCK_M=m, BLOCK_N=n, num_warps=w, num_stages=s) for m, n, w, s in blocks)
 
 
-def _whole(*blocks: tuple[int, int]) -> tuple[Config, ...]:
-    return tuple(dict(BLOCK_M=m, num_warps=w, num_stages=1) for m, w in blocks)
-
-
-def _by_descriptors(*blocks: tuple[int, int, int]) -> tuple[Config, ...]:
-    return tuple(dict(BLOCK_M=m, TMA=1, num_warps=w, num_stages=s) for m, w, s in blocks)
+def _whole(*blocks: tuple[int, int, int], **form: int) -> tuple[Config, ...]:
+    return tuple(dict(BLOCK_M=m, num_warps=w, num_stages=s) | form for m, w, s in blocks)
 
 
 def _product(columns: str, *blocks: tuple[int, ...]) -> tuple[Config, ...]:
@@ -50,12 +46,14 @@ CANDIDATES: dict[str, dict[str, tuple[Config, ...]]] = {
     },
     # whole rows of scores; the loop over keys is in use. On architectures not listed here heads of 80 channels spill
     "attention.fwd_whole.128": {
-        "sm_90": _by_descriptors((128, 8, 3), (128, 8, 2)),
-        "sm_90 sm_100 gfx942": _whole((64, 4)),
-        "sm_100": _whole((64, 8)),
-        ANY: _whole((32, 4)),
+        "sm_90": _whole((128, 8, 3), (128, 8, 2), TMA=1),
+        "sm_90 sm_100 gfx942": _whole((64, 4, 1)),
+        "sm_100": _whole((64, 8, 1)),
+        ANY: _whole((32, 4, 1)),
     },
-    "attention.fwd_whole.160": {"sm_90 sm_100 gfx942": _whole((64, 4)), "sm_100": _whole((64, 8))},
+    "attention.fwd_whole.160": {"sm_90 sm_100 gfx942": _whole((64, 4, 1)), "sm_100": _whole((64, 8, 1))},
+    # all keys at once; "attention.bwd" is in use
+    "attention.bwd_whole.128": {"sm_90": _whole((32, 8, 3), (32, 8, 2), (16, 8, 3))},
     "attention.bwd": {  # BLOCK_N = 0: the two kernels below
         "sm_90": _attention((64, 128, 8, 2), (64, 128, 8, 1), (32, 128, 8, 1), (16, 256, 8, 1)),
         "sm_100": _attention((32, 128, 8, 1), (16, 128, 4, 1)),
