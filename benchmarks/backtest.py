@@ -32,7 +32,7 @@ from fastvit_triton import optimize
 from fastvit_triton.expected.count import traced, weightless
 from fastvit_triton.expected.gpus import Device, devices, gpus
 from fastvit_triton.expected.times import call_us, family, with_ours
-from fastvit_triton.expected.work import UNMODELLED, GpuWork, ours, work_of
+from fastvit_triton.expected.work import UNMODELLED, GpuWork, ours, work_of, work_of_events
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels.settings import forcing
 from fastvit_triton.measure.machine import provenance
@@ -49,6 +49,7 @@ FITTED = ("vit", "dinov3", "rope", "eva", "swin")  # of the models of other fami
 BAND = (0.1, 0.25)  # median and 90th percentile of the errors of a family's fitted rows, up to which it is predicted
 # GPU whose eager runs used timm's fast norm: its LayerNorms take no longer in eager than their bytes in 16 bits
 FAST_NORM = ("rtx4090",)
+MODES = ("eager", "compile", "eager training", "compile training")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -57,7 +58,8 @@ class Row(NamedTuple):
 
     Attributes:
         gpu: short name, such as rtx4090.
-        mode: "eager", "compile", or "fused": an engine of hand-tuned kernels, compared with ours at expected rates.
+        mode: "eager" or "compile", of inference or with " training" of a forward and backward pass; or "fused": an
+            engine of hand-tuned kernels, compared with ours at expected rates.
         dtype: "amp fp16", "bf16", …
         model: timm's name.
         img_size: side in pixels.
@@ -81,7 +83,7 @@ class Row(NamedTuple):
     def key(self) -> str:
         """Name of its counts."""
         more = " fast norm" * (self.mode == "eager" and self.gpu in FAST_NORM)
-        more = f" on {self.gpu} {self.batch}" if self.mode == "fused" else more
+        more = f" on {self.gpu} {self.batch} {self.mode}" if self.mode not in ("eager", "compile") else more
         return f"{self.model} {self.img_size} {self.dtype}{more}"
 
     @property
@@ -128,12 +130,12 @@ def read(path: Path) -> list[Row]:
 
 
 def measured(rows: Iterable[dict]) -> list[Row]:
-    """Inference of whole models of timm, eager and compiled, among rows of result files."""
+    """Whole models of timm, eager and compiled, among rows of result files, without steps of an optimiser."""
     modes = {"eager": "eager", "torch.compile": "compile"}
     return [
-        Row(one.gpu, modes[arm], "bf16", one.name, 224, one.batch, one.batch / us * 1e6)
+        Row(one.gpu, modes[arm] + one.training * " training", "bf16", one.name, 224, one.batch, one.batch / us * 1e6)
         for one in drop_in.models(rows)
-        if one.whole and one.name and one.gpu and not one.training
+        if one.whole and one.name and one.gpu and one.facts["phase"] != "step"
         for arm, us in one.us.items()
         if arm in modes
     ]
@@ -146,7 +148,7 @@ def counted(key: str) -> dict[str, Any]:
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    key, _, fused = key.partition(" on ")
+    key, _, run = key.partition(" on ")
     name, size, dtype = key.removesuffix(" fast norm").split(" ", 2)
     amp, _, precision = dtype.rpartition(" ")
     set_fast_norm(key.endswith("fast norm"))
@@ -158,9 +160,10 @@ def counted(key: str) -> dict[str, Any]:
             model = _built(timm, name, int(size))
         shape = (model.pretrained_cfg["input_size"][0], int(size), int(size))
         weights = torch.float32 if amp else DTYPES[precision]
-        if fused:
-            gpu, batch = fused.split()
-            return {"fused": [[times, *kernel] for kernel, times in _fused(model.to(weights), shape, gpu, int(batch))]}
+        if run:
+            gpu, batch, mode = run.split(maxsplit=2)
+            images = torch.empty(int(batch), *shape, dtype=weights, device="meta")
+            return {mode: [[times, *kernel] for kernel, times in _at_batch(model.to(weights), images, gpu, mode)]}
         call = work_of(model, shape, weights, DTYPES[precision] if amp else None)
     # Any error: hundreds of models run timm's code, and one that cannot be counted is recorded with its reason.
     except Exception as error:
@@ -170,9 +173,11 @@ def counted(key: str) -> dict[str, Any]:
     return {mode: [[times, *kernel] for kernel, times in getattr(call, mode)] for mode in ("eager", "compiled")}
 
 
-def _fused(model: torch.nn.Module, shape: tuple, gpu: str, batch: int) -> tuple[tuple[GpuWork, int], ...]:
+def _at_batch(model: torch.nn.Module, images: torch.Tensor, gpu: str, mode: str) -> tuple[tuple[GpuWork, int], ...]:
+    if mode != "fused":
+        call = work_of_events(traced(model, None, True, (images,), {}).events)
+        return call.eager if mode.startswith("eager") else call.compiled
     optimize(model.eval())
-    images = torch.empty(batch, *shape, dtype=next(model.parameters()).dtype, device="meta")
     with forcing("fused"):
         return ours(traced(model, gpus()[gpu], False, (images,), {}, frozen=True).events)
 
@@ -212,23 +217,23 @@ def predicted(
     rows: Iterable[Row],
     known: Mapping[str, Any],
     fitted: Mapping[str, float] | None = None,
-    gpus: Mapping[str, Device] | None = None,
+    sheets: Mapping[str, Device] | None = None,
 ) -> list[Row]:
     """The rows with their predictions, from these constants and GPUs, or those of rates.json."""
-    predictions, gpus = [], devices() if gpus is None else gpus
+    predictions, sheets = [], devices() if sheets is None else sheets
     for row in rows:
         count = known[row.key]
-        if row.gpu not in gpus:
+        if row.gpu not in sheets:
             predictions.append(row._replace(why=f"no rates of {row.gpu}"))
-        elif row.mode not in ("eager", "compile", "fused"):
+        elif row.mode not in (*MODES, "fused"):
             predictions.append(row._replace(why=f"no model of {row.mode}"))
         elif "why" in count:
             predictions.append(row._replace(why=count["why"]))
         else:
-            host = None if row.mode == "fused" else row.mode
-            rates = with_ours(gpus()[row.gpu], 1) if row.mode == "fused" else fitted
+            host = None if row.mode == "fused" else row.mode.removesuffix(" training")
+            rates = fitted if row.mode in ("eager", "compile") else with_ours(gpus()[row.gpu], 1)
             kernels = work(count, row.mode)
-            us = call_us(kernels, gpus[row.gpu], row.batch, host, rates)
+            us = call_us(kernels, sheets[row.gpu], row.batch, host, rates)
             unknown = sorted({kernel.kind for kernel, _ in kernels} & set(UNMODELLED))
             why = f"no model of the time of {', '.join(unknown)}" if unknown else None
             predictions.append(row._replace(predicted=row.batch / us * 1e6, why=why))

@@ -307,8 +307,8 @@ def model() -> str:
     digest.update(
         repr([choose.OPS, choose.KEEP_DTYPE, mixed.FASTER_ON, IMAGES, SLOWER, REFUSED, GAIN, DTYPES, SCALES]).encode()
     )
-    known = gpus.table()
-    digest.update(json.dumps([known["gpus"], known["blocks"]], sort_keys=True).encode() + SIZES.read_bytes())
+    rates = [{n: value for n, value in row.items() if n != "sheet"} for row in gpus.table()["gpus"].values()]
+    digest.update(json.dumps([rates, gpus.table()["blocks"]], sort_keys=True).encode() + SIZES.read_bytes())
     return digest.hexdigest()[:12]
 
 

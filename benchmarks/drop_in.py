@@ -200,7 +200,7 @@ def bars(rows: Iterable[dict], predicted: Iterable[dict]) -> list[Bars]:
     for row in predicted:
         key = row["model"], row["phase"]
         if found and row["gpu"] == found[0].gpu and key not in expected:
-            what = row["model"].replace("/16", "") + (" blocks, training" if row["phase"] == "training" else "")
+            what = row["model"].replace("/16", "") + (", training" if row["phase"] == "training" else "")
             ms = [row[name] for name in ("compile_ms", "autotune_ms") if name in row]
             speeds = row["eager_ms"] / min(ms), row["eager_ms"] / row["ours_ms"]
             expected[key] = Bars(f"{what}, {row['batch']} images", False, *speeds)

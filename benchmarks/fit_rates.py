@@ -1,7 +1,8 @@
-"""Fits the constants of expected times to published and measured throughput, of models that `is_fitted` names only.
+"""Fits the constants of expected times to published throughput, of models that `is_fitted` names only.
 
     python -m benchmarks.fit_rates --counts FILE           print the constants and the errors of the fitted rows
     python -m benchmarks.fit_rates --counts FILE --write   and write them to fastvit_triton/expected/rates.json
+    python -m benchmarks.fit_rates --measured --write      fit two factors of the H200 to what was measured there
     python -m benchmarks.fit_rates --errors                fit nothing, and write the errors of the backtest there
     python -m benchmarks.fit_rates --counts FILE --hold-out-families
                                                            fit to half of the families, from constants that no row has
@@ -40,8 +41,8 @@ from benchmarks.backtest import (
     work,
 )
 from benchmarks.result_file import as_json, write_text
-from fastvit_triton.expected.gpus import RATES, Device, devices
-from fastvit_triton.expected.times import constants, kernel_us
+from fastvit_triton.expected.gpus import RATES, Device, devices, gpus
+from fastvit_triton.expected.times import constants, kernel_us, with_ours
 from fastvit_triton.expected.work import UNMODELLED, GpuWork
 
 from .rows import committed
@@ -69,7 +70,7 @@ class Fit:
         self.kernels: dict[str, list[tuple[int, int, GpuWork]]] = defaultdict(list)  # kind → (row, times, work)
         for n, row in enumerate(self.rows):
             for kernel, times in work(known[row.key], row.mode):
-                self.kernels[kernel.kind].append((n, times, kernel.at_batch(row.batch)))
+                self.kernels[kernel.kind.removeprefix("patch ")].append((n, times, kernel.at_batch(row.batch)))
         self.launches = np.array([sum(n for _, n in work(known[row.key], row.mode)) for row in self.rows])
         sizes = Counter(family(row.model) for row in self.rows)
         self.weights = np.array([sizes[family(row.model)] ** -0.25 for row in self.rows])
@@ -78,7 +79,7 @@ class Fit:
     def log_errors(self, fitted: Mapping[str, float]) -> np.ndarray:
         """log(predicted ÷ published) time of each row."""
         gpu = sum(self._us(kind, fitted) for kind in self.kernels)
-        host = np.array([fitted[f"host: {row.mode}"] for row in self.rows])
+        host = np.array([fitted[f"host: {row.mode.removesuffix(' training')}"] for row in self.rows])
         published = np.array([row.batch / row.published * 1e6 for row in self.rows])
         return np.log(np.maximum(gpu, self.launches * host) / published)
 
@@ -88,34 +89,40 @@ class Fit:
         before, us = self._known.get(kind, (None, None))
         if before != used:
             us = np.zeros(len(self.rows))
-            gpus = fitted_devices(fitted)
+            sheets = fitted_devices(fitted)
             for n, times, kernel in self.kernels[kind]:
-                us[n] += times * kernel_us(kernel, gpus[self.rows[n].gpu], fitted)
+                us[n] += times * kernel_us(kernel, sheets[self.rows[n].gpu], fitted)
             self._known[kind] = used, us
         return us
 
-    def run(self, first: Mapping[str, float] | None = None) -> dict[str, float]:
-        """The constants of least loss; they start at `first`, or at those of rates.json."""
+    def run(self, first: Mapping[str, float] | None = None, only: str = "") -> dict[str, float]:
+        """The constants of least loss; they start at `first`, or at those of rates.json.
+
+        only: the beginning of the names of those that change.
+        """
         first = current() if first is None else dict(first)
-        names, start = list(first), np.log(list(first.values()))
+        names = [name for name in first if name.startswith(only)]
+        start = np.log([first[name] for name in names])
 
         def residuals(logs: np.ndarray) -> np.ndarray:
-            fitted = dict(zip(names, map(math.exp, logs), strict=True))
+            fitted = first | dict(zip(names, map(math.exp, logs), strict=True))
             return np.concatenate([self.weights * self.log_errors(fitted), PRIOR * (logs - start)])
 
         most = np.array([math.log(1.02) if name.endswith(": bandwidth") else math.inf for name in names])
         solution = least_squares(
             residuals, np.minimum(start, most - 1e-3), bounds=(-math.inf, most), loss="soft_l1", f_scale=OUTLIER
         )
-        return dict(zip(names, map(math.exp, solution.x), strict=True))
+        return first | dict(zip(names, map(math.exp, solution.x), strict=True))
 
 
 def current() -> dict[str, float]:
     """The constants of rates.json, and the factors of its fitted devices."""
-    values = dict(constants())
-    for key in FITTED_DEVICES:
-        values |= {f"device {key}: {name}": getattr(devices()[key], name) for name in ("clock", "memory")}
-    return values
+    return dict(constants()) | factors(FITTED_DEVICES)
+
+
+def factors(keys: Iterable[str]) -> dict[str, float]:
+    """The factors of these GPUs."""
+    return {f"device {key}: {name}": getattr(devices()[key], name) for key in keys for name in ("clock", "memory")}
 
 
 def neutral() -> dict[str, float]:
@@ -125,15 +132,19 @@ def neutral() -> dict[str, float]:
 
 def fitted_devices(fitted: Mapping[str, float]) -> dict[str, Device]:
     """The GPUs with their fitted factors."""
-    factors = ("clock", "memory")
-    by_device = {key: {name: fitted[f"device {key}: {name}"] for name in factors} for key in FITTED_DEVICES}
+    by_device: dict[str, dict[str, float]] = defaultdict(dict)
+    for name, value in fitted.items():
+        if name.startswith("device "):
+            key, _, factor = name.removeprefix("device ").partition(": ")
+            by_device[key][factor] = value
     return {key: device._replace(**by_device.get(key, {})) for key, device in devices().items()}
 
 
 SHARED = ("product: depth", "device ")  # constants of several kinds
 # constants, by name or by what they are, that were chosen by no measurement; see `neutral`
 NEUTRAL = {"bandwidth": 0.8, "flops": 0.8, "depth": 32.0, "channels": 32.0, "host: eager": 5.0, "host: compile": 3.0}
-FITTED_DEVICES = ("rtx5090", "h200")  # whose factors are fitted; the RTX 4090's are 1
+FITTED_DEVICES = ("rtx5090",)  # whose factors are fitted; the RTX 4090's are 1
+MEASURED_DEVICE = "h200"
 
 
 def errors_of_gain(rows: Iterable[Row]) -> dict[str, float]:
@@ -155,7 +166,8 @@ def main() -> None:
     parser.add_argument("--counts", type=Path, help="file that keeps what models have a GPU do")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that count (default: all cores)")
     action = parser.add_mutually_exclusive_group()
-    action.add_argument("--write", action="store_true", help="write rates.json")
+    parser.add_argument("--write", action="store_true", help="write rates.json")
+    action.add_argument("--measured", action="store_true", help="fit the H200's factors to measured models")
     action.add_argument("--errors", action="store_true", help="write the errors of the backtest to rates.json")
     action.add_argument(
         "--hold-out-families", action="store_true", help="hold out half of the families; writes nothing"
@@ -164,22 +176,25 @@ def main() -> None:
     if args.errors:
         write(json.loads(RATES.read_text()) | {"error_of_gain": tested_errors()})
         return
+    if args.measured:
+        fit_measured(args.jobs, args.write)
+        return
     if args.counts is None:
-        parser.error("give --counts FILE, or --errors")
+        parser.error("give --counts FILE, --measured or --errors")
     model_counts = json.loads(args.counts.read_text()) if args.counts.exists() else {}
-    rows = [*read(TABLE), *measured(committed())]
+    rows = read(TABLE)
     model_counts = counts(rows, model_counts, args.jobs, args.counts)
     fits = is_family_fitted if args.hold_out_families else is_fitted
     fitted = Fit(rows, model_counts, fits).run(neutral() if args.hold_out_families else None)
-    gpus = fitted_devices(fitted)
+    sheets = fitted_devices(fitted)
     if args.hold_out_families:
-        every = predicted(rows, model_counts, fitted, gpus)
+        every = predicted(rows, model_counts, fitted, sheets)
         for part in (True, False):
             some = [row for row in every if fits(row.model) == part]
             for title, group in (("eager and compile", some), ("gain", gains(some))):
                 print("fitted families" if part else "held-out families", title, errors(group))
         return
-    shown = predicted([row for row in rows if is_fitted(row.model)], model_counts, fitted, gpus)
+    shown = predicted([row for row in rows if is_fitted(row.model)], model_counts, fitted, sheets)
     for name, value in fitted.items():
         print(f"{name:32} {constants().get(name, 1.0):8.3f} → {value:8.3f}")
     for gpu in dict.fromkeys(row.gpu for row in shown):
@@ -190,14 +205,32 @@ def main() -> None:
         table = json.loads(RATES.read_text())
         table["constants"] = {name: {"value": round(fitted[name], 4)} for name in constants()}
         for key in FITTED_DEVICES:
-            table["gpus"][key]["sheet"] |= {name: round(getattr(gpus[key], name), 4) for name in ("clock", "memory")}
-        every = predicted(rows, model_counts, fitted, gpus)
+            table["gpus"][key]["sheet"] |= {name: round(getattr(sheets[key], name), 4) for name in ("clock", "memory")}
+        every = predicted(rows, model_counts, fitted, sheets)
         table["error_of_gain"] = errors_of_gain(every)
         table["note"] = (
             f"Constants fitted by benchmarks.fit_rates to {sum(row.predicted is not None for row in shown)} rows of "
-            "benchmarks/published/timm.csv and of measurements; see fastvit_triton/expected/times.py. Only the factors "
-            "of the H200 depend on measurements of this project."
+            "benchmarks/published/timm.csv; see fastvit_triton/expected/times.py. Only factors of the H200 and H100 "
+            "depend on measurements of this project."
         )
+        write(table)
+
+
+def fit_measured(jobs: int, writes: bool) -> None:
+    """Prints, and writes if asked, the factors of MEASURED_DEVICE, and the errors of the rows."""
+    rows = [row for row in measured(committed()) if row.gpu == MEASURED_DEVICE]
+    known = counts(rows, {}, jobs, None)
+    first = with_ours(gpus()[MEASURED_DEVICE], 1) | factors([MEASURED_DEVICE])
+    fitted = Fit(rows, known, lambda name: True).run(first, f"device {MEASURED_DEVICE}: ")
+    sheets = fitted_devices(fitted)
+    for row in predicted(rows, known, None, sheets):
+        assert row.predicted is not None
+        print(f"{row.model:24} {row.mode:16} {row.published:8.0f} {row.predicted / row.published:6.2f}")
+    found = {name: round(getattr(sheets[MEASURED_DEVICE], name), 3) for name in ("clock", "memory")}
+    print(MEASURED_DEVICE, found)
+    if writes:
+        table = json.loads(RATES.read_text())
+        table["gpus"][MEASURED_DEVICE]["sheet"] |= found
         write(table)
 
 

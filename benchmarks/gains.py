@@ -2,8 +2,8 @@
 
     python -m benchmarks.gains --out benchmarks/results/gains.json
 
-Inference of whole models in bfloat16 without `freeze`, and training steps of the blocks of plain ViTs. Nothing is
-measured: times are those of fastvit_triton/expected/, whose error for inference of each family of models is in
+Inference in bfloat16 without `freeze`, and forward and backward passes, of whole models. Nothing is measured: times are
+those of fastvit_triton/expected/, whose error for inference of each family of models is in
 benchmarks/results/backtest.json. The tower's family has no published row.
 """
 

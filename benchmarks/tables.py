@@ -137,7 +137,7 @@ def capture_markdown(result: dict) -> str:
     ]
     for r in result["rows"]:
         if "error" in r:
-            lines.append(f"| {r['model']} | {r['error']} | | | | | |")
+            lines.append(f"| {r['model']} | {r['error']} | | | | | | |")
             continue
         pair = (r["readers"], r["captured"])
         columns = [
@@ -185,24 +185,27 @@ def official_markdown(result: dict) -> str:
 def _official_speeds(rows: list[dict]) -> list[str]:
     """The table of `benchmarks.official_speed`: predicted speeds, launches and bytes."""
     lines = [
-        "At the usual size, 64 inputs in bfloat16 on an H100, blocks compiled. × torch.compile: predicted speed of",
-        "inference relative to torch.compile of the whole model, in brackets to its mode max-autotune; where that of",
-        '`optimize` is below 1, "whole" is that of `torch.compile(model, backend="fastvit_triton")` if that is faster.',
-        "Launches and GB: counted, of eager PyTorch, torch.compile (by a rule) and `optimize`. FLOPs: share that the",
-        "kernels can replace.",
+        "At the usual size, 64 inputs in bfloat16 on an H100, blocks compiled. × torch.compile: predicted speed",
+        "relative to torch.compile of the whole model, in brackets to its mode max-autotune; where that of `optimize`",
+        'is below 1, "whole" is that of `torch.compile(model, backend="fastvit_triton")` if that is faster. Launches',
+        "and GB: counted, of eager PyTorch, torch.compile (by a rule) and `optimize`. FLOPs: share that the kernels",
+        "can replace. Training: a forward and backward pass.",
         "",
-        "| repository | model | × torch.compile | launches | GB | training: launches | GB | FLOPs |",
-        "| --- | --- | --: | --: | --: | --: | --: | --: |",
+        "| repository | model | × torch.compile | launches | GB | training: × torch.compile | launches | GB | FLOPs |",
+        "| --- | --- | --: | --: | --: | --: | --: | --: | --: |",
     ]
     for r in rows:
         if "error" in r:
-            lines.append(f"| {r['repository']} | {r['model']} | {r['error']} | | | | | |")
+            lines.append(f"| {r['repository']} | {r['model']} | {r['error']} | | | | | | |")
             continue
-        apart, whole, tuned = r["speed"]
-        speed = f"{apart:.2f} ({tuned:.2f})" + (f", whole {whole:.2f}" if apart < min(1, whole - 0.005) else "")
-        cells = [r["repository"], r["model"], speed]
-        for counts in (r["inference"], r["training"]):
-            cells += [" → ".join(str(n) for n, _ in counts[:3]), " → ".join(f"{n / 1e9:.3g}" for _, n in counts[:3])]
+        cells = [r["repository"], r["model"]]
+        for phase in ("inference", "training"):
+            _, compiled, ours, whole, *tuned = r["ms"][phase]
+            speed = f"{compiled / ours:.2f}" + "".join(f" ({one / ours:.2f})" for one in tuned)
+            if ours > max(compiled, 1.005 * whole):
+                speed += f", whole {compiled / whole:.2f}"
+            counts = r[phase][:3]
+            cells += [speed, " → ".join(str(n) for n, _ in counts), " → ".join(f"{n / 1e9:.3g}" for _, n in counts)]
         cells.append("–" if r["flops"] is None else f"{r['flops']:.0%}")
         lines.append(f"| {' | '.join(cells)} |")
     return lines

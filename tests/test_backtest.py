@@ -4,6 +4,7 @@ import copy
 import csv
 import functools
 import json
+import math
 import re
 import statistics
 from collections import defaultdict
@@ -31,7 +32,7 @@ from benchmarks.backtest import (
 )
 from benchmarks.fit_rates import current, neutral
 from fastvit_triton.expected import work
-from fastvit_triton.expected.count import predict
+from fastvit_triton.expected.count import predict, traced, weightless
 from fastvit_triton.expected.cuda_operators import as_on_cuda
 from fastvit_triton.expected.gpus import Device, devices, gpus
 from fastvit_triton.expected.times import (
@@ -42,7 +43,7 @@ from fastvit_triton.expected.times import (
     with_ours,
 )
 from fastvit_triton.expected.trace import tracing
-from fastvit_triton.expected.work import GpuWork, work_of
+from fastvit_triton.expected.work import GpuWork, work_of, work_of_events
 from fastvit_triton.measure import expected
 
 RESULT = TABLE.parents[1] / "results" / "backtest.json"
@@ -153,6 +154,55 @@ def test_time_of_a_kernel_by_hand():
     assert kernel_us(both, device, fitted) == pytest.approx(want * 2**0.25)
     assert call_us([(product, 2)], device, 0, fitted=fitted) == pytest.approx(2 * want)
     assert call_us([(GpuWork("pass", 4.0), 3)], device, 0, "eager", fitted) == 30.0
+
+
+def test_time_of_gradients_and_rows_by_hand():
+    """Oracle: by hand: gradients of attention at the GPU's rate for 197 tokens of 64 channels, limits of its sheet."""
+    gpu = gpus()["h200"]
+    rates, pairs = with_ours(gpu, 1), 1000 * 197 * 197 * 64
+    for kind, tflops in (("attention", gpu.attention_tflops), ("fused attention", gpu.fused_attention_tflops)):
+        one = GpuWork(f"{kind} backward", 0.0, 10.0 * pairs, (1000, 197, 197, 64))
+        assert kernel_us(one, gpu.sheet, rates) == pytest.approx(10 * pairs / tflops[1] / 1e6)
+    sheet = Device("a GPU", 100.0, 10.0, 1e9, "none", patch_tflops=2.0, norm_row_ns=(1.0, 5.0))
+    rows = (1, 30_000, 1, 8)
+    assert kernel_us(GpuWork("16-bit norm", 8.0, 0.0, rows), sheet, rates) == pytest.approx(30, rel=1e-3)
+    assert kernel_us(GpuWork("norm backward", 8.0, 0.0, rows), sheet, rates) == pytest.approx(150, rel=1e-3)
+    convolution = GpuWork("patch convolution", 8.0, 1e8, (1, 100, 1000, 500))
+    assert kernel_us(convolution, sheet, rates) == pytest.approx(50)
+    assert kernel_us(convolution._replace(kind="convolution"), sheet, rates) == 4.0
+
+
+class Patches(nn.Module):
+    """A convolution of patches, a norm, attention and a projection."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.fc = nn.Conv2d(3, 32, 4, 4), nn.LayerNorm(32), nn.Linear(32, 8)
+
+    def forward(self, image):
+        x = self.norm(self.conv(image).flatten(2).transpose(1, 2))
+        q, k, v = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in (x, x + 1, x + 2))
+        return self.fc(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_work_of_a_training_step_by_hand():
+    """Oracle: by hand, for 4 images of 15 tokens of 32 channels in 16 bits: kinds, sizes and flops of both passes."""
+    images = torch.empty(4, 3, 12, 20, dtype=torch.bfloat16, device="meta")
+    with weightless():
+        trace = traced(Patches().bfloat16(), None, True, (images,), {})
+    call = work_of_events(trace.events)
+    eager, compiled = ({kernel.kind: kernel for kernel, _ in kernels} for kernels in (call.eager, call.compiled))
+    both = ("attention", "attention backward", "product", "patch convolution", "convolution")
+    assert eager.keys() >= {*both, "16-bit norm", "16-bit norm backward"}
+    assert compiled.keys() >= {"attention backward", "compiled norm"} and "patch convolution" not in compiled
+    sizes = [eager[kind].size for kind in ("attention", "attention backward")]
+    assert sizes == [(8, 15, 15, 16)] * 2
+    flops = eager["attention"].flops
+    assert flops == 4 * math.prod(sizes[0]) and eager["attention backward"].flops == 2.5 * flops
+    assert eager["16-bit norm"].size == eager["16-bit norm backward"].size == (1, 60, 1, 32)
+    assert eager["patch convolution"].flops == eager["convolution"].flops == 2 * 60 * 32 * 48  # and of its weight
+    products = {kernel.size for kernel, _ in call.eager if kernel.kind == "product"}
+    assert products == {(1, 60, 8, 32), (1, 60, 32, 8), (1, 8, 32, 60)}
 
 
 def test_templates_only_save():

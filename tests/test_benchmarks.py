@@ -560,11 +560,11 @@ def test_the_first_picture_shows_measured_speeds_before_predicted_ones():
     found = drop_in.bars(measured_rows({"eager": 1.0, "torch.compile": 1.2, "optimize": 1.5}), predicted)
     assert [tuple(one) for one in found] == [
         ("ViT-B, 256 images", True, 1.2, 1.5),
-        ("Swin-T blocks, training, 64 images", False, 1.2, 3.0),
+        ("Swin-T, training, 64 images", False, 1.2, 3.0),
         ("ViT-L, 64 images", False, 1.5, 2.0),
     ]
     assert drop_in.bars([], predicted) == []
-    words = "Swin-T blocks, training, 64 images: 1.20 and 3.00; ViT-L, 64 images: 1.50 and 2.00"
+    words = "Swin-T, training, 64 images: 1.20 and 3.00; ViT-L, 64 images: 1.50 and 2.00"
     assert drop_in.described(found).endswith(words)
     axis = Figure().subplots()
     drop_in.draw(found, "title", axis)

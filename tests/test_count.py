@@ -14,7 +14,7 @@ from fastvit_triton import create_model, freeze, optimize
 from fastvit_triton.expected.blocks import host_us
 from fastvit_triton.expected.count import count, predict, weightless
 from fastvit_triton.expected.events import Count
-from fastvit_triton.expected.gpus import gpus
+from fastvit_triton.expected.gpus import Device, gpus
 from fastvit_triton.expected.trace import assuming_true, tracing
 from fastvit_triton.explain.costs import image_cost
 from fastvit_triton.kernels import backend, launch, tile
@@ -126,7 +126,7 @@ def test_each_gpu_has_its_own_choices():
         model = create_model("vit_small_patch16_224", depth=2).to(torch.bfloat16).eval()
     real = gpus()["rtx4090"]
     other = gpus()["h200"]
-    fast = other._replace(sheet=other.sheet._replace(tflops=1e6, gbs=1e6))
+    fast = other._replace(sheet=Device("fast", 1e6, 1e6, 1e6, "none"))
     first, second, third = found = [predict(model, gpu, False, empty(256, 3, 224, 224)) for gpu in (fast, real, fast)]
     assert [{choice.way for choice in one.blocks} for one in found] == [{"mixed"}, {"fused"}, {"mixed"}]
     assert second.frozen.launches == second.ours.launches - 2  # one fold per block

@@ -36,15 +36,11 @@ BATCHES = (1, 8, 64, 256)
 NOTES = """
 Nothing here was measured. Launches and bytes are counted from shapes: an operator that writes memory is one launch, \
 which reads its operands and writes its results once. Those of torch.compile are estimated by a rule \
-(expected/inductor.py). Expected times are the longer of GPU and host time"""
-WHOLE = """ of the whole call, from rates of data sheets and constants fitted to published throughput \
-(expected/rates.json); a range in brackets is from the best to the pessimistic rates of our kernels, and the \
-percentage is the error that nine of ten predicted gains of torch.compile over eager do not exceed in the model's \
-family. How calls run is \
-chosen by the table of the GPU (kernels/tuned/choices), from pessimistic rates."""
-BLOCKS = """ of the blocks, from published rates and estimates (expected/rates.json); a range in brackets is from the \
-best to the pessimistic rates of our kernels. The table by which calls run is from the pessimistic ones. torch.compile \
-is expected to take the GPU time of the mixed way with PyTorch's attention, and no host time."""
+(expected/inductor.py). Expected times are the longer of GPU and host time of the whole call, from rates of data \
+sheets and constants fitted to published throughput of inference (expected/rates.json); a range in brackets is from \
+the best to the pessimistic rates of our kernels, and a percentage is the error that nine of ten predicted gains of \
+torch.compile over eager do not exceed in the model's family. How calls run is chosen by the table of the GPU \
+(kernels/tuned/choices), from pessimistic rates."""
 FROZEN = " Frozen: after fastvit_triton.freeze, which folds the LayerNorms of fused blocks into their projections once."
 SAVED = " Saved: activations that the blocks save for the backward pass."
 
@@ -232,7 +228,7 @@ def _predict(named_model: NamedModel, args: argparse.Namespace, gpu: "Gpu") -> N
         _print_table(prediction, batch, MODES if args.mode is None else (args.mode,))
         if not args.train:
             print_line(f"\n{of_prediction(prediction, shown, batch, numbers)}")
-    print_line(NOTES + (BLOCKS + SAVED if args.train else WHOLE + FROZEN))
+    print_line(NOTES + (SAVED if args.train else FROZEN))
 
 
 def _print_table(prediction: "Prediction", batch: int, modes: tuple[str, ...]) -> None:
@@ -247,14 +243,13 @@ def _print_table(prediction: "Prediction", batch: int, modes: tuple[str, ...]) -
         rows["PyTorch"]["MB per image saved"] = _megabytes(prediction.saved_bytes("plain"), batch)
         rows["by default"]["MB per image saved"] = _megabytes(prediction.saved_bytes(), batch)
         modes = ("default",)  # what templates compute is not known for the backward pass
-    expected = "expected ms" + " of the blocks" * prediction.training
-    if prediction.blocks or not prediction.training:
-        rows["PyTorch"][expected] = _milliseconds(prediction.eager_us())
-        rows["torch.compile"][expected] = _milliseconds(prediction.compiled_us())
-        for name in list(counts)[2:]:
-            most, between, least = prediction.ours_us(name == "frozen")
-            span = f" ({_milliseconds(least)} to {_milliseconds(most)})" if most > least else ""
-            rows[name][expected] = _milliseconds(between) + span
+    expected = "expected ms"
+    rows["PyTorch"][expected] = _milliseconds(prediction.eager_us())
+    rows["torch.compile"][expected] = _milliseconds(prediction.compiled_us())
+    for name in list(counts)[2:]:
+        most, between, least = prediction.ours_us(name == "frozen")
+        span = f" ({_milliseconds(least)} to {_milliseconds(most)})" if most > least else ""
+        rows[name][expected] = _milliseconds(between) + span
     if "max-autotune" in modes:
         best = {"max-autotune": {expected: _milliseconds(prediction.compiled_us("max-autotune"))}}
         rows = {name: rows.pop(name) for name in ("PyTorch", "torch.compile")} | best | rows

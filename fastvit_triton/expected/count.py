@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..engine.freeze import freeze
 from ..engine.values import given, without_weights
 from ..engine.ways import SIZES
-from ..expected.blocks import block_us, compiled_us, host_us, saved_values
+from ..expected.blocks import host_us, saved_values
 from ..expected.gpus import Gpu
 from ..kernels import tile
 from ..kernels.backend import using_backend
@@ -61,51 +61,32 @@ class Prediction:
         return tuple(choice for choice in self.choices if choice.branches)
 
     def eager_us(self) -> float:
-        """Expected microseconds in eager PyTorch: of the whole call in inference, of the blocks in training."""
-        host = sum(self._host_us(choice, "plain") for choice in self.blocks)
-        if self.training:
-            return sum(max(self._block_us(c, "plain", False, 0), self._host_us(c, "plain")) for c in self.blocks)
-        return max(times.call_us(self._call.eager, self._device, 0), host)
+        """Expected microseconds in eager PyTorch."""
+        us = times.call_us(self._call.eager, self.gpu.sheet, 0, fitted=times.with_ours(self.gpu, 1))
+        return max(us, sum(self._host_us(choice, "plain") for choice in self.blocks))
 
     def compiled_us(self, mode: str = "default") -> float:
-        """Expected microseconds under torch.compile of the whole call; in training of the blocks, without host time."""
-        if self.training:
-            return sum(compiled_us(self.gpu, choice.branches, True) for choice in self.blocks)
-        us = times.call_us(self._call.compiled, self._device, 0, "compile")
+        """Expected microseconds under torch.compile of the whole model, also in mode "max-autotune"."""
+        fitted = times.with_ours(self.gpu, 1)
+        us = times.call_us(self._call.compiled, self.gpu.sheet, 0, "compile", fitted)
         if mode == "max-autotune":
-            us -= times.saved_by_templates_us(self._call.templates, self.gpu, self._device)
+            us -= times.saved_by_templates_us(self._call.templates, self.gpu, self.gpu.sheet)
         return us
 
     def ours_us(self, frozen: bool = False) -> tuple[float, float, float]:
-        """Expected microseconds by default, at the kernels' pessimistic, expected and best rates.
-
-        Of the whole call in inference, of the blocks in training.
-        """
+        """Expected microseconds by default, at the kernels' pessimistic, expected and best rates."""
         host = sum(self._host_us(choice, choice.way) for choice in self.blocks)
-        if not self.training:
-            counted = work.ours(self.traces[2 if frozen else 1].events)
-            rates = (times.with_ours(self.gpu, ratio) for ratio in (0, 1, 2))
-            low, expected, best = (max(times.call_us(counted, self._device, 0, fitted=one), host) for one in rates)
-            return low, expected, best
-        low, expected, best = (
-            sum(max(self._block_us(c, c.way, frozen, ratio), self._host_us(c, c.way)) for c in self.blocks)
-            for ratio in (0, 1, 2)
-        )
+        counted = work.ours(self.traces[2 if frozen else 1].events)
+        rates = (times.with_ours(self.gpu, ratio) for ratio in (0, 1, 2))
+        low, expected, best = (max(times.call_us(counted, self.gpu.sheet, 0, fitted=one), host) for one in rates)
         return low, expected, best
 
     @functools.cached_property
     def _call(self) -> work.CallWork:
         return work.work_of_events(self.traces[0].events)
 
-    @property
-    def _device(self) -> times.Device:
-        return self.gpu.sheet
-
     def _host_us(self, choice: Choice, way: str) -> float:
         return host_us(way, len(choice.branches), self.training, choice.replayed)
-
-    def _block_us(self, choice: Choice, way: str, frozen: bool, ratio: int) -> float:
-        return block_us(self.gpu, choice.branches, way, self.training, frozen, ratio)
 
     def saved_bytes(self, way: str | None = None) -> int:
         """Bytes that the blocks save for the backward pass in one way, or by default; see `blocks.saved_values`."""

@@ -2,6 +2,8 @@
 
 import functools
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +21,9 @@ class Device(NamedTuple):
         source: of these figures.
         clock: factor of `tflops` beside the constants, which hold for an RTX 4090: limits of power, and of clocks.
         memory: factor of `gbs` beside the constants.
+        attention: factor of the rate of attention's products, forward, beside the constants.
+        patch_tflops: of eager convolutions in 16 bits whose stride is their kernel size, where these are slower.
+        norm_row_ns: of PyTorch's LayerNorm, forward and backward: nanoseconds of a row, besides those of its bytes.
     """
 
     name: str
@@ -28,6 +33,9 @@ class Device(NamedTuple):
     source: str
     clock: float = 1.0
     memory: float = 1.0
+    attention: float = 1.0
+    patch_tflops: float = math.inf
+    norm_row_ns: Sequence[float] = (0.0, 0.0)
 
 
 class Gpu(NamedTuple):

@@ -162,7 +162,8 @@ def size(launch: Launched) -> tuple[int, int, int, int]:
         return 1, a["M"], a["F"], a["D"]
     if name == "patch_embed._fwd_kernel":
         return 1, a["B"] * a["N"], a["D"], a["K"]
-    if name in ("attention._fwd_kernel", "attention._fwd_whole_kernel", "attention._fwd_tma_kernel"):
+    forward = ("_fwd_kernel", "_fwd_whole_kernel", "_fwd_tma_kernel")
+    if name.startswith("attention.") and name.removeprefix("attention.") in (*forward, *_OVER):
         return int(heads_of(launch)), *sequence(launch), a["D"]
     if name == "window._fwd_kernel":
         return launch.programs // a["tiles"], a["N"], a["N"], a["D"]

@@ -5,8 +5,10 @@ depends on its kind, softened where they are equal, and not less than the time o
 
     t = max(((flops' / (rate · f))⁴ + (bytes / (bandwidth · m))⁴)^¼, LEAST_US)
 
-flops' counts the padding of tiles. A call takes the longer of its kernels and of the host, which launches them one by
-one. Constants and their provenance: rates.json, written by `benchmarks.fit_rates`.
+flops' counts the padding of tiles. PyTorch's norms take some time for each row besides, and convolutions of patches are
+no faster than `Device` says. A call takes the longer of its kernels and of the host, which launches them one by one.
+Gradients of norms count as norms, and those of attention run at the rates of the GPU at 197 tokens of 64 channels.
+Constants and their provenance: rates.json, written by `benchmarks.fit_rates`.
 """
 
 import functools
@@ -18,6 +20,15 @@ from .gpus import Device, Gpu, table
 from .work import UNMODELLED, GpuWork
 
 LEAST_US = 4.0  # of a kernel; an estimate
+CONSTANTS_OF = {  # kind → the kind whose constants it takes, but for the rate of products, which `with_ours` changes
+    "norm backward": "norm",
+    "16-bit norm backward": "16-bit norm",
+    "attention backward": "attention",
+    "masked attention backward": "masked attention",
+    "fused product": "product",
+    "fused attention": "attention",
+    "fused attention backward": "attention",
+}
 PREFIXES = "dinov3 rope siglip flexivit samvit eva beit swin deit cait".split()  # families by parts of timm's names
 ROWS, COLUMNS, DEPTH = 64, 64, 16  # tile of a batched product to which its sizes are padded
 
@@ -68,35 +79,47 @@ def saved_by_templates_us(
 
 
 def with_ours(gpu: Gpu, ratio: int) -> dict[str, float]:
-    """The constants, with those of our kernels: PyTorch's times the ratios of a GPU."""
+    """The constants, with those of our kernels and of gradients: PyTorch's times the ratios of a GPU."""
     fitted = dict(constants())
-    for kind, others, factor in (
-        ("fused product", "product", gpu.fused_product[ratio]),
-        ("fused attention", "attention", gpu.fused_attention_tflops[0] / gpu.attention_tflops[0]),
+    for kind, others in CONSTANTS_OF.items():
+        fitted |= {kind + n.removeprefix(others): v for n, v in constants().items() if n.startswith(f"{others}:")}
+    fitted["fused product: flops"] *= gpu.fused_product[ratio]
+    fitted["fused attention: flops"] *= gpu.fused_attention_tflops[0] / gpu.attention_tflops[0]
+    padding = _up(197, ROWS) * _up(197, COLUMNS) / 197**2
+    for kind, tflops in (
+        ("", gpu.attention_tflops),
+        ("masked ", gpu.attention_tflops),
+        ("fused ", gpu.fused_attention_tflops),
     ):
-        fitted[f"{kind}: flops"] = fitted[f"{others}: flops"] * factor
-        fitted[f"{kind}: bandwidth"] = fitted[f"{others}: bandwidth"]
-    fitted["fused attention: channels"] = fitted["attention: channels"]
+        channels = fitted[f"{kind}attention backward: channels"]
+        fitted[f"{kind}attention backward: tflops"] = tflops[1] * padding * (64 + channels) / 64
     fitted["fused pass: bandwidth"] = fitted[f"compiled {'norm' if ratio else 'pass'}: bandwidth"]
     return fitted
 
 
 def kernel_us(work: GpuWork, device: Device, fitted: Mapping[str, float]) -> float:
     """Expected microseconds of one kernel; `work` is for the whole batch."""
-    kind = UNMODELLED.get(work.kind, work.kind)
+    kind = UNMODELLED.get(work.kind, work.kind).removeprefix("patch ")
     memory = work.nbytes / (device.gbs * device.memory * fitted[f"{kind}: bandwidth"]) / 1e3
+    if kind.startswith(("norm", "16-bit norm")):
+        memory += work.size[1] * device.norm_row_ns[kind.endswith("backward")] / 1e3
     compute = 0.0
     if work.flops:
         rate = device.float32_tflops if work.kind == "float32 product" else device.tflops * device.clock
-        compute = _padded(work, fitted) / (rate * fitted[f"{work.kind}: flops"]) / 1e6
+        rate *= device.attention if "attention" in kind else 1.0
+        rate = fitted.get(f"{kind}: tflops") or rate * fitted[f"{kind}: flops"]
+        compute = _padded(work, fitted) / rate / 1e6
+    if work.kind == "patch convolution":
+        compute = max(compute, work.flops / device.patch_tflops / 1e6)
     return max((compute**4 + memory**4) ** 0.25, LEAST_US)
 
 
 def _padded(work: GpuWork, fitted: Mapping[str, float]) -> float:
     """Flops of the tiles that cover a product, longer by what a short sum over K or few channels cost."""
     count, M, N, K = work.size
-    if work.kind.endswith("attention"):  # the exponentials of the scores cost as much as some channels
-        return 4.0 * count * _up(M, ROWS) * _up(N, COLUMNS) * (_up(K, 32) + fitted[f"{work.kind}: channels"])
+    if "attention" in work.kind:  # the exponentials of the scores cost as much as some channels
+        pairs = count * _up(M, ROWS) * _up(N, COLUMNS)
+        return work.flops / (count * M * N * K) * pairs * (_up(K, 32) + fitted[f"{work.kind}: channels"])
     if work.kind == "depthwise":
         return work.flops
     if count > 1:

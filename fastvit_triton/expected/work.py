@@ -28,22 +28,32 @@ PRODUCTS = {
     "baddbmm": 1,
 }  # operator → index of its first matrix
 NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit_no_training")
-REDUCTIONS = ("_softmax", "sum", "mean", "amax", "max", "var_mean", "linalg_vector_norm", "_adaptive_avg_pool2d")
+NORM_BACKWARD = "native_layer_norm_backward"
+REDUCTIONS = (
+    *("_softmax", "_softmax_backward_data", "sum", "mean", "amax", "max", "var_mean", "linalg_vector_norm"),
+    "_adaptive_avg_pool2d",
+)
 COPIES = ("clone", "roll", "cat", "stack", "index", "index_select", "gather", "constant_pad_nd", "im2col", "copy_")
 ATTENTION = {
     "_scaled_dot_product_flash_attention": "attention",
     "_scaled_dot_product_flash_attention_for_cpu": "attention",
     "_scaled_dot_product_efficient_attention": "masked attention",
 }
+ATTENTION |= {f"{name}_backward": f"{kind} backward" for name, kind in ATTENTION.items()}
 KINDS = {  # kind → what it is
     "product": "16-bit matrix product of PyTorch's BLAS",
     "float32 product": "matrix product in float32 without TF32",
     "attention": "FlashAttention",
     "masked attention": "memory-efficient attention with a bias or mask",
+    "attention backward": "gradients of FlashAttention",
+    "masked attention backward": "gradients of memory-efficient attention",
     "convolution": "convolution in 16 bits, channels first",
+    "patch convolution": "the same with a stride of the kernel's size, in eager PyTorch",
     "depthwise": "depthwise convolution",
     "norm": "LayerNorm, RMSNorm, BatchNorm or GroupNorm in float32",
     "16-bit norm": "the same of 16-bit values",
+    "norm backward": "gradients of LayerNorm in float32, in two kernels",
+    "16-bit norm backward": "the same of 16-bit values",
     "reduction": "softmax, sum, mean or maximum",
     "copy": "copy that moves values: contiguous, roll, cat, pad, index",
     "tanh": "GELU by tanh",
@@ -53,19 +63,24 @@ KINDS = {  # kind → what it is
     "compiled norm": "kernel of torch.compile with a reduction",
     "fused product": "matrix product of ours, or of a template of torch.compile, with what follows it",
     "fused attention": "attention of ours",
+    "fused attention backward": "gradients of attention of ours",
     "fused pass": "kernel of ours without a product",
 }
 # Kind whose time is not modelled → the kind whose constants stand in for it. UpSampleBilinear2d.cu gives each output
 # pixel of a channels-first map to one thread, which loops over all images and channels.
 UNMODELLED = {"interpolation": "pass"}
-OURS = {  # kernel → kind
-    "linear._fwd_kernel": "fused product",
-    "mlp._fwd_kernel": "fused product",
-    "patch_embed._fwd_kernel": "fused product",
-    "attention._fwd_kernel": "fused attention",
-    "attention._fwd_whole_kernel": "fused attention",
-    "attention._fwd_tma_kernel": "fused attention",
-    "window._fwd_kernel": "fused attention",
+OURS = {  # kernel → kind, and flops for each element of its four-dimensional size
+    "linear._fwd_kernel": ("fused product", 2.0),
+    "mlp._fwd_kernel": ("fused product", 4.0),
+    "patch_embed._fwd_kernel": ("fused product", 2.0),
+    "attention._fwd_kernel": ("fused attention", 4.0),
+    "attention._fwd_whole_kernel": ("fused attention", 4.0),
+    "attention._fwd_tma_kernel": ("fused attention", 4.0),
+    "attention._bwd_kernel": ("fused attention backward", 10.0),
+    "attention._bwd_tma_kernel": ("fused attention backward", 10.0),
+    "attention._bwd_dq_kernel": ("fused attention backward", 6.0),
+    "attention._bwd_dkdv_kernel": ("fused attention backward", 8.0),
+    "window._fwd_kernel": ("fused attention", 4.0),
 }
 
 
@@ -76,7 +91,8 @@ class GpuWork(NamedTuple):
         kind: one of KINDS.
         nbytes: bytes read and written.
         flops: of a product, convolution or attention; a multiply-add is 2.
-        size: of products: (number of matrices, M, N, K); of attention: (heads of all images, queries, keys, channels).
+        size: of products: (number of matrices, M, N, K); of attention: (heads of all images, queries, keys, channels);
+            of norms: (1, rows, 1, values of a row).
         per_image: for each of `nbytes`, `flops`, and the first two of `size`, the part that one image adds.
     """
 
@@ -157,11 +173,10 @@ def growing(events: Iterable[Event], *inputs: Tensor) -> set[int]:
 
 def _launch(event: Event) -> GpuWork:
     """The work of a launch of ours."""
-    kind, (count, M, N, K) = OURS.get(event.name, "fused pass"), event.size
-    if kind == "fused pass":
+    kind, flops = OURS.get(event.name, ("fused pass", 0.0))
+    if not flops:
         return GpuWork(kind, float(event.nbytes))
-    flops = count * M * N * K * (4.0 if kind == "fused attention" or event.name.startswith("mlp.") else 2.0)
-    return GpuWork(kind, float(event.nbytes), flops, event.size)
+    return GpuWork(kind, float(event.nbytes), flops * math.prod(event.size), event.size)
 
 
 def _is_product(kernel: Kernel) -> bool:
@@ -175,8 +190,9 @@ def _is_extern(kernel: Kernel) -> bool:
 def _kernel(kernel: Kernel, grows: Collection[int]) -> GpuWork:
     """The work of a kernel of torch.compile."""
     if _is_extern(kernel):
-        return _operator(kernel.events[0], grows)
-    reduces = any(event.name in NORMS or event.name in REDUCTIONS for event in kernel.events)
+        one = _operator(kernel.events[0], grows)
+        return one._replace(kind=one.kind.removeprefix("patch "))  # which Inductor may run channels last
+    reduces = any(event.name in (*NORMS, NORM_BACKWARD, *REDUCTIONS) for event in kernel.events)
     return _memory("compiled norm" if reduces else "compiled pass", (*kernel.reads, *kernel.writes), grows)
 
 
@@ -213,20 +229,26 @@ def _operator(event: Event, grows: Collection[int]) -> GpuWork:
     if name in PRODUCTS:
         first, second = event.reads[PRODUCTS[name] :][:2]
         size = (math.prod(first.shape[:-2]), first.shape[-2], second.shape[-1], first.shape[-1])
-        kind = "float32 product" if _itemsize(event.writes[0]) == 4 else "product"
+        kind = "float32 product" if _itemsize(first) == 4 else "product"
         return _memory(kind, pieces, grows, 2.0 * math.prod(size), size, first)
     if name in ATTENTION:
-        query, key = event.reads[:2]
+        query, key = event.reads[1:3] if name.endswith("_backward") else event.reads[:2]
         size = (math.prod(query.shape[:2]), query.shape[2], key.shape[2], query.shape[3])
         return _memory(ATTENTION[name], pieces, grows, event.flops, size, query)
-    if name == "convolution":
-        image, weight = event.reads[:2]
+    if name in ("convolution", "convolution_backward"):
+        image, weight = event.reads[:2] if name == "convolution" else event.reads[1:3]
         kind = "depthwise" if weight.shape[1] == 1 and image.shape[1] > 1 else "convolution"
-        images, _, *sides = event.writes[0].shape
+        images, _, *sides = (event.writes if name == "convolution" else event.reads)[0].shape
+        patches = [side * kernel for side, kernel in zip(sides, weight.shape[2:], strict=True)] == [*image.shape[2:]]
+        if name == "convolution" and kind == "convolution" and patches and _itemsize(image) == 2:
+            kind = "patch convolution"
         size = (1, images * math.prod(sides), weight.shape[0], math.prod(weight.shape[1:]))
         return _memory(kind, pieces, grows, event.flops, size, image)
-    if name in NORMS:
-        return _memory("16-bit norm" if _itemsize(event.reads[0]) == 2 else "norm", pieces, grows)
+    if name in (*NORMS, NORM_BACKWARD):
+        kind = "norm backward" if name == NORM_BACKWARD else "norm"
+        x = event.reads[0]
+        size = (1, math.prod(x.shape[:-1]), 1, x.shape[-1])
+        return _memory(f"16-bit {kind}" if _itemsize(x) == 2 else kind, pieces, grows, size=size, operand=x)
     if name == "upsample_bilinear2d_channels_first" and event.writes[0].shape[0] > 1:
         return _memory("interpolation", pieces, grows)
     kind = "reduction" if name in REDUCTIONS else "copy" if name in COPIES else "pass"
