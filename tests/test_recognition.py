@@ -160,7 +160,7 @@ def test_equal_code_with_another_decorator_counts(tmp_path):
 
 
 def test_a_second_model_takes_few_calls():
-    """Oracle: by count, 2,885 of this package's functions for two blocks; code is read once in a process."""
+    """Oracle: by count, 2,741 of this package's functions for two blocks; code is read once in a process."""
     models = [timm.create_model("vit_base_patch16_224", depth=2, embed_dim=64, num_heads=2) for _ in range(2)]
     fastvit_triton.optimize(models[0])
     calls = 0
@@ -174,7 +174,7 @@ def test_a_second_model_takes_few_calls():
         fastvit_triton.optimize(models[1])
     finally:
         sys.setprofile(None)
-    assert 0 < calls <= 3000
+    assert 0 < calls <= 2800
 
 
 def test_torch_classes_differ():

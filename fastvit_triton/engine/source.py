@@ -227,8 +227,9 @@ class _Reading:
         names = _names(function.__code__)
         home = function.__globals__
         self._bindings(home, names, _top(home.get("__name__", "")), set())
+        written = set().union(*map(vars, self.own))
         for name in names:
-            if not hasattr(nn.Module, name) and any(name in base.__dict__ for base in self.own):
+            if name in written and not hasattr(nn.Module, name):
                 self._method(name)
 
     def _bindings(self, home: dict[str, Any], names: frozenset[str], package: str, visited: set[int]) -> None:
@@ -369,7 +370,7 @@ def _defined_in(module: str, name: str, function: FunctionType) -> bool:
 def _imported(code: CodeType) -> frozenset[str]:
     """Packages among the names that a module's code uses."""
     names = set(code.co_names).union(*[inner.co_names for inner in _all(code)])
-    return frozenset(_top(name) for name in names if _top(name) in sys.modules)
+    return frozenset([name.partition(".")[0] for name in names]).intersection(sys.modules)
 
 
 @cache
