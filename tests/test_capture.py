@@ -846,3 +846,12 @@ def test_lists_of_branches_are_no_stacks(block):
     model = Stage()
     model.blocks = nn.ModuleList([block(), block()])
     assert [*candidates.candidates(model, set(), set(), True)] == ["blocks.0", "blocks.1"]
+
+
+def test_what_is_called_inside_a_converted_module_is_captured():
+    """Oracle: by hand: nothing inside a converted module, but what it calls because its class is not known."""
+    model = Stage()
+    model.blocks = nn.ModuleList([Written(), Written()])
+    assert [*candidates.candidates(model, {"blocks.0"}, set(), True)] == ["blocks.1"]
+    assert [*candidates.candidates(model, {"blocks.0"}, {"blocks.0.attn"}, True)] == ["blocks.0.attn", "blocks.1"]
+    assert [*candidates.candidates(model, {""}, {"blocks.1"}, True)] == ["blocks.1"]

@@ -246,6 +246,19 @@ def test_a_method_of_another_class_is_a_patch(references, monkeypatch):
     assert why == "Mlp.forward is not the one in the file of timm.layers.mlp" and not report.left
 
 
+def test_a_method_set_on_an_instance_is_called(references):
+    """Oracle: the original with the same method, and another output without it."""
+    attention = timm.models.beit.Attention(16, 2, window_size=(2, 2)).eval()
+    nn.init.normal_(attention.relative_position_bias_table)
+    x = torch.randn(2, 5, 16)
+    free = attention(x)
+    own = attention._get_rel_pos_bias
+    optimize(attention)
+    assert same(attention(x), free)
+    attention._get_rel_pos_bias = lambda: 2 * own()
+    assert same(attention(x), type(attention).forward(attention, x)) and not same(attention(x), free)
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize("cls", [layers.Attention, layers.Mlp, layers.LayerScale, nn.Linear, nn.LayerNorm, nn.GELU])
 def test_patched_forwards_are_called_in_our_models(cls, monkeypatch):

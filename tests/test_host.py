@@ -1,16 +1,20 @@
 """Tests of host time by Python calls of a block, which are deterministic. Oracle: timm's block and the limits below."""
 
 import contextlib
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import host
 from benchmarks.no_device import no_device
+from fastvit_triton.engine import ways
 from fastvit_triton.kernels import onednn
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.settings import forcing
 
+PACKAGE = str(Path(ways.__file__).parents[1])
 CASES = [  # with the most Python calls of a block, some of which depend on the number of calls of timm's block
     # a block that may launch kernels looks up its way once
     (host.ours, "inference", "plain", 0, lambda timm: timm + 14),
@@ -62,6 +66,27 @@ def test_a_block_makes_few_calls(make, phase, way, batch, most):
     if way == "onednn" and onednn.why_not(torch.device("cpu"), torch.float32) is not None:
         pytest.skip("PyTorch has no oneDNN here")
     assert calls(make, phase, way, batch) <= most(calls(host.by_timm, phase, "plain", 0))
+
+
+def test_few_of_our_functions_run_before_the_first_launch(monkeypatch):
+    """Oracle: by count, 232 for a block of timm's that is not replayed."""
+    monkeypatch.setattr(ways, "REPLAYS", False)
+    run = host.call(host.converted, 1, "inference", 1)
+    names = []
+
+    def count(frame, event, _):
+        if event == "call" and PACKAGE in frame.f_code.co_filename and "launch" not in names:
+            names.append(frame.f_code.co_name)
+
+    with contexts("fused"):
+        run()
+        run()  # the first call finds the sizes, the second the way
+        sys.setprofile(count)
+        try:
+            run()
+        finally:
+            sys.setprofile(None)
+    assert names[-1] == "launch" and len(names) <= 240
 
 
 @pytest.mark.full(one_in=3)

@@ -4,8 +4,10 @@ import importlib
 import json
 import sys
 import types
+from pathlib import Path
 
 import pytest
+import timm
 import torch
 from catalogue import build, inputs
 from torch import nn
@@ -15,6 +17,7 @@ from benchmarks.recognition import merged
 from fastvit_triton.convert import forwards, recognition
 from fastvit_triton.convert.recognition import KNOWN, Unreadable, fingerprint, recognised
 
+PACKAGE = str(Path(fastvit_triton.__file__).parent)
 CLIP = "transformers.models.clip.modeling_clip"
 
 
@@ -117,14 +120,61 @@ def test_what_counts(change, tmp_path):
     assert fingerprint(other) != fingerprint(first)
 
 
-def test_functions_count_as_they_are_bound_now(tmp_path):
-    """Oracle: a fingerprint changes while a helper is replaced."""
+def other_helper(x, power):
+    return x * power
+
+
+def third(self, x):
+    return x / 3
+
+
+NOW = {
+    "a helper": lambda m: setattr(m, "helper", abs),
+    "a helper's code": lambda m: setattr(m.helper, "__code__", other_helper.__code__),
+    "a helper's default": lambda m: setattr(m.helper, "__defaults__", (3.0,)),
+    "a constant": lambda m: setattr(m, "SCALE", 4.0),
+    "an imported module": lambda m: setattr(m, "F", m.torch),
+    "a method": lambda m: setattr(m.Layer, "half", third),
+    "a property": lambda m: setattr(m.Layer, "wide", True),
+}
+
+
+@pytest.mark.parametrize("change", NOW)
+def test_functions_count_as_they_are_now(change, tmp_path):
+    """Oracle: the fingerprint before the change, from which it differs."""
     module = module_from(BASE, "meaning_first", tmp_path)
-    before, helper = fingerprint(module.Layer), module.helper
-    module.helper = abs
-    assert fingerprint(module.Layer) != before
-    module.helper = helper
+    before = fingerprint(module.Layer)
     assert fingerprint(module.Layer) == before
+    NOW[change](module)
+    assert fingerprint(module.Layer) != before
+
+
+def test_equal_code_with_another_decorator_counts(tmp_path):
+    """Oracle: the fingerprint before the file was changed and loaded again, from which it differs."""
+    source = BASE.replace("    def forward", "    @torch.no_grad()\n    def forward")
+    first = module_from(source, "meaning_first", tmp_path).Layer
+    before = fingerprint(first)
+    other = module_from(source.replace("no_grad", "enable_grad"), "meaning_first", tmp_path).Layer
+    assert other.forward.__wrapped__.__code__ == first.forward.__wrapped__.__code__
+    assert fingerprint(other) != before
+
+
+def test_a_second_model_takes_few_calls():
+    """Oracle: by count, 2,741 of this package's functions for two blocks; code is read once in a process."""
+    models = [timm.create_model("vit_base_patch16_224", depth=2, embed_dim=64, num_heads=2) for _ in range(2)]
+    fastvit_triton.optimize(models[0])
+    calls = 0
+
+    def count(frame, event, _):
+        nonlocal calls
+        calls += event == "call" and PACKAGE in frame.f_code.co_filename
+
+    sys.setprofile(count)
+    try:
+        fastvit_triton.optimize(models[1])
+    finally:
+        sys.setprofile(None)
+    assert 0 < calls <= 2800
 
 
 def test_torch_classes_differ():

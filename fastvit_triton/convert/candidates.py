@@ -21,12 +21,10 @@ def candidates(
     Each is of a class that is not PyTorch's, holds an `nn.MultiheadAttention` or two linear layers, and a class whose
     name is that of a norm, an attention or an MLP. A list of branches or experts, smaller than blocks, is no stack.
     """
-
-    def is_free(path: str) -> bool:
-        nearest = next((p for p in enclosing(path) if p in converted or p in called), None)
-        return nearest not in converted
-
-    free = {path for path, _ in model.named_modules() if is_free(path)}
+    free: set[str] = set()
+    for path, _ in model.named_modules():  # a module before those inside it
+        if path not in converted and (not path or path in called or path.rpartition(".")[0] in free):
+            free.add(path)
 
     def is_candidate(path: str, module: nn.Module) -> bool:
         below = dict(module.named_modules(prefix=path))

@@ -111,9 +111,9 @@ def weights(model: nn.Module) -> Shares:
     amounts: dict[str, int] = {}
     counted: set[int] = set()
     for path, module in model.named_modules():
-        names = (
-            ("weight",) if isinstance(module, LAYERS) else PACKED if isinstance(module, nn.MultiheadAttention) else ()
-        )
+        names = ("weight",) if isinstance(module, LAYERS) else PACKED
+        if names == PACKED and not isinstance(module, nn.MultiheadAttention):
+            continue
         tensors = [t for name in names if (t := module._parameters.get(name)) is not None and not is_lazy(t)]
         count = sum(t.numel() for t in tensors if id(t) not in counted)
         counted |= set(map(id, tensors))

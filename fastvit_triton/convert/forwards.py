@@ -4,9 +4,9 @@ Between releases, packages rename and nest submodules and change their arguments
 that it reads and the arguments that it takes, and `optimize` checks them against each instance once.
 """
 
-import functools
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial, wraps
 from inspect import signature
 from operator import attrgetter
 from types import FunctionType
@@ -61,16 +61,19 @@ class Forward(NamedTuple):
 
     def lacks(self, module: nn.Module) -> str | None:
         """Message that names a required attribute this instance lacks; None if it has all."""
-        missing = (n for n in self.needs.split() if not any(_has(module, path) for path in n.split("|")))
-        name = next(missing, None)
-        return None if name is None else f"it has no {name.replace('|', ' or ')}, which its fused forward reads"
+        for name in self.needs.split():
+            if not any(map(partial(_has, module), name.split("|"))):
+                return f"it has no {name.replace('|', ' or ')}, which its fused forward reads"
+        return None
 
     def ignores(self, module: nn.Module) -> str | None:
         """Message that names an argument of the instance's own forward that is not supported; None if all are."""
         if self.takes is None:
             return None
-        name = next((n for n in _arguments(type(module)) if n not in self.takes.split()), None)
-        return None if name is None else f"it takes {name}, which its fused forward does not support"
+        for name in _arguments(type(module)):
+            if name not in self.takes.split():
+                return f"it takes {name}, which its fused forward does not support"
+        return None
 
 
 @constant
@@ -85,7 +88,7 @@ def _arguments(cls: type[nn.Module]) -> tuple[str, ...]:
     if not isinstance(cls.forward, FunctionType):  # a patch, which always runs
         return ()
     parameters = list(signature(cls.forward).parameters.values())[2:]  # after the module and its first input
-    return tuple(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    return tuple([p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)])
 
 
 _taken: dict[type[nn.Module], tuple[str, ...]] = {}
@@ -103,7 +106,7 @@ def fused_method(method: str, *names: str) -> Callable[[Callable], Callable]:
     """
 
     def decorate(run: Callable) -> Callable:
-        @functools.wraps(run)
+        @wraps(run)
         def unless_patched(module: nn.Module, *inputs: Any, **named: Any) -> Any:
             function = run if _is_written(type(module), method) else getattr(type(module), method)
             return function(module, *inputs, **named)
@@ -128,7 +131,7 @@ def _is_written(cls: type[nn.Module], method: str) -> bool:
 
 def bind(module: nn.Module, method: str, run: Callable) -> None:
     """Makes calls of a method of this instance run `run`, whose first argument is the module."""
-    setattr(module, method, functools.partial(run, module))
+    setattr(module, method, partial(run, module))
 
 
 def register(names: tuple[str, ...], forward: Forward) -> None:
@@ -171,11 +174,13 @@ def _inner_type(cls: type[nn.Module]) -> str | None:
 
 def forward_for(module: nn.Module) -> Forward | str | None:
     """The fused forward that fits this instance; a reason (str) if none fits; None for unknown types."""
-    forwards = FORWARDS.get(known_type(module))
+    forwards = FORWARDS.get(_known_type(type(module)))
     if forwards is None:
         return None
-    forward = next((f for f in forwards if f.lacks(module) is None), None)
-    return forwards[0].lacks(module) if forward is None else forward.ignores(module) or forward
+    for forward in forwards:
+        if forward.lacks(module) is None:
+            return forward.ignores(module) or forward
+    return forwards[0].lacks(module)
 
 
 def fused_forward(
@@ -208,7 +213,7 @@ def _or_own(forward: Callable, reason: Callable[[Any], str | None] | None, check
     """Wraps a fused forward: runs the module's own forward where the fused one does not run, see `fused_forward`."""
     first = forward.__code__.co_varnames[1]  # the name of the first input
 
-    @functools.wraps(forward)
+    @wraps(forward)
     def fused_or_own(module: nn.Module, *inputs: Any, **named: Any) -> Any:
         if checked:
             x = inputs[0] if inputs else named.get(first)
@@ -232,7 +237,7 @@ def _chosen(forward: Callable, products: bool = True) -> Callable:
             return original(module, *inputs, **named)
         return forward(module, *inputs, **named)
 
-    @functools.wraps(forward)
+    @wraps(forward)
     @transparent
     def run(module: nn.Module, *inputs: Any, **named: Any) -> Any:
         if ways.state.inside_plain:

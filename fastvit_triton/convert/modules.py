@@ -46,7 +46,7 @@ LEFT: dict[str, str | None] = {
 LEFT |= dict.fromkeys(INNER)  # submodules of a candidate
 NEEDS_EXAMPLE = "it needs an example: optimize(model, example=images)"
 NO_GRAPH = "it has no graph in this process, so it runs as it is written until `warmup`, or `optimize` with an example"
-WORDS = ("attention", "attn", "mlp", "feedforward", "layernorm")  # in names of unknown classes that are reported
+WORDS = re.compile("attention|attn|mlp|feedforward|layernorm", re.IGNORECASE)  # in unknown classes that are reported
 
 
 def optimize(
@@ -399,10 +399,9 @@ def _with_others(model: nn.Module, rows: tuple[Row, ...]) -> tuple[Row, ...]:
     named, by_path = {row.path for row in rows}, dict(model.named_modules())
     others = {}
     for path, module in by_path.items():
-        layers = any(isinstance(child, (nn.Linear, nn.MultiheadAttention)) for child in module.children())
-        apart = path and candidates.is_foreign(module) and not is_ours(path, by_path)
-        if apart and layers and named.isdisjoint(enclosing(path)):
-            others[path] = Row(path, type(module).__name__, why=UNKNOWN, other=True)
+        if path and candidates.is_foreign(module) and not is_ours(path, by_path) and named.isdisjoint(enclosing(path)):
+            if any(isinstance(child, (nn.Linear, nn.MultiheadAttention)) for child in module.children()):
+                others[path] = Row(path, type(module).__name__, why=UNKNOWN, other=True)
     return _merged(model, rows, others)
 
 
@@ -469,8 +468,7 @@ def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str],
         return Row(path, cls, why=f"it has no {STEMS[name]}, which its fused forward reads")
     if forward is None:
         why = LEFT.get(known_type(module), UNKNOWN)
-        is_candidate = why is not None and any(word in cls.lower() for word in WORDS)
-        return Row(path, cls, why=why) if is_candidate else None
+        return Row(path, cls, why=why) if why is not None and WORDS.search(cls) else None
     if isinstance(forward, str):
         return Row(path, cls, why=forward)
     parts = _changed_code(module) or _parts(forward, module)

@@ -16,10 +16,10 @@ import hashlib
 import inspect
 import json
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -91,6 +91,7 @@ class _Reader:
     def __init__(self, cls: type) -> None:
         self.cls = cls
         self.package = cls.__module__.partition(".")[0]
+        self.written = frozenset().union(*map(vars, cls.__mro__))  # names that the class has
         self.seen: dict[FunctionType, int] = {}  # functions by the order of their first use, as they may be recursive
 
     def method(self, name: str) -> str:
@@ -114,7 +115,33 @@ class _Reader:
         free = [name for name in function.__code__.co_freevars if name != "__class__"]
         if free:
             raise Unreadable(f"{function.__qualname__} uses {free[0]} of an enclosing function")
-        return _Writer(self, function, bound).text()
+        syntax, home = _syntax_of(function, bound), function.__globals__
+        decorators = [self._filled(parts, home) for parts in syntax.decorators]
+        defaults = self.value([*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()])
+        return f"({syntax.arguments}; {defaults}; {decorators}; {[self._filled(p, home) for p in syntax.statements]})"
+
+    def _filled(self, parts: "Parts", home: dict[str, Any]) -> str:
+        text = ""
+        for part in parts:
+            text += part if isinstance(part, str) else self._bound(part, home)
+        return text
+
+    def _bound(self, names: tuple[str, ...], home: dict[str, Any]) -> str:
+        """Text of what names of `Parts` stand for; `home` has the globals."""
+        first, *rest = names
+        if first == "":
+            if not rest:
+                return "self"
+            own = rest.pop(0)
+            text = f"self.{own}={self.method(own)}" if own in self.written else f"self.{own}"
+        elif first not in home:
+            text = f"builtin {first}" if hasattr(builtins, first) else f"unbound {first}"
+        else:
+            value = home[first]
+            while rest and isinstance(value, ModuleType) and hasattr(value, rest[0]):
+                value = getattr(value, rest.pop(0))
+            text = self.value(value)
+        return ".".join([text, *rest])
 
     def value(self, value: Any) -> str:
         """Text of what a global name is bound to."""
@@ -132,89 +159,91 @@ class _Reader:
         return f"instance:{type(value).__module__}.{type(value).__qualname__}"
 
 
-class _Writer:
-    """Writes one function as text."""
+# a text, and names between such as ("nn", "functional", "gelu"), of which "" is the module itself
+Parts = list[str | tuple[str, ...]]
 
-    def __init__(self, reader: _Reader, function: FunctionType, bound: bool) -> None:
-        self.reader = reader
-        self.function = function
-        self.node = _tree(function)
-        arguments = [*self.node.args.posonlyargs, *self.node.args.args, *self.node.args.kwonlyargs]
-        self.self_name = arguments[0].arg if bound and arguments else None
-        self.names = {a.arg: f"argument {a.arg}" for a in arguments}  # callers may pass them by name
-        if self.self_name is not None:
-            self.names[self.self_name] = "self"
-        others = [a.arg for a in (self.node.args.vararg, self.node.args.kwarg) if a is not None]
-        for name in [*others, *_assigned(self.node)]:
-            self.names.setdefault(name, f"local {len(self.names)}")
 
-    def text(self) -> str:
-        """Arguments with defaults, decorators and statements."""
-        defaults = [*(self.function.__defaults__ or ()), *(self.function.__kwdefaults__ or {}).items()]
-        decorators = [self.write(d) for d in self.node.decorator_list]
-        body = self.node.body
-        if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):  # a docstring
-            body = body[1:]
-        names = ", ".join(self.names[a.arg] for a in ast.walk(self.node.args) if isinstance(a, ast.arg))
-        return f"({names}; {self.reader.value(defaults)}; {decorators}; {[self.write(n) for n in body]})"
+class _Syntax:
+    """The source of a function as text, in which what its global names are bound to is left out.
 
-    def write(self, node: ast.AST) -> str:
-        """Text of a syntax tree without positions, names of variables and empty fields."""
+    Attributes:
+        arguments: as text.
+        decorators: each in parts.
+        statements: each in parts.
+    """
+
+    def __init__(self, function: FunctionType, bound: bool) -> None:
+        node = _tree(function)
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        self._self = arguments[0].arg if bound and arguments else None
+        self._names = {a.arg: f"argument {a.arg}" for a in arguments}  # callers may pass them by name
+        if self._self is not None:
+            self._names[self._self] = "self"
+        others = [a.arg for a in (node.args.vararg, node.args.kwarg) if a is not None]
+        for name in [*others, *_assigned(node)]:
+            self._names.setdefault(name, f"local {len(self._names)}")
+        is_documented = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
+        self.arguments = ", ".join(self._names[a.arg] for a in ast.walk(node.args) if isinstance(a, ast.arg))
+        self.decorators = [self._write(decorator, []) for decorator in node.decorator_list]
+        self.statements = [self._write(statement, []) for statement in node.body[is_documented:]]
+
+    def _write(self, node: object, parts: Parts) -> Parts:
+        """Adds the text of a syntax tree without positions, names of variables and empty fields, to these parts."""
         if isinstance(node, ast.Name):
-            return self._name(node.id)
-        if isinstance(node, ast.Attribute):
-            return self._attribute(node)
-        kind = type(node).__name__
-        if isinstance(node, ast.AnnAssign) and node.value is not None:
-            return f"Assign([{self.write(node.target)}], {self.write(node.value)})"
-        if isinstance(node, ast.Assign):
-            return f"Assign([{', '.join(map(self.write, node.targets))}], {self.write(node.value)})"
-        fields = ((n, v) for n, v in ast.iter_fields(node) if n not in SKIPPED and v not in (None, []))
-        if isinstance(node, ast.Constant):
-            return f"{type(node.value).__name__} {node.value!r}"
-        return f"{kind}({', '.join(f'{name}={self._field(value)}' for name, value in fields)})"
-
-    def _field(self, value: object) -> str:
-        if isinstance(value, list):
-            return f"[{', '.join(self._field(v) for v in value)}]"
-        return self.write(value) if isinstance(value, ast.AST) else repr(value)
-
-    def _name(self, name: str) -> str:
-        if name in self.names:
-            return self.names[name]
-        if name in self.function.__globals__:
-            return self.reader.value(self.function.__globals__[name])
-        return f"builtin {name}" if hasattr(builtins, name) else f"unbound {name}"
-
-    def _attribute(self, node: ast.Attribute) -> str:
-        """An attribute of the module, of an imported module, or of any other value."""
-        if isinstance(node.value, ast.Name) and node.value.id == self.self_name:
-            cls = self.reader.cls
-            if any(node.attr in base.__dict__ for base in cls.__mro__):
-                return f"self.{node.attr}={self.reader.method(node.attr)}"
-            return f"self.{node.attr}"
-        module = self._module(node.value)
-        if module is not None and hasattr(module, node.attr):
-            return self.reader.value(getattr(module, node.attr))
-        return f"{self.write(node.value)}.{node.attr}"
-
-    def _module(self, node: ast.AST) -> ModuleType | None:
-        """The imported module that an expression such as `nn.functional` stands for."""
-        value: object = None
-        if isinstance(node, ast.Name) and node.id not in self.names:
-            value = self.function.__globals__.get(node.id)
-        elif isinstance(node, ast.Attribute) and (outer := self._module(node.value)) is not None:
-            value = getattr(outer, node.attr, None)
-        return value if isinstance(value, ModuleType) else None
+            parts.append(("",) if node.id == self._self else self._names.get(node.id, (node.id,)))
+        elif isinstance(node, ast.Attribute):
+            self._write(node.value, parts)
+            names = parts[-1]
+            if isinstance(node.value, (ast.Name, ast.Attribute)) and isinstance(names, tuple):
+                parts[-1] = (*names, node.attr)
+            else:
+                parts.append(f".{node.attr}")
+        elif isinstance(node, ast.Constant):
+            parts.append(f"{type(node.value).__name__} {node.value!r}")
+        elif isinstance(node, ast.Assign) or (isinstance(node, ast.AnnAssign) and node.value is not None):
+            parts.append("Assign(")
+            self._write(node.targets if isinstance(node, ast.Assign) else [node.target], parts)
+            parts.append(", ")
+            self._write(node.value, parts).append(")")
+        elif isinstance(node, ast.AST):
+            parts.append(f"{type(node).__name__}(")
+            before = ""
+            for name, value in ast.iter_fields(node):
+                if name not in SKIPPED and value not in (None, []):
+                    parts.append(f"{before}{name}=")
+                    self._write(value, parts)
+                    before = ", "
+            parts.append(")")
+        elif isinstance(node, list):
+            before = "["
+            for value in node:
+                parts.append(before)
+                self._write(value, parts)
+                before = ", "
+            parts.append("]" if node else "[]")
+        else:
+            parts.append(repr(node))
+        return parts
 
 
-def _tree(function: Callable) -> ast.FunctionDef:
-    """Syntax tree of a function."""
+_syntaxes: dict[tuple[int, bool], tuple[CodeType, _Syntax]] = {}  # by identity: equal codes may differ in decorators
+
+
+def _syntax_of(function: FunctionType, bound: bool) -> _Syntax:
+    """The syntax of a function's code, read once, as a code object never changes; kept, so that its id is unique."""
+    code = function.__code__
+    if (id(code), bound) not in _syntaxes:
+        _syntaxes[id(code), bound] = code, _Syntax(function, bound)
+    return _syntaxes[id(code), bound][1]
+
+
+def _tree(function: FunctionType) -> ast.FunctionDef:
+    """Syntax tree of a function's code."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError) as error:
         raise Unreadable(f"the source of {function.__qualname__} is not available") from error
-    if not isinstance(tree, ast.FunctionDef) or tree.name != function.__name__:
+    if not isinstance(tree, ast.FunctionDef) or tree.name != function.__code__.co_name:
         raise Unreadable(f"the source of {function.__qualname__} is not that of a function")
     return tree
 

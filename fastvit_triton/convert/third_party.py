@@ -9,7 +9,7 @@ import torch.fx
 from torch import Tensor, nn
 
 from ..engine import leaves as parts
-from ..engine.hooks import PACKAGE, are_plain_tensors, has_global_hooks, runs_other_code, type_name
+from ..engine.hooks import PACKAGE, are_plain_tensors, has_global_hooks, replaces, type_name
 from ..engine.source import ALWAYS, Code, code_of
 from ..kernels import choose
 from ..kernels.backend import backend, constant, kernels_available
@@ -105,12 +105,15 @@ def gives_proxies(module: nn.Module) -> bool:
 
 def runs_original(module: nn.Module) -> bool:
     """True if a call of the module would run the code of a type that has a fused forward, as its source defines it."""
-    return not runs_other_code(module) and _is_replaced(type(module))
+    methods = _replaced_methods(type(module))
+    return methods is not None and not (methods and replaces(module.__dict__, methods))
 
 
 @constant
-def _is_replaced(cls: type[nn.Module]) -> bool:
-    return _has_fused_forward(code_of(cls))
+def _replaced_methods(cls: type[nn.Module]) -> tuple[str, ...] | None:
+    """As `source.methods_of`; None also if the code of the class is not that of a type that has a fused forward."""
+    code = code_of(cls)
+    return code.shadowed if code.why is None and _has_fused_forward(code) else None
 
 
 @cache

@@ -288,7 +288,7 @@ def fold_or_normalize(
 
 def normalize_for(entry: Entry, x: Tensor) -> Tensor:
     """The norm of an entry, of x [..., D], for its linear layers alone: our kernel writes what autocast casts it to."""
-    if can_fuse(x) and torch.is_autocast_enabled(x.device.type) and x.shape[-1] <= MAX_D:
+    if torch.is_autocast_enabled(x.device.type) and x.shape[-1] <= MAX_D and can_fuse(x):
         return run_either(x, entry.parameters, product_dtype(x))
     return normalize(x, entry.norm)
 
@@ -298,7 +298,7 @@ def normalize(x: Tensor, norm: nn.Module) -> Tensor:
     bound = "forward" in norm.__dict__
     # a trace that calls what is bound to one instance holds for no other block
     traced = bound and torch.compiler.is_compiling() and not has_hooks(norm)
-    weights = norm_of(norm) if can_fuse(x) and (traced or not bound) else None
+    weights = norm_of(norm) if (traced or not bound) and can_fuse(x) else None
     if weights is None:
         return type(norm).forward(norm, x) if traced else norm(x)
     return layer_norm(x, *weights[:3]) if weights.kind == "layer_norm" else rms_norm(x, weights.weight, weights.eps)

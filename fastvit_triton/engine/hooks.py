@@ -19,7 +19,7 @@ from .source import methods_of
 
 __all__ = [
     "Foreign", "can_fuse", "has_global_hooks", "has_hooks", "has_type", "has_watched_child", "is_our_forward",
-    "is_plain_module", "is_repeatable", "runs_known_code", "runs_other_code", "type_name",
+    "is_plain_module", "is_repeatable", "replaces", "runs_known_code", "runs_other_code", "type_name",
 ]  # fmt: skip
 
 PACKAGE = __package__.partition(".")[0]
@@ -82,7 +82,8 @@ def is_plain_module(module: object, names: Collection[str]) -> TypeGuard[Foreign
     """True if the module's exact type is listed, its parameters are plain tensors, and it has no hooks or patches."""
     if _name(type(module)) not in names:
         return False
-    if not are_plain_tensors(*module.__dict__["_parameters"].values()):
+    parameters = module.__dict__["_parameters"]
+    if parameters and not are_plain_tensors(*parameters.values()):
         return False
     return not has_hooks(module)  # type: ignore[arg-type]  # a module, as its type is listed
 
@@ -105,16 +106,16 @@ def has_hooks(module: nn.Module) -> bool:
     if "forward" in facts and not is_our_forward(facts["forward"]):
         return True
     methods = methods_of(type(module))  # as `runs_other_code`
-    return _replaces(facts, methods) if methods else methods is None
+    return replaces(facts, methods) if methods else methods is None
 
 
 def runs_other_code(module: nn.Module) -> bool:
     """True if a call runs other code than the source files of the module's class define, or an attribute of it."""
     methods = methods_of(type(module))
-    return _replaces(module.__dict__, methods) if methods else methods is None
+    return replaces(module.__dict__, methods) if methods else methods is None
 
 
-def _replaces(facts: dict[str, Any], methods: tuple[str, ...]) -> bool:
+def replaces(facts: dict[str, Any], methods: tuple[str, ...]) -> bool:
     """True if an attribute of an instance replaces one of these methods."""
     return any(name in facts and not is_our_forward(facts[name]) for name in methods)
 

@@ -3,7 +3,6 @@
 The tables list the types of torch and this package; `convert` adds those of timm and transformers.
 """
 
-import itertools
 from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol, TypeGuard
 
@@ -16,7 +15,6 @@ from ..kernels.fold import Group
 from .freeze import Entry
 from .hooks import Foreign, are_plain_tensors, has_hooks, has_type, is_plain_module, type_name
 
-IDENTITIES = {"torch.nn.modules.linear.Identity"}
 CONVOLUTIONS = {"torch.nn.modules.conv.Conv2d"}
 VOLUME_CONVOLUTIONS = {"torch.nn.modules.conv.Conv3d"}
 LINEARS = {"torch.nn.modules.linear.Linear", "torch.nn.modules.linear.NonDynamicallyQuantizableLinear"}
@@ -95,9 +93,11 @@ def width_of(layers: tuple[Layer | None, ...]) -> tuple[int, int]:
 
     That of a layer with a BatchNorm is the weight of its linear layer.
     """
-    linears = [getattr(layer, "linear", layer) for layer in layers]
-    shapes = [getattr(getattr(linear, "weight", None), "shape", (0, 0)) for linear in linears]
-    return sum(shape[0] for shape in shapes), shapes[0][1]
+    outputs, shapes = 0, []
+    for layer in layers:
+        shapes.append(getattr(getattr(getattr(layer, "linear", layer), "weight", None), "shape", (0, 0)))
+        outputs += shapes[-1][0]
+    return outputs, shapes[0][1]
 
 
 def is_readable(layer: object) -> TypeGuard[Layer]:
@@ -135,14 +135,19 @@ def last_axis_rms_norm(norm: Foreign, name: str = "eps") -> Norm | None:
 
 def entry_of(norm: nn.Module | None, layers: tuple[Layer, ...]) -> Entry | None:
     """A norm and the linear layers after it, for `fold_norms`; None if one of them must be called."""
-    if norm is None or (weights := norm_of(norm)) is None:
+    if norm is None or not layers or (parameters := norm_of(norm)) is None:
         return None
-    if not layers or not all(is_readable(layer) for layer in layers):
-        return None
-    group = Group(tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers), *weights[:2])
-    layer_sources = (getattr(layer, "sources", None) or (layer.weight, layer.bias) for layer in layers)
-    sources = tuple(t for t in (*itertools.chain(*layer_sources), *weights[:2]) if t is not None)
-    return Entry(norm, group, Norm(None, None, *weights[2:]), sources)
+    weights, biases = [], []
+    sources: list[Tensor | None] = []
+    for layer in layers:
+        if not is_readable(layer):
+            return None
+        weights.append(layer.weight)
+        biases.append(layer.bias)
+        sources += getattr(layer, "sources", None) or (layer.weight, layer.bias)
+    group = Group(tuple(weights), tuple(biases), *parameters[:2])
+    kept = [t for t in (*sources, *parameters[:2]) if t is not None]
+    return Entry(norm, group, Norm(None, None, *parameters[2:]), tuple(kept))
 
 
 def activation_of(module: nn.Module) -> str | nn.Module:
@@ -167,7 +172,7 @@ def _calls(module: nn.Module, function: object, name: object) -> bool:
 
 def is_identity(module: object) -> bool:
     """True for an nn.Identity without hooks."""
-    return is_plain_module(module, IDENTITIES)
+    return type(module) is nn.Identity and not has_hooks(module)
 
 
 def is_patch_conv(conv: nn.Module, types: Collection[str] = CONVOLUTIONS) -> bool:
@@ -205,9 +210,11 @@ def softmax_reason(module: nn.Module) -> str | None:
 
 def is_inactive(dropout: object) -> bool:
     """True if there is no dropout, or it is off (evaluation mode or p = 0)."""
-    if dropout is None or is_identity(dropout):
+    if dropout is None:
         return True
-    return is_plain_module(dropout, DROPOUTS) and not (dropout.training and dropout.p > 0)
+    if is_plain_module(dropout, DROPOUTS):
+        return not (dropout.training and dropout.p > 0)
+    return is_identity(dropout)
 
 
 def layer_scale_of(module: nn.Module | None) -> tuple[bool, Tensor | None]:

@@ -123,10 +123,11 @@ def asks_for_exact_gelu(module: nn.Module) -> bool:
 
 def mark(model: nn.Module, **marks: bool) -> None:
     """Sets or removes marks of the modules of a model, by key; copies and pickles keep them."""
+    wanted = {key: True for key, mark in marks.items() if mark}
     for module in model.modules():
         for key in (PROGRAMS, EXACT, HIDDEN):  # PROGRAMS: recorded calls
             module.__dict__.pop(key, None)
-        module.__dict__.update((key, True) for key, wanted in marks.items() if wanted)
+        module.__dict__.update(wanted)
 
 
 def act_name(act: str | nn.Module) -> str:

@@ -88,7 +88,7 @@ def defines(cls: type, method: str) -> bool:
     owner = next(base for base in cls.__mro__ if method in base.__dict__)
     function = owner.__dict__[method]
     code = _file_code(owner.__module__)
-    return isinstance(function, FunctionType) and code is not None and _anywhere(code, function.__code__)
+    return isinstance(function, FunctionType) and code is not None and function.__code__ in _all(code)
 
 
 Lookups = Iterable[tuple[Any, tuple[str, ...]]]
@@ -227,8 +227,9 @@ class _Reading:
         names = _names(function.__code__)
         home = function.__globals__
         self._bindings(home, names, _top(home.get("__name__", "")), set())
+        written = set().union(*map(vars, self.own))
         for name in names:
-            if not hasattr(nn.Module, name) and any(name in base.__dict__ for base in self.own):
+            if name in written and not hasattr(nn.Module, name):
                 self._method(name)
 
     def _bindings(self, home: dict[str, Any], names: frozenset[str], package: str, visited: set[int]) -> None:
@@ -362,39 +363,38 @@ def _defined_in(module: str, name: str, function: FunctionType) -> bool:
     if home_code is None:
         return home == module
     reachable = code is None or _top(home) == _top(module) or _top(home) in _imported(code)
-    return reachable and _anywhere(home_code, function.__code__)
+    return reachable and function.__code__ in _all(home_code)
 
 
 @cache
 def _imported(code: CodeType) -> frozenset[str]:
     """Packages among the names that a module's code uses."""
-    names = set(code.co_names).union(*(inner.co_names for inner in _all(code)))
-    return frozenset(_top(name) for name in names if _top(name) in sys.modules)
+    names = set(code.co_names).union(*[inner.co_names for inner in _all(code)])
+    return frozenset([name.partition(".")[0] for name in names]).intersection(sys.modules)
 
 
-def _all(code: CodeType) -> Iterator[CodeType]:
-    """Yields all codes inside a code."""
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield inner
-            yield from _all(inner)
-
-
-def _anywhere(code: CodeType, target: CodeType) -> bool:
-    return any(inner == target for inner in _all(code))
+@cache
+def _all(code: CodeType) -> tuple[CodeType, ...]:
+    """All codes inside a code."""
+    codes = [code]
+    for outer in codes:  # to which those inside it are added
+        for inner in outer.co_consts:
+            if isinstance(inner, CodeType):
+                codes.append(inner)
+    return tuple(codes[1:])
 
 
 def _contains(function: Any, code: CodeType | None) -> bool:
     """True if a code is that of a function inside a method."""
     outer = getattr(getattr(function, "__func__", function), "__code__", None)
-    return outer is not None and code is not None and _anywhere(outer, code)
+    return outer is not None and code is not None and code in _all(outer)
 
 
 def _makes(decorator: Any, wrapper: Any, function: Any) -> bool:
     """True if a decorator makes this wrapper: it contains its code, or both are of another module than the function."""
     code = getattr(wrapper, "__code__", None)
     for layer in _layers(decorator):
-        if isinstance(layer, FunctionType) and code is not None and _anywhere(layer.__code__, code):
+        if isinstance(layer, FunctionType) and code is not None and code in _all(layer.__code__):
             return True
         home = _home(layer) or getattr(layer, "__module__", None) or ""
         if home not in ("", _home(function)) and _top(home) == _top(_home(wrapper) or type(wrapper).__module__):

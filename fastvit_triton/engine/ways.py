@@ -114,12 +114,13 @@ def choose_way(module: nn.Module | None, x: Tensor, branches: tuple[Branch, ...]
 
 
 def _way(x: Tensor, branches: tuple[Branch, ...], replayed: bool, frozen: str | None) -> str:
-    if any(max(b.channels, b.width, b.inner) > MAX_D for b in branches):
-        return "plain"
+    for b in branches:
+        if max(b.channels, b.width, b.inner) > MAX_D:
+            return "plain"
     if not torch.compiler.is_compiling():
         tokens = x.numel() // max(x.shape[0] * x.shape[-1], 1)
         size = launch.product_dtype(x).itemsize
-        branches = tuple(b._replace(images=x.shape[0], tokens=tokens, itemsize=size) for b in branches)
+        branches = tuple([b._replace(images=x.shape[0], tokens=tokens, itemsize=size) for b in branches])
     way = choose.way_of(x, branches, torch.is_grad_enabled(), replayed and REPLAYS, frozen)
     return "plain" if way == "mixed" and not are_plain_tensors(x) else way  # traced tensors need registered ops
 

@@ -95,7 +95,7 @@ def way_of(x: Tensor, branches: tuple[Branch, ...], training: bool, replayed: bo
     """
     traced = torch.compiler.is_compiling()
     dtypes = x.dtype, launch.product_dtype(x)
-    return _way(x.device, dtypes, tuple(tuple(b) for b in branches), training, traced, replayed, frozen)
+    return _way(x.device, dtypes, tuple(map(tuple, branches)), training, traced, replayed, frozen)
 
 
 @backend.constant

@@ -303,11 +303,12 @@ def volumes(self: nn.Conv3d, input: Tensor) -> Tensor:
 
 def stems_of(module: nn.Module) -> list[nn.Module]:
     """Patch convolutions that this module calls on images or videos, and that are converted."""
-    if type_name(module) in STEMS:
-        return [getattr(module, STEMS[type_name(module)], module)]
+    if (name := type_name(module)) in STEMS:
+        return [getattr(module, STEMS[name], module)]
+    if not name.startswith(("transformers.", "timm.")):
+        return []
     forward = forward_for(module)
-    projects = isinstance(forward, Forward) and forward.became  # the convolution, in this forward
-    if projects or not type(module).__module__.startswith(("transformers.", "timm.")):
+    if isinstance(forward, Forward) and forward.became:  # it projects the convolution itself
         return []
     embeds = "embed" in type(module).__name__.lower()
     convs = [conv for name, conv in module.named_children() if embeds or "patch" in name]

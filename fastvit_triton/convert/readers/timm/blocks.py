@@ -21,7 +21,8 @@ def both_norms(block: Foreign) -> list[tuple[nn.Module, nn.Module]]:
 
 def _given(block: Foreign, **call: object) -> dict[str, object]:
     """Arguments that a block passes on to its attention, limited to those its release supports."""
-    return {name: value for name, value in call.items() if name in arguments(type(block))}
+    taken = arguments(type(block))
+    return {name: value for name, value in call.items() if name in taken}
 
 
 def drop_paths(block: Foreign) -> tuple[nn.Module, nn.Module]:

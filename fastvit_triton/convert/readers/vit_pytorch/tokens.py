@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ....engine.attention import attention_body, heads_of, merged_heads
 from ....engine.body import Body, normalize, project
 from ....engine.branch import Branch, add_branches, runs_plain
-from ....engine.hooks import has_hooks, is_plain_module, type_name
-from ....engine.leaves import IDENTITIES, Foreign, Layer, softmax_reason
+from ....engine.hooks import has_hooks, is_plain_module
+from ....engine.leaves import Foreign, Layer, softmax_reason
 from ....engine.mlp import MlpBody
 from ....engine.replay import call_block, call_branches
 from ....kernels.attention import attention
@@ -43,7 +43,7 @@ def _projection(self: Foreign) -> Projection | str:
         return "to_out has a hook"
     if isinstance(proj, nn.Sequential):
         proj, drop = proj
-    return None if type_name(proj) in IDENTITIES else proj, drop
+    return None if type(proj) is nn.Identity else proj, drop
 
 
 def _end(self: Foreign) -> Projection | str:
