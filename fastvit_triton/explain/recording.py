@@ -139,19 +139,12 @@ def _here(record: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Followed(NamedTuple):
-    """A tensor computed of a softmax.
+    """A tensor computed of a softmax."""
 
-    Attributes:
-        size: queries and keys of the softmax.
-        keys: axis of its keys, -1 or -2; 0 if unknown.
-        whole: the map of which it is a view with other axes; None if it is no view.
-        why: why the map cannot be recorded; None if it can.
-    """
-
-    size: tuple[int, int]
-    keys: int = -1
-    whole: Tensor | None = None
-    why: str | None = None
+    size: tuple[int, int]  # queries and keys of the softmax
+    keys: int = -1  # axis of its keys, -1 or -2; 0 if unknown
+    whole: Tensor | None = None  # the map of which it is a view with other axes; None if it is no view
+    why: str | None = None  # why the map cannot be recorded; None if it can
 
 
 class _Recorder(TorchFunctionMode):

@@ -59,17 +59,12 @@ AUTO = partial(using_backend, "auto")
 
 @dataclass(frozen=True)
 class CheckStage:
-    """A step of the command.
+    """A step of the command."""
 
-    Attributes:
-        name: in messages and in the file.
-        seconds: its time budget.
-        run: (budget) → its result, with "said": what it found, in one line, or "skipped": why it did not run, or
-            "error": why it failed. It may raise, and raises `TimedOut` if it does not end in time.
-    """
-
-    name: str
-    seconds: float
+    name: str  # in messages and in the file
+    seconds: float  # its time budget
+    # (budget) → its result, with "said": what it found, in one line, or "skipped": why it did not run, or "error": why
+    # it failed. It may raise, and raises `TimedOut` if it does not end in time.
     run: Callable[[float], dict]
 
 
@@ -122,26 +117,16 @@ def _not_in(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """A model, and how it is called.
+    """A model, and how it is called."""
 
-    Attributes:
-        name: of the model, in rows.
-        model: in its dtype, on its device, in training or evaluation mode; its dropout and stochastic depth are
-            switched off.
-        inputs: seed → arguments by name; "image" is positional.
-        batch: number of images.
-        dtype: of weights and images.
-        device: where it is.
-        ours: it is from `create_model` and calls the kernels without conversion.
-    """
-
-    name: str
+    name: str  # of the model, in rows
+    # in its dtype, on its device, in training or evaluation mode; its dropout and stochastic depth are switched off
     model: nn.Module
-    inputs: Callable[[int], dict]
-    batch: int
-    dtype: torch.dtype
-    device: torch.device
-    ours: bool
+    inputs: Callable[[int], dict]  # seed → arguments by name; "image" is positional
+    batch: int  # number of images
+    dtype: torch.dtype  # of weights and images
+    device: torch.device  # where it is
+    ours: bool  # it is from `create_model` and calls the kernels without conversion
 
 
 def compare(subject: CheckedModel, mode: str | None, deadline: Deadline, seconds: float, budget: float) -> dict:
@@ -374,15 +359,10 @@ def _who(name: str) -> str:
 
 
 class Advice(NamedTuple):
-    """What `check` recommends.
+    """What `check` recommends."""
 
-    Attributes:
-        advice: the recommendation, in one sentence.
-        notes: other findings: faster alternatives with restrictions, and stages that did not finish.
-    """
-
-    advice: str
-    notes: tuple[str, ...] = ()
+    advice: str  # the recommendation, in one sentence
+    notes: tuple[str, ...] = ()  # other findings: faster alternatives with restrictions, and stages that did not finish
 
     def __str__(self) -> str:
         return "; ".join((self.advice, *self.notes))

@@ -23,52 +23,34 @@ _compiler = "inductor"
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compute a case.
+    """One way to compute a case."""
 
-    Attributes:
-        name: name in tables; the first variant of a case is the baseline, eager PyTorch.
-        reason: why it cannot run here, or None.
-        call: function of the case's arguments by name; None if it cannot run.
-        reduced: True if it computes with lower precision on request: it is timed also if its result does not match.
-        eager: call that launches the same kernels of ours without compiling; None: `call`.
-        factor: of its error budget, see `compare.verdict`.
-    """
-
-    name: str
-    reason: str | None
-    call: Any = None
+    name: str  # name in tables; the first variant of a case is the baseline, eager PyTorch
+    reason: str | None  # why it cannot run here, or None
+    call: Any = None  # function of the case's arguments by name; None if it cannot run
+    # True if it computes with lower precision on request: it is timed also if its result does not match
     reduced: bool = False
-    eager: Any = None
-    factor: float = FACTOR
+    eager: Any = None  # call that launches the same kernels of ours without compiling; None: `call`
+    factor: float = FACTOR  # of its error budget, see `compare.verdict`
 
 
 @dataclass(frozen=True)
 class Case:
-    """A computation that is measured in several variants.
+    """A computation that is measured in several variants."""
 
-    Attributes:
-        name: unique name in a result file.
-        dtype: of the arguments, for the budget.
-        inputs: seed → arguments by name; tensors whose gradients are measured require gradients.
-        variants: ways to compute it, the baseline first.
-        truth: computes the expected result from arguments in float64.
-        phases: of "forward" (without gradients), "backward" (the backward pass alone), "training" (both passes) and
-            "step" (both, and AdamW).
-        facts: columns of every row, such as op, model and batch.
-        work: flops and bytes that any implementation of the forward pass needs; None if not counted.
-        deep: a whole model; see `verdict`.
-        learning: (call, arguments) → the tensors whose gradients are measured, by name.
-    """
-
-    name: str
-    dtype: torch.dtype
-    inputs: Callable[[int], dict]
-    variants: list[Variant]
-    truth: Any
+    name: str  # unique name in a result file
+    dtype: torch.dtype  # of the arguments, for the budget
+    inputs: Callable[[int], dict]  # seed → arguments by name; tensors whose gradients are measured require gradients
+    variants: list[Variant]  # ways to compute it, the baseline first
+    truth: Any  # computes the expected result from arguments in float64
+    # of "forward" (without gradients), "backward" (the backward pass alone), "training" (both passes) and "step" (both,
+    # and AdamW)
     phases: tuple[str, ...] = ("forward", "backward")
-    facts: dict = field(default_factory=dict)
+    facts: dict = field(default_factory=dict)  # columns of every row, such as op, model and batch
+    # flops and bytes that any implementation of the forward pass needs; None if not counted
     work: tuple[float, float | None] | None = None
-    deep: bool = False
+    deep: bool = False  # a whole model; see `verdict`
+    # (call, arguments) → the tensors whose gradients are measured, by name
     learning: Callable[[Any, dict], Named] = lambda call, arguments: named_leaves(arguments)
 
 

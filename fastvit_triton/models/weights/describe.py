@@ -14,17 +14,11 @@ from . import timm_config, transformers_config
 
 
 class Description(NamedTuple):
-    """What `create_model` needs to build the model of a checkpoint.
+    """What `create_model` needs to build the model of a checkpoint."""
 
-    Attributes:
-        name: a name of `list_models()`.
-        options: arguments of `create_model`, with JSON's types.
-        pretrained_cfg: facts of the checkpoint with timm's keys, see `model.pretrained_cfg`.
-    """
-
-    name: str
-    options: dict[str, Any]
-    pretrained_cfg: dict[str, Any]
+    name: str  # a name of `list_models()`
+    options: dict[str, Any]  # arguments of `create_model`, with JSON's types
+    pretrained_cfg: dict[str, Any]  # facts of the checkpoint with timm's keys, see `model.pretrained_cfg`
 
 
 def describe(location: Location) -> Description | None:
