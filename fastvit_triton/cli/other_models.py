@@ -199,24 +199,19 @@ def _construct(origin: dict[str, Any], config: Any, pretrained: bool) -> Any:
     name = origin["model"]
     kind, rest = parse_name(name)
     if kind == "timm":
-        return _construct_timm(name, rest, dict(origin["options"]), pretrained)
+        options = dict(origin["options"])
+        for optional in ("", "img_size", "drop_path_rate"):  # which not each class of timm has
+            if options.pop(optional, None) is not None and optional == "drop_path_rate":
+                _warn_of_drop_path(name)
+            try:
+                return _call(name, package("timm").create_model, rest, pretrained=pretrained, **options)
+            except TypeError as error:
+                wrong = error
+        raise ValueError(f"{name} cannot be built: {wrong}") from wrong
     auto = package("transformers").AutoModelForImageClassification
     if not pretrained:
         return ImageClassifier(_call(name, auto.from_config, config))
     return ImageClassifier(_call(name, auto.from_pretrained, rest, config=config, ignore_mismatched_sizes=True))
-
-
-def _construct_timm(name: str, rest: str, options: dict[str, Any], pretrained: bool) -> Any:
-    """Builds a model of timm; without the side of images or the drop-path rate where its class has no such option."""
-    create = package("timm").create_model
-    for optional in ("", "img_size", "drop_path_rate"):
-        if options.pop(optional, None) is not None and optional == "drop_path_rate":
-            _warn_of_drop_path(name)
-        try:
-            return _call(name, create, rest, pretrained=pretrained, **options)
-        except TypeError as error:
-            wrong = error
-    raise ValueError(f"{name} cannot be built: {wrong}") from wrong
 
 
 def _warn_of_drop_path(name: str) -> None:

@@ -148,23 +148,17 @@ class _Followed(NamedTuple):
 
 
 class _Recorder(TorchFunctionMode):
-    """Fills a recording.
-
-    Attributes:
-        stack: (path, module, number of layers before it) of the modules that are running, outermost first.
-        maps: results of softmaxes and what was computed of them.
-        within: block around the layers of these numbers.
-        calls: all layers, in the order of their calls.
-    """
+    """Fills a recording."""
 
     def __init__(self, gradients: bool) -> None:
         super().__init__()
         self.recording = Recording()
         self.gradients = gradients
+        # (path, module, number of layers before it) of the modules that are running, outermost first
         self.stack: list[tuple[str, nn.Module, int]] = []
-        self.maps: Any = WeakIdKeyDictionary()
-        self.within: dict[tuple[int, ...], str] = {}
-        self.calls: list[AttentionLayer] = []
+        self.maps: Any = WeakIdKeyDictionary()  # results of softmaxes and what was computed of them
+        self.within: dict[tuple[int, ...], str] = {}  # block around the layers of these numbers
+        self.calls: list[AttentionLayer] = []  # all layers, in the order of their calls
 
     def enter(self, path: str, module: nn.Module, inputs: tuple, named: dict) -> None:
         """Forward pre-hook: what an earlier call recorded is dropped."""

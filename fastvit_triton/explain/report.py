@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..convert.forwards import Forward, forward_for
 from ..train.loop import Score
+from ..train.metrics import confusion_matrix
 from ..train.plots import curves
 from . import figures, tokens
 from .costs import Cost, cost_table
@@ -526,8 +527,7 @@ def explain_run(
             curves(history, stacked=True),
         )
     if score is not None and score.accuracy is not None and score.targets is not None and score.predictions is not None:
-        K = len(classes)
-        counts = torch.bincount(score.targets * K + score.predictions, minlength=K * K).view(K, K)
+        counts = confusion_matrix(score.targets, score.predictions, len(classes))
         yield Panel(
             "confusion",
             f"Confusion matrix of the run's {len(score.targets):,} test images{others_said}",

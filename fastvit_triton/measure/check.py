@@ -188,14 +188,19 @@ def _case(subject: CheckedModel, more: Iterable[Variant]) -> Case:
     model, training = subject.model, subject.model.training
     _remove_chance(model)
     model.requires_grad_(training)
-    eager = Variant(_eager(subject.name), None, ModelCall(model, *_plain(subject)))
+    baseline = "eager (timm)" if subject.name.startswith("timm:") else "eager"
+    eager = Variant(baseline, None, ModelCall(model, *_plain(subject)))
     ours = Variant(OURS[0], None, ModelCall(model, AUTO)) if subject.ours else optimized_variant(model)
     variants = [eager, ours, *more]
     truth = ModelCall(copy.deepcopy(model).double(), *_plain(subject))
     facts = dict(model=subject.name, batch=subject.batch)
     phase = "training" if training else "forward"
     name = f"{subject.name} batch {subject.batch}"
-    return Case(name, subject.dtype, subject.inputs, variants, truth, (phase,), facts, deep=True, learning=_learning)
+
+    def learning(call: ModelCall, arguments: dict) -> Named:
+        return dict(call.module.named_parameters())
+
+    return Case(name, subject.dtype, subject.inputs, variants, truth, (phase,), facts, deep=True, learning=learning)
 
 
 def _plain(subject: CheckedModel) -> tuple[Callable, ...]:
@@ -263,15 +268,6 @@ def _loaded(load: Callable, path: Path) -> Callable[..., Tensor]:
     return lambda **images: run(*images.values())
 
 
-def _eager(name: str) -> str:
-    """Name of the baseline of a model."""
-    return "eager (timm)" if name.startswith("timm:") else "eager"
-
-
-def _learning(call: ModelCall, arguments: dict) -> Named:
-    return dict(call.module.named_parameters())
-
-
 def _remove_chance(model: nn.Module) -> None:
     """Sets the probabilities of dropout and stochastic depth to 0, because random results cannot be compared."""
     for module in model.modules():
@@ -294,10 +290,7 @@ def _why_missing(row: dict, budget: float) -> str | None:
 
 
 def _ratios(samples: Mapping[str, Sequence[float]], ours: str) -> dict[str, list[float]]:
-    """Other variant → [median, first quartile, third quartile] of its time over that of `ours`, paired by round.
-
-    Empty with fewer than `FEWEST` rounds.
-    """
+    """Other variant → [median, first quartile, third quartile] of its time over that of `ours`, as `_ratio`."""
     ratios = {name: _ratio(times, samples.get(ours, ())) for name, times in samples.items() if name != ours}
     return {name: ratio for name, ratio in ratios.items() if ratio is not None}
 
@@ -394,11 +387,7 @@ def verdict(stages: Mapping[str, dict]) -> Advice:
 
 
 def _advice(stages: Mapping[str, dict]) -> Advice:
-    """What to use in PyTorch.
-
-    Ours is advised if the first quartile of its speed relative to the fastest compiled variant exceeds 1, else the
-    rival stays. If torch.compile has no time, eager PyTorch is the rival.
-    """
+    """What to use in PyTorch: ours if the first quartile of its speed relative to the fastest rival exceeds 1."""
     compared = [stages[name] for name in ("compare", "max-autotune") if name in stages]
     ratios: dict[str, list[float]] = {}
     missing: dict[str, str] = {}
@@ -426,7 +415,7 @@ def _advice(stages: Mapping[str, dict]) -> Advice:
     if not ratios or wrong_once:
         why = [f"it {text}" for text in ours_missing] + notes
         return Advice(f"keep torch.compile: ours could not be measured ({'; '.join(why)})", _to_finish(why))
-    rivals = {name: ratio for name, ratio in ratios.items() if name.startswith(COMPILE)} or ratios
+    rivals = {name: ratio for name, ratio in ratios.items() if name.startswith(COMPILE)} or ratios  # eager PyTorch
     rival, ratio = min(rivals.items(), key=lambda item: item[1][0])
     ours = "ours" if ways == ["plain"] or by_onednn else " and ".join(ways) or "ours"
     if ratio[1] > 1:
