@@ -116,16 +116,13 @@ class CheckpointFormats(NamedTuple):
 
 
 def _renamer(pairs: Iterable[tuple[str, str]]) -> Callable[[str], str]:
-    """A function that renames a key by the longest path that is its beginning; other keys stay.
-
-    A path with fewer numbers than the one it replaces has the last of them.
-    """
+    """A function that renames a key by the longest path that is its beginning; other keys stay."""
     rules = [(re.compile(re.escape(old).replace(r"\{\}", r"(\d+)") + r"(?=\.|$)"), new) for old, new in pairs]
     rules.sort(key=lambda rule: -rule[0].pattern.count("."))
 
     def rename(key: str) -> str:
         for pattern, new in rules:
-            if match := pattern.match(key):
+            if match := pattern.match(key):  # a path with fewer numbers has the last of them
                 return new.format(*match.groups()[pattern.groups - new.count("{}") :]) + key[match.end() :]
         return key
 

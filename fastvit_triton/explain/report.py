@@ -262,7 +262,7 @@ def _by_gradient(
 def _why(
     logits: Tensor,
     heats: Tensor,
-    of_class: Callable[[Tensor, Tensor], Tensor],
+    of_class: Callable[[Tensor, Tensor], Tensor],  # (image [1, C, H, W], class [1]) → map [1, h, w]
     images: Tensor,
     pictures: Tensor,
     names: list[str],
@@ -270,10 +270,7 @@ def _why(
     how: str,
     targets: list[int | None] | None = None,
 ) -> Panel | Absent:
-    """The first panel: each image beside the map [h, w] of its predicted class and, of a mistake, that of the true one.
-
-    `of_class` returns the map [1, h, w] of an image [1, C, H, W] for a class [1].
-    """
+    """The first panel: each image beside the map of its predicted class and, of a mistake, that of the true one."""
     if min(heats.shape[1:]) < FEWEST:
         return Absent(WHY, f"the map has {heats.shape[1]} × {heats.shape[2]} patches, fewer than {FEWEST} × {FEWEST}")
     labels = classes or tuple(map(str, range(logits.shape[1])))
