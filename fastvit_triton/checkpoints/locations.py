@@ -31,23 +31,15 @@ FORMS = "a file, a folder, hf-hub:org/name, or a name that list_models(pretraine
 
 
 class Location:
-    """A folder that holds a checkpoint.
+    """A folder that holds a checkpoint."""
 
-    Attributes:
-        text: how messages name it.
-        folder: its path.
-        file: the weights, if a file was named.
-        cfg: its configuration in a table of pretrained weights; {} if it has none.
-        is_local: nothing is downloaded.
-    """
-
-    is_local = True
+    is_local = True  # nothing is downloaded
 
     def __init__(self, text: str, folder: Path, file: Path | None = None) -> None:
-        self.text = text
+        self.text = text  # how messages name it
         self.folder = folder
-        self.file = file
-        self.cfg: dict[str, Any] = {}
+        self.file = file  # the weights, if a file was named
+        self.cfg: dict[str, Any] = {}  # its configuration in a table of pretrained weights
 
     def __fspath__(self) -> str:
         return self.text

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from . import pickles
-from .locations import SUFFIXES, parts, reason
+from .locations import SUFFIXES, Location, parts, reason
 from .tensors import State, WeightsError
 from .torchscript import is_program, read_program
 
@@ -120,6 +120,18 @@ def kind_of(path: Path) -> str:
     if start.startswith(b"PK\3\4"):  # a zip archive, which begins with the name of its first record
         return "npz" if start[30 : 30 + int.from_bytes(start[26:28], "little")].endswith(b".npy") else "torch"
     return "torch" if start.startswith(b"\x80") else ""  # a pickle, of PyTorch's old format
+
+
+def header_of(location: Location) -> dict[str, str]:
+    """The metadata of a local safetensors file, without its tensors; {} of others, and of one that `read` refuses."""
+    path = location.file or location.find("model.safetensors") if location.is_local else None
+    try:
+        if path is None or kind_of(path) != "safetensors":
+            return {}
+        with safe_open(path, "pt") as file:
+            return file.metadata() or {}
+    except (OSError, SafetensorError):
+        return {}
 
 
 def _again(path: Path) -> str:

@@ -33,40 +33,23 @@ def _same(tensors: State) -> State:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Parameter names and shapes of an architecture in one library.
+    """Parameter names and shapes of an architecture in one library."""
 
-    Attributes:
-        name: name in reports and errors.
-        mark: key that distinguishes this layout from those after it in `CheckpointFormats`; it may follow a prefix.
-        beside: second required key after the same prefix, if other architectures also have the mark.
-        resize: interpolation of positions in this library: a mode of `resize_pos_embed`, or "dinov2".
-        number: changes their key first, where stages are numbered in another way than ours.
-        stem: our name → theirs, outside the blocks.
-        home: our path of a block; {} is its number, or those of its stage and in it.
-        blocks: their paths of a block.
-        block: our name → theirs, inside a block.
-        read: converts their tensors to our shapes, under their names.
-        write: the inverse of `read` and `number`.
-        base: prefix of all keys except the classifier's in the class with a classifier.
-        packed: their files hold q, k and v of blocks as one tensor; else they are written as three.
-        alone: the tower's keys have a prefix, and equal keys without it are of another tower.
-        needs: settings of the models that this library supports; a tuple lists alternatives.
-    """
-
-    name: str
-    mark: str
-    beside: str = ""
-    resize: str
-    number: Callable[[str], str] = str
-    stem: dict[str, str] = field(default_factory=dict)
-    home: str = "blocks.{}"
-    blocks: str = "blocks.{}"
-    block: dict[str, str] = field(default_factory=dict)
-    read: Callable[[State], State] = _same
-    write: Callable[[State], State] = _same
-    base: str = ""
-    packed: bool = False
-    alone: bool = False
+    name: str  # name in reports and errors
+    mark: str  # key that distinguishes this layout from those after it in `CheckpointFormats`; it may follow a prefix
+    beside: str = ""  # second required key after the same prefix, if other architectures also have the mark
+    resize: str  # interpolation of positions in this library: a mode of `resize_pos_embed`, or "dinov2"
+    number: Callable[[str], str] = str  # changes their key first, where stages are numbered in another way than ours
+    stem: dict[str, str] = field(default_factory=dict)  # our name → theirs, outside the blocks
+    home: str = "blocks.{}"  # our path of a block; {} is its number, or those of its stage and in it
+    blocks: str = "blocks.{}"  # their paths of a block
+    block: dict[str, str] = field(default_factory=dict)  # our name → theirs, inside a block
+    read: Callable[[State], State] = _same  # converts their tensors to our shapes, under their names
+    write: Callable[[State], State] = _same  # the inverse of `read` and `number`
+    base: str = ""  # prefix of all keys except the classifier's in the class with a classifier
+    packed: bool = False  # their files hold q, k and v of blocks as one tensor; else they are written as three
+    alone: bool = False  # the tower's keys have a prefix, and equal keys without it are of another tower
+    # settings of the models that this library supports; a tuple lists alternatives
     needs: dict[str, object] = field(default_factory=dict)
 
     @cached_property
@@ -114,24 +97,17 @@ def write(model: Any, state: State, layout: Layout) -> State:
 
 
 class CheckpointFormats(NamedTuple):
-    """The layouts of an architecture's checkpoints, and functions that convert to and from them.
+    """The layouts of an architecture's checkpoints, and functions that convert to and from them."""
 
-    Attributes:
-        name: of the architecture, in errors.
-        layouts: layouts that can be read, in the order in which their marks are searched.
-        fit: adapts renamed tensors to a model, see `models.fit.fit`.
-        saved: layouts that can be written, by name.
-        choose: (model, layouts) → the first of the layouts under a name that supports the model.
-        write: (model, tensors, layout) → the tensors under the layout's names, with its shapes.
-        irrelevant: matches keys under our names that are no part of the architecture and are dropped.
-    """
-
-    name: str
-    layouts: tuple[Layout, ...]
-    fit: Callable[..., Fitted]
-    saved: Mapping[str, tuple[Layout, ...]] = MappingProxyType({})
+    name: str  # of the architecture, in errors
+    layouts: tuple[Layout, ...]  # layouts that can be read, in the order in which their marks are searched
+    fit: Callable[..., Fitted]  # adapts renamed tensors to a model, see `models.fit.fit`
+    saved: Mapping[str, tuple[Layout, ...]] = MappingProxyType({})  # layouts that can be written, by name
+    # (model, layouts) → the first of the layouts under a name that supports the model
     choose: Callable[..., Layout] = first
+    # (model, tensors, layout) → the tensors under the layout's names, with its shapes
     write: Callable[..., State] = write
+    # matches keys under our names that are no part of the architecture and are dropped
     irrelevant: re.Pattern[str] = IRRELEVANT
 
     def convert(self, model: Any, state: State, name: str) -> State:
@@ -140,16 +116,13 @@ class CheckpointFormats(NamedTuple):
 
 
 def _renamer(pairs: Iterable[tuple[str, str]]) -> Callable[[str], str]:
-    """A function that renames a key by the longest path that is its beginning; other keys stay.
-
-    A path with fewer numbers than the one it replaces has the last of them.
-    """
+    """A function that renames a key by the longest path that is its beginning; other keys stay."""
     rules = [(re.compile(re.escape(old).replace(r"\{\}", r"(\d+)") + r"(?=\.|$)"), new) for old, new in pairs]
     rules.sort(key=lambda rule: -rule[0].pattern.count("."))
 
     def rename(key: str) -> str:
         for pattern, new in rules:
-            if match := pattern.match(key):
+            if match := pattern.match(key):  # a path with fewer numbers has the last of them
                 return new.format(*match.groups()[pattern.groups - new.count("{}") :]) + key[match.end() :]
         return key
 

@@ -57,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
 
     Without torch.compile it takes less than a minute; torch.compile is waited for.
     """
-    from ..measure.machine import gpu_name
+    from ..measure.machine import gpu_name, provenance
     from ..measure.timeout import Deadline, TimedOut
-    from ..measure.variants import rows_of
+    from ..measure.variants import rows_of, without_times
 
     device = select_device(args.device)
     gpu = device.type == "cuda"
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--batch {batch} does not fit into memory; lower it") from error
     _explain(rows, gpu)
     if args.out is not None:
-        _write(args, rows, gpu)
+        write_json(args.out, provenance() | dict(rows=rows if gpu else without_times(rows)))
         print_line(f"{args.out} holds these rows and the hardware and versions they were measured on")
     return 0
 
@@ -177,12 +177,3 @@ def _line(cells: list[str], width: int) -> str:
 
 def _mebibytes(count: int | None) -> str:
     return "-" if count is None else f"{count / 2**20:.1f}"
-
-
-def _write(args: argparse.Namespace, rows: list[dict], gpu: bool) -> None:
-    """Writes rows with their provenance as JSON; absolute times are left out on a CPU."""
-    from ..measure.machine import provenance
-    from ..measure.variants import without_times
-
-    kept = rows if gpu else without_times(rows)
-    write_json(args.out, provenance() | dict(rows=kept))

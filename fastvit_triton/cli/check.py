@@ -141,6 +141,7 @@ def _run(request: CheckRequest, variables: dict[str, str], out: Path | None) -> 
     from ..kernels import onednn
     from ..kernels.backend import using_backend, why_not
     from ..measure.check import BUDGETS, ON_A_CPU, STOPPED, Advice, CheckStage, contribution, run_stages, verdict
+    from ..measure.kept import held_in
     from ..measure.machine import provenance
 
     device = torch.device(request.device)
@@ -168,7 +169,8 @@ def _run(request: CheckRequest, variables: dict[str, str], out: Path | None) -> 
 
     def save(stages: dict[str, dict]) -> None:
         if out is not None:
-            tuned = _exported(stages) if gpu or request.dry else None  # it has absolute times
+            path = stages.get("tune", {}).get("path") if gpu or request.dry else None  # it has absolute times
+            tuned = None if path is None else held_in(Path(path))
             write_json(out, contribution(stages, source, settings, str(conclusion(stages)), tuned, request.dry))
 
     phase = "training" if request.train else "inference"
@@ -241,14 +243,6 @@ def _in_process(request: CheckRequest, variables: dict[str, str], stage: str, se
     return result_of(command, seconds, variables)
 
 
-def _exported(stages: dict[str, dict]) -> dict | None:
-    """What `tune --export` would write, if this run has tuned."""
-    from ..measure.kept import held_in
-
-    path = stages.get("tune", {}).get("path")
-    return None if path is None else held_in(Path(path))
-
-
 def _subject_of(request: CheckRequest) -> "CheckedModel":
     """The model of a request and its inputs, as `measure.check` takes them."""
     import torch
@@ -261,16 +255,14 @@ def _subject_of(request: CheckRequest) -> "CheckedModel":
 
     def inputs(seed: int) -> dict:
         generator = torch.Generator(device).manual_seed(seed)
-        images, named = built.inputs(request.batch, partial(_random, generator, dtype))
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+        images, named = built.inputs(request.batch, random)
         return dict(image=images[0]) if images else named
 
     return CheckedModel(request.model, built.model, inputs, request.batch, dtype, device, built.ours)
-
-
-def _random(generator: "torch.Generator", dtype: "torch.dtype", *shape: int) -> "torch.Tensor":
-    import torch
-
-    return torch.randn(shape, generator=generator, device=generator.device).to(dtype)
 
 
 def _compare(request: CheckRequest) -> dict:

@@ -67,7 +67,9 @@ def run(args: argparse.Namespace) -> int:
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
 
     if args.model is None and any((args.gpu, args.img_size, args.batch, args.train, args.amp, args.mode)):
-        args.model = _default_model()
+        from ..measure.variants import absent
+
+        args.model = VIT if absent("timm") else f"timm:{VIT}"
     if args.model is not None:
         from ..expected.gpus import gpu_by_name
         from ..measure.verdict import local_gpu
@@ -172,13 +174,6 @@ def _check_gpu(option: str, name: str) -> None:
         gpu_by_name(name)
     except ValueError as error:
         raise ValueError(f"{option}{str(error).removeprefix('gpu')}") from error
-
-
-def _default_model() -> str:
-    """ViT-B/16: timm's if it is installed, else ours."""
-    from ..measure.variants import absent
-
-    return VIT if absent("timm") else f"timm:{VIT}"
 
 
 def _predict(named_model: NamedModel, args: argparse.Namespace, gpu: "Gpu") -> None:

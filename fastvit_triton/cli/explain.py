@@ -18,7 +18,6 @@ from .tasks import TrainedModel, task_of, test_images
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..train.data import Batches
     from ..train.loop import Score
 
 HELP = "report what a model attends to in images"
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from ..explain import Absent, explain, explain_run, write_report
     from ..explain.page import holds_report, sentences
     from ..train.loop import evaluate
-    from ..train.outputs import skipped
+    from ..train.outputs import LOG, skipped
     from ..train.step import autocast_dtype
 
     if importlib.util.find_spec("matplotlib") is None:
@@ -69,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
     classes = tuple(map(printable, trained.classes))
     title = f"Attention report of {Path(args.checkpoint).resolve().name}"
     paths = args.images
-    history = _history(args)
+    source = Path(args.checkpoint)
+    log = (source if source.is_dir() else source.parent) / LOG
+    history = _read_log(log) if log.exists() else None
     if not paths:
         _check_mistakes(args, trained, history)
     files = find_images(paths) if paths else []
@@ -88,7 +89,10 @@ def run(args: argparse.Namespace) -> int:
         print_page(write_report(own, args.out, title), count)
         return code
 
-    test = _test_of(args, trained)
+    test = None
+    if not args.no_test and _has_test(trained):
+        options = {"workers": args.workers, "skip_bad_images": trained.skip_bad_images, "max_pixels": args.max_pixels}
+        test = test_images(trained, None, options)
 
     @cache
     def score() -> "Score | None":
@@ -162,15 +166,6 @@ def _mistaken(test: Any, score: Any, most: int, trained: TrainedModel) -> Explai
     return Explained(images, names, score.targets[order].tolist(), said)
 
 
-def _history(args: argparse.Namespace) -> list[dict[str, float | None]] | None:
-    """The rows of a run's log; None without one."""
-    from ..train.outputs import LOG
-
-    source = Path(args.checkpoint)
-    path = (source if source.is_dir() else source.parent) / LOG
-    return _read_log(path) if path.exists() else None
-
-
 def _read_log(path: Path) -> list[dict[str, float | None]]:
     """The rows of a log; only the columns that are drawn."""
     try:
@@ -183,14 +178,6 @@ def _read_log(path: Path) -> list[dict[str, float | None]]:
         ]
     except (ValueError, LookupError, TypeError, csv.Error) as error:
         raise ValueError(f"{path} is damaged: {error}; without this file the report has no curves") from error
-
-
-def _test_of(args: argparse.Namespace, trained: TrainedModel) -> "Batches | None":
-    """The test images of a run; None if they are not here, or left out by --no-test."""
-    if args.no_test or not _has_test(trained):
-        return None
-    options = {"workers": args.workers, "skip_bad_images": trained.skip_bad_images, "max_pixels": args.max_pixels}
-    return test_images(trained, None, options)
 
 
 def _has_test(trained: TrainedModel) -> bool:

@@ -64,10 +64,7 @@ def unreadable(file: Path, defect: str) -> str:
 
 
 def _without_defects(results: Iterable[tuple[Path, Item | str]]) -> Iterator[tuple[Path, Item]]:
-    """Yields the results that are no defect; prints one line on stderr for each of the others.
-
-    They are called skipped once there is a file that is not.
-    """
+    """Yields the results that are no defect; prints a line for each other, called skipped once a file is not."""
     defects: list[str] = []
     used = False
     for file, result in results:

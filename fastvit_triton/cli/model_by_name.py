@@ -1,4 +1,14 @@
-"""Builds our models and those of other libraries by name, without downloading weights."""
+"""What the name of a model means in a command, and how it is built; downloads no weights.
+
+| name | of | built by |
+|---|---|---|
+| NAME of `fastvit-triton models` | this package | `build_model`; `train` |
+| a file or folder | a checkpoint of this package | `build_model`, with random weights; `loading` |
+| timm:NAME | timm | `build_model`; `train`, by `other_models` |
+| torchvision:NAME, hf-config:PATH_OR_CLASS | torchvision, transformers | `build_model` |
+| hf:FOLDER, hf:NAME | transformers, on a disk or the Hub | `train`, by `other_models` |
+| NAME.TAG, timm/NAME, hf-hub:ORG/NAME | pretrained weights on the Hub | `loading` |
+"""
 
 import contextlib
 import difflib
@@ -20,7 +30,8 @@ if TYPE_CHECKING:
 
 TIMM = "pip install 'fastvit_triton[timm]'"
 Size = tuple[int, int]  # height and width in pixels
-
+OURS, SAVED = "ours", "saved"
+PACKAGES = {"timm": "timm", "hf": "transformers"}  # that `train` builds models of, by what stands before the colon
 PREFIXED = "timm:NAME, torchvision:NAME and hf-config:PATH_OR_CLASS"
 PREFIXES = f"{PREFIXED.replace(' and', ',')}, a name that `fastvit-triton models` lists, or the folder of a run"
 
@@ -65,10 +76,10 @@ def check_name(option: str, name: str) -> None:
     """
     from ..models import model_config
 
-    prefix, colon, rest = name.partition(":")
-    if _is_saved(name):
+    prefix, rest = parse_name(name)
+    if prefix == SAVED:
         check_checkpoint(option, name)
-    elif not colon:
+    elif prefix == OURS:
         try:
             model_config(name)
         except ValueError as error:
@@ -85,22 +96,32 @@ def check_name(option: str, name: str) -> None:
         raise ValueError(f"{option} {name} begins with {prefix!r}; use {PREFIXES}")
 
 
+def parse_name(name: str) -> tuple[str, str]:
+    """(OURS or SAVED, the name), or what stands before and after the colon in the name of another library's model."""
+    from ..models.catalogue import CATALOGUE
+
+    if name not in CATALOGUE and os.path.exists(name):
+        return SAVED, name
+    prefix, colon, rest = name.partition(":")
+    return (prefix, rest) if colon else (OURS, name)
+
+
 def is_built(name: str) -> bool:
     """True for a name of another library's model, which `build_model` builds with random weights."""
-    return name.startswith(("timm:", "torchvision:", "hf-config:")) and not Path(name).exists()
+    return parse_name(name)[0] in BUILDERS
 
 
 def is_other(name: str | None) -> bool:
     """True for a model of timm or transformers: timm:NAME, hf:FOLDER and hf:NAME."""
-    return bool(name) and str(name).startswith(("timm:", "hf:"))
+    return name is not None and parse_name(name)[0] in PACKAGES
 
 
 def check_other(option: str, name: str) -> None:
     """Raises ValueError if there is no such model, or its package is not installed; downloads nothing."""
     from ..checkpoints.locations import REPOSITORY
 
-    kind, _, rest = name.partition(":")
-    if kind == "timm":
+    prefix, rest = parse_name(name)
+    if prefix == "timm":
         check_name(option, name)
         return
     package("transformers")
@@ -149,12 +170,10 @@ def build_model(name: str, size: Size | None = None, device: "torch.device | str
     """Builds a model by name, without downloading weights."""
     import torch
 
-    prefix, colon, rest = name.partition(":")
+    prefix, rest = parse_name(name)
     check_name("--model", name)
-    libraries = {"timm": _timm, "torchvision": _torchvision, "hf-config": _transformers}
     with torch.device(device):
-        ours = not colon or _is_saved(name)
-        named_model = _ours(name, size) if ours else libraries[prefix](rest, size)
+        named_model = BUILDERS.get(prefix, _ours)(rest, size)
     named_model.model.eval()
     return named_model
 
@@ -174,23 +193,16 @@ def _ours(name: str, size: Size | None) -> NamedModel:
     from ..models.config import sides
 
     options = {} if size is None else {"img_size": _side(size)}
-    if _is_saved(name):
+    if parse_name(name)[0] == SAVED:
         name, theirs = _described(name)
         options = theirs | options
     model = create_model(name, **options)
     return NamedModel(model, (model.config.in_chans, *sides(model.config.img_size)), ours=True)
 
 
-def _is_saved(name: str) -> bool:
-    """True for a file or folder, unless it has the name of a model."""
-    from ..models.catalogue import CATALOGUE
-
-    return name not in CATALOGUE and os.path.exists(name)
-
-
 def public_name(name: str) -> str:
     """The name of a model for other people, to whom a file of this machine says nothing."""
-    return f"a checkpoint of {_described(name)[0]}" if _is_saved(name) else name
+    return f"a checkpoint of {_described(name)[0]}" if parse_name(name)[0] == SAVED else name
 
 
 def _described(source: str) -> tuple[str, dict[str, Any]]:
@@ -316,7 +328,7 @@ def package(name: str) -> ModuleType:
 
 
 def _words(size: Size) -> str:
-    return str(_side(size)) if size[0] == size[1] else f"{size[0]}x{size[1]}"
+    return "x".join(map(str, dict.fromkeys(size)))
 
 
 def _fit(make, size: Size | None, *inputs: object, **options: object) -> Any:
@@ -328,3 +340,6 @@ def _fit(make, size: Size | None, *inputs: object, **options: object) -> Any:
             raise
         why = str(error).splitlines()[0] if str(error) else "its patches do not divide it"
         raise ValueError(f"--img-size {_words(size)} does not fit this model: {why}") from error
+
+
+BUILDERS = {"timm": _timm, "torchvision": _torchvision, "hf-config": _transformers}

@@ -8,13 +8,13 @@ options.
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..checkpoints.locations import Location
-from ..checkpoints.reading import CHECKSUM, checksum, kind_of, read
+from ..checkpoints.reading import CHECKSUM, checksum, header_of, read
 from ..checkpoints.tensors import WeightsError
 from ..checkpoints.writing import write_tensors
 from ..files import replacing
@@ -22,7 +22,7 @@ from ..train.data.transform import Transform
 from ..train.drop_path import set_drop_path
 from ..train.frozen import heads
 from .console import print_warning
-from .model_by_name import check_name, check_other, is_other, package, read_config
+from .model_by_name import PACKAGES, check_name, check_other, is_other, package, parse_name, read_config
 from .tasks.classify import Classify
 from .tasks.task import prepared
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ..train.recipes import Recipe
 
 NEEDED = ("num_classes", "in_chans", "img_size")  # options of every model
-PACKAGES = {"timm": "timm", "hf": "transformers"}
 ORIGIN = "origin"  # entry of the header of a file of weights
 
 
@@ -64,33 +63,26 @@ def check_run(settings: dict, recipe: "Recipe") -> None:
         raise ValueError(f"--weights {settings['weights']} are not those of --model {name}; leave one of them out")
 
 
-class Start(NamedTuple):
-    """What a run takes over from the weights that it starts from."""
-
-    model: str  # its name
-    options: dict[str, Any]  # of the model, besides classes and size of images
-    size: tuple[int, int]  # height and width of images
-    preprocessing: dict[str, Any]  # with timm's keys; without those that are unknown
-
-
-def start_of(source: str) -> Start | None:
-    """What a new run takes over from weights; None if they are not those of another package."""
+def start_of(source: str) -> tuple[str, dict[str, Any], tuple[int, int], dict[str, Any]] | None:
+    """Name and options of the model, size of images and preprocessing with timm's keys, which a new run takes over
+    from weights; None if they are not those of another package.
+    """
     from ..models.weights.pretrained import find_location
 
     if is_other(source):
         preprocessing = _preprocessing(source)
-        return Start(source, {}, tuple(preprocessing["input_size"][1:]), preprocessing)
+        return source, {}, tuple(preprocessing["input_size"][1:]), preprocessing
     if (recorded := origin_of(find_location(source))) is None:
         return None
     origin, header = recorded
     transform = Transform(**json.loads(header["training"])["transform"])
     options = {key: value for key, value in origin["options"].items() if key not in (*NEEDED, "drop_path_rate")}
-    return Start(origin["model"], options, transform.size, prepared(transform))
+    return origin["model"], options, transform.size, prepared(transform)
 
 
 def _preprocessing(name: str) -> dict[str, Any]:
     """How images are prepared for pretrained weights, with timm's keys."""
-    kind, _, rest = name.partition(":")
+    kind, rest = parse_name(name)
     if kind == "timm":
         return package("timm").models.get_pretrained_cfg(rest).to_dict()
     processor = _call(name, package("transformers").AutoImageProcessor.from_pretrained, rest).to_dict()
@@ -109,7 +101,7 @@ def build_other(
 ) -> Any:
     """The model of a run, on the CPU, with fused forwards where its modules are known."""
     name = recipe.model
-    kind, _, rest = name.partition(":")
+    kind, rest = parse_name(name)
     options: dict[str, Any] = {"num_classes": len(classes), "in_chans": channels, "img_size": recipe.img_size}
     options |= recipe.options
     if recipe.drop_path_rate:
@@ -149,20 +141,12 @@ def save_other(model: Any, path: Path, metadata: Mapping[str, str]) -> None:
 
 def origin_of(location: Location) -> tuple[dict[str, Any], dict[str, str]] | None:
     """What `save_other` wrote of the model's origin, and the whole header; None for other files."""
-    from safetensors import SafetensorError, safe_open
-
-    if not location.is_local:
-        return None
-    path = location.weights()
+    header = header_of(location)
     try:
-        if kind_of(path) != "safetensors":
-            return None
-        with safe_open(path, "pt") as file:
-            header = file.metadata() or {}
-        origin = json.loads(header[ORIGIN]) if ORIGIN in header else None
-        return (origin, header) if isinstance(origin, dict) else None
-    except (OSError, SafetensorError, ValueError):  # `read` says what is wrong with it
+        origin = json.loads(header.get(ORIGIN, "null"))
+    except (ValueError, RecursionError):
         return None
+    return (origin, header) if isinstance(origin, dict) else None
 
 
 def load_other(location: Location, origin: dict[str, Any]) -> Any:
@@ -172,9 +156,14 @@ def load_other(location: Location, origin: dict[str, Any]) -> Any:
     complete = isinstance(options, dict) and all(isinstance(options.get(key), int) for key in NEEDED)
     if not is_other(name) or not complete:
         raise WeightsError(f"{location.text} has a header that train did not write: it names the model {name}")
-    config = None
+    config: Any = None
     if name.startswith("hf:"):
-        config = _config_of(name, origin.get("config"))
+        try:
+            entries: Any = origin.get("config")
+            config = package("transformers").CONFIG_MAPPING[entries["model_type"]].from_dict(entries)
+        except (KeyError, TypeError, ValueError) as error:
+            raise WeightsError(f"the configuration of {name} is not one that transformers knows here") from error
+        _check_classifier(name, config)
     else:
         check_name("the checkpoint's model", name)  # its name may not lead to the Hub
     model = _construct(origin, config, pretrained=False)
@@ -183,7 +172,7 @@ def load_other(location: Location, origin: dict[str, Any]) -> Any:
     try:
         inner.load_state_dict(state)
     except RuntimeError as error:
-        library = PACKAGES[name.partition(":")[0]]
+        library = PACKAGES[parse_name(name)[0]]
         text = f"it was written with {library} {origin.get('version')}"
         raise WeightsError(f"{location.text} does not fit the {name} that {library} builds here; {text}") from error
     return _ready(model, origin)
@@ -208,26 +197,21 @@ def _ready(model: Any, origin: dict[str, Any]) -> Any:
 def _construct(origin: dict[str, Any], config: Any, pretrained: bool) -> Any:
     """Builds a model by its package."""
     name = origin["model"]
-    kind, _, rest = name.partition(":")
+    kind, rest = parse_name(name)
     if kind == "timm":
-        return _construct_timm(name, rest, dict(origin["options"]), pretrained)
+        options = dict(origin["options"])
+        for optional in ("", "img_size", "drop_path_rate"):  # which not each class of timm has
+            if options.pop(optional, None) is not None and optional == "drop_path_rate":
+                _warn_of_drop_path(name)
+            try:
+                return _call(name, package("timm").create_model, rest, pretrained=pretrained, **options)
+            except TypeError as error:
+                wrong = error
+        raise ValueError(f"{name} cannot be built: {wrong}") from wrong
     auto = package("transformers").AutoModelForImageClassification
     if not pretrained:
         return ImageClassifier(_call(name, auto.from_config, config))
     return ImageClassifier(_call(name, auto.from_pretrained, rest, config=config, ignore_mismatched_sizes=True))
-
-
-def _construct_timm(name: str, rest: str, options: dict[str, Any], pretrained: bool) -> Any:
-    """Builds a model of timm; without the side of images or the drop-path rate where its class has no such option."""
-    create = package("timm").create_model
-    for optional in ("", "img_size", "drop_path_rate"):
-        if options.pop(optional, None) is not None and optional == "drop_path_rate":
-            _warn_of_drop_path(name)
-        try:
-            return _call(name, create, rest, pretrained=pretrained, **options)
-        except TypeError as error:
-            wrong = error
-    raise ValueError(f"{name} cannot be built: {wrong}") from wrong
 
 
 def _warn_of_drop_path(name: str) -> None:
@@ -253,17 +237,6 @@ def _configured(name: str, rest: str, classes: list[str], options: dict[str, Any
             raise ValueError(f"{name} takes no option {key}; leave it out")
     config.id2label = dict(enumerate(classes))  # also sets num_labels
     config.label2id = {label: number for number, label in enumerate(classes)}
-    return config
-
-
-def _config_of(name: str, entries: Any) -> Any:
-    """The configuration in a header."""
-    transformers = package("transformers")
-    try:
-        config = transformers.CONFIG_MAPPING[entries["model_type"]].from_dict(entries)
-    except (KeyError, TypeError, ValueError) as error:
-        raise WeightsError(f"the configuration of {name} is not one that transformers knows here") from error
-    _check_classifier(name, config)
     return config
 
 

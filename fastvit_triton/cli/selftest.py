@@ -37,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Checks every op and its gradients against float64 on a GPU, repeatability, streams, CUDA graphs and memory."""
+    from ..measure.machine import provenance
+
     check_output("--out", args.out)
     checks = Checks(_device(args))
     with progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
@@ -44,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             checks.run(args.seconds, lambda: bar.update(stage, advance=1))
         finally:
-            _write(args.out, checks)
+            write_json(args.out, provenance() | checks.facts() | dict(rows=checks.rows))
     where = f"{place_of(checks.device)} in {checks.seconds:.0f} s"
     print_line(f"{checks.sentence(where)}; {args.out} holds them")
     return int(not checks.are_passed())
@@ -159,10 +161,3 @@ def _sentence(rows: list[dict], passed: list[dict], missed: int, where: str) -> 
         said = f"{len(passed)} checks of {len(ops)} ops passed on {where}"
     more = {f"{skipped} did not fit into its memory": skipped, f"{missed} were not reached in time": missed}
     return "; ".join([said, *(text for text, number in more.items() if number)])
-
-
-def _write(path: Path, checks: Checks) -> None:
-    """Writes rows with their provenance as JSON."""
-    from ..measure.machine import provenance
-
-    write_json(path, provenance() | checks.facts() | dict(rows=checks.rows))

@@ -27,7 +27,7 @@ from .arguments import (
 from .console import print_error, print_line, print_warning
 from .loading import follow_weights
 from .model_by_name import absolute_other, check_weights
-from .parser import Options, Parser
+from .parser import Parser
 from .recipe_options import add_recipe_options, recipes
 from .tasks import task_by_loss
 
@@ -49,15 +49,7 @@ EXAMPLES = (
 
 def add_arguments(parser: Parser) -> None:
     """Adds the options of `train`."""
-    _add_data_options(parser.add_argument_group("data"))
-    add_recipe_options(parser)
-    _add_start_options(parser.add_argument_group("weights to start from"))
-    _add_practice_options(parser.add_argument_group("small or uneven data sets"))
-    _add_run_options(parser.add_argument_group("the run"))
-    _add_machine_options(parser.add_argument_group("memory, device and processes"))
-
-
-def _add_data_options(group: Options) -> None:
+    group = parser.add_argument_group("data")
     add = group.add_argument
     text = "'digits'; 'shapes' or 'scenes', which have boxes; a folder with train/<class>/ and val/<class>/, or with "
     text += "<class>/ and --val-split, of images with boxes (COCO, Roboflow, YOLO), of shards, or of IDX files "
@@ -70,8 +62,9 @@ def _add_data_options(group: Options) -> None:
     text = "your own transform of training images, as module:function or module:Class"
     add("--transform", check=check_transform, help=text)
 
+    add_recipe_options(parser)
 
-def _add_start_options(group: Options) -> None:
+    group = parser.add_argument_group("weights to start from")
     add = group.add_argument
     text = "checkpoint to start from: NAME.TAG, timm/NAME or hf-hub:ORG/NAME of the Hub, or a file in any known "
     text += (
@@ -83,8 +76,7 @@ def _add_start_options(group: Options) -> None:
     add("--teacher", check=check_checkpoint, metavar="RUN", help=text)
     add("--distillation", choices=("hard", "soft"), help="kind of distillation (default: hard)")
 
-
-def _add_practice_options(group: Options) -> None:
+    group = parser.add_argument_group("small or uneven data sets")
     add = group.add_argument
     text = "weights of the classes in the loss: 'balanced', or a JSON file of class names and weights"
     add("--class-weights", check=_check_class_weights, metavar="FILE", help=text)
@@ -92,8 +84,7 @@ def _add_practice_options(group: Options) -> None:
     add("--patience", type=int, check=at_least(1), help=text)
     add("--freeze", choices=("backbone",), help="train the head alone (linear probe)")
 
-
-def _add_run_options(group: Options) -> None:
+    group = parser.add_argument_group("the run")
     add = group.add_argument
     add("--out", type=Path, metavar="FOLDER", help="output folder (default: runs/<data>)")
     about = "resume the run in --out; auto starts one if there is none, for commands that are restarted"
@@ -107,8 +98,7 @@ def _add_run_options(group: Options) -> None:
     add("--seed", type=int, check=at_least(0), help="seed of weights, order and augmentation (default: 0)")
     add("--deterministic", action="store_true", default=None, help="same bits for any number of CPU threads; slower")
 
-
-def _add_machine_options(group: Options) -> None:
+    group = parser.add_argument_group("memory, device and processes")
     add = group.add_argument
     add("--grad-accum-steps", type=int, check=at_least(1), help="micro-batches per step, to save memory")
     text = "autocast: auto, bfloat16, float16 or float32 (default: bfloat16 on a GPU)"

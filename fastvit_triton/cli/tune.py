@@ -126,10 +126,7 @@ def _tune(args: argparse.Namespace) -> int:
 
 
 def _dry_run(args: argparse.Namespace) -> int:
-    """Runs all steps in Triton's interpreter, in a subprocess with a temporary cache folder.
-
-    Without --model, of a tiny model; with a large one the steps that are not reached in time are named.
-    """
+    """Runs all steps in Triton's interpreter, of a tiny model without --model, in a subprocess with its own cache."""
     if os.environ.get(DRY) is None:
         words = ["--dry-run", "--dtype", "float16", *["--train"] * args.train]
         words += ["--seconds", f"{args.seconds:g}"] if args.seconds else []

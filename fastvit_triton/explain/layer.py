@@ -16,23 +16,14 @@ ROWS = 256  # queries that `blocks` yields at a time
 
 
 class LayerScores(NamedTuple):
-    """Arguments of a call of `scaled_dot_product_attention`, whose maps are computed on request.
+    """Arguments of a call of `scaled_dot_product_attention`, whose maps are computed on request."""
 
-    Attributes:
-        q: queries, [G, H, N, d].
-        k: keys, [G, H, M, d].
-        v: values, [G, H, M, e].
-        mask: added to the scores, or boolean with True for "attend", [G, H, N, M]; or None.
-        scale: softmax scale.
-        causal: query n sees key m only if m ≤ n.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    scale: float
-    causal: bool = False
+    q: Tensor  # queries, [G, H, N, d]
+    k: Tensor  # keys, [G, H, M, d]
+    v: Tensor  # values, [G, H, M, e]
+    mask: Tensor | None  # added to the scores, or boolean with True for "attend", [G, H, N, M]; or None
+    scale: float  # softmax scale
+    causal: bool = False  # query n sees key m only if m ≤ n
 
 
 @dataclass(eq=False)

@@ -1,6 +1,6 @@
 """Where the queries of detectors look: the map of DETR's last cross-attention, or the points of Deformable DETR's."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,11 @@ def query_views(model: nn.Module, images: Tensor, threshold: float = 0.4) -> lis
     *_, layer = model.get_submodule("transformer.decoder.layers").children()
     deformable = hasattr(layer, "cross_attn")
     attention: Any = layer.get_submodule("cross_attn" if deformable else "multihead_attn")
-    with _inputs_of(attention) as inputs, _outputs_of(model.get_submodule("input_proj")) as maps:
+    encoded = model.get_submodule("input_proj")
+    with (
+        _collected(attention.register_forward_pre_hook) as inputs,
+        _collected(encoded.register_forward_hook) as maps,  # none if its parts are called instead
+    ):
         outputs = model(images)
     if deformable:
         points, weights = _points(attention, *inputs[-1])
@@ -80,23 +84,12 @@ def query_views(model: nn.Module, images: Tensor, threshold: float = 0.4) -> lis
 
 
 @contextmanager
-def _inputs_of(module: nn.Module) -> Iterator[list[tuple]]:
-    """Collects the positional arguments of each call of a module."""
-    calls: list[tuple] = []
-    handle = module.register_forward_pre_hook(lambda module, arguments: calls.append(arguments))
+def _collected(register: Callable[..., Any]) -> Iterator[list[Any]]:
+    """Collects what a hook gets last at each call of a module: its positional arguments before, its result after."""
+    calls: list[Any] = []
+    handle = register(lambda *seen: calls.append(seen[-1]))
     try:
         yield calls
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def _outputs_of(module: nn.Module) -> Iterator[list[Any]]:
-    """Collects the results of each call of a module; none if its parts are called instead."""
-    results: list[Any] = []
-    handle = module.register_forward_hook(lambda module, arguments, output: results.append(output))
-    try:
-        yield results
     finally:
         handle.remove()
 

@@ -139,39 +139,26 @@ def _here(record: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Followed(NamedTuple):
-    """A tensor computed of a softmax.
+    """A tensor computed of a softmax."""
 
-    Attributes:
-        size: queries and keys of the softmax.
-        keys: axis of its keys, -1 or -2; 0 if unknown.
-        whole: the map of which it is a view with other axes; None if it is no view.
-        why: why the map cannot be recorded; None if it can.
-    """
-
-    size: tuple[int, int]
-    keys: int = -1
-    whole: Tensor | None = None
-    why: str | None = None
+    size: tuple[int, int]  # queries and keys of the softmax
+    keys: int = -1  # axis of its keys, -1 or -2; 0 if unknown
+    whole: Tensor | None = None  # the map of which it is a view with other axes; None if it is no view
+    why: str | None = None  # why the map cannot be recorded; None if it can
 
 
 class _Recorder(TorchFunctionMode):
-    """Fills a recording.
-
-    Attributes:
-        stack: (path, module, number of layers before it) of the modules that are running, outermost first.
-        maps: results of softmaxes and what was computed of them.
-        within: block around the layers of these numbers.
-        calls: all layers, in the order of their calls.
-    """
+    """Fills a recording."""
 
     def __init__(self, gradients: bool) -> None:
         super().__init__()
         self.recording = Recording()
         self.gradients = gradients
+        # (path, module, number of layers before it) of the modules that are running, outermost first
         self.stack: list[tuple[str, nn.Module, int]] = []
-        self.maps: Any = WeakIdKeyDictionary()
-        self.within: dict[tuple[int, ...], str] = {}
-        self.calls: list[AttentionLayer] = []
+        self.maps: Any = WeakIdKeyDictionary()  # results of softmaxes and what was computed of them
+        self.within: dict[tuple[int, ...], str] = {}  # block around the layers of these numbers
+        self.calls: list[AttentionLayer] = []  # all layers, in the order of their calls
 
     def enter(self, path: str, module: nn.Module, inputs: tuple, named: dict) -> None:
         """Forward pre-hook: what an earlier call recorded is dropped."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..convert.forwards import Forward, forward_for
 from ..train.loop import Score
+from ..train.metrics import confusion_matrix
 from ..train.plots import curves
 from . import figures, tokens
 from .costs import Cost, cost_table
@@ -261,7 +262,7 @@ def _by_gradient(
 def _why(
     logits: Tensor,
     heats: Tensor,
-    of_class: Callable[[Tensor, Tensor], Tensor],
+    of_class: Callable[[Tensor, Tensor], Tensor],  # (image [1, C, H, W], class [1]) → map [1, h, w]
     images: Tensor,
     pictures: Tensor,
     names: list[str],
@@ -269,10 +270,7 @@ def _why(
     how: str,
     targets: list[int | None] | None = None,
 ) -> Panel | Absent:
-    """The first panel: each image beside the map [h, w] of its predicted class and, of a mistake, that of the true one.
-
-    `of_class` returns the map [1, h, w] of an image [1, C, H, W] for a class [1].
-    """
+    """The first panel: each image beside the map of its predicted class and, of a mistake, that of the true one."""
     if min(heats.shape[1:]) < FEWEST:
         return Absent(WHY, f"the map has {heats.shape[1]} × {heats.shape[2]} patches, fewer than {FEWEST} × {FEWEST}")
     labels = classes or tuple(map(str, range(logits.shape[1])))
@@ -526,8 +524,7 @@ def explain_run(
             curves(history, stacked=True),
         )
     if score is not None and score.accuracy is not None and score.targets is not None and score.predictions is not None:
-        K = len(classes)
-        counts = torch.bincount(score.targets * K + score.predictions, minlength=K * K).view(K, K)
+        counts = confusion_matrix(score.targets, score.predictions, len(classes))
         yield Panel(
             "confusion",
             f"Confusion matrix of the run's {len(score.targets):,} test images{others_said}",

@@ -59,17 +59,12 @@ AUTO = partial(using_backend, "auto")
 
 @dataclass(frozen=True)
 class CheckStage:
-    """A step of the command.
+    """A step of the command."""
 
-    Attributes:
-        name: in messages and in the file.
-        seconds: its time budget.
-        run: (budget) → its result, with "said": what it found, in one line, or "skipped": why it did not run, or
-            "error": why it failed. It may raise, and raises `TimedOut` if it does not end in time.
-    """
-
-    name: str
-    seconds: float
+    name: str  # in messages and in the file
+    seconds: float  # its time budget
+    # (budget) → its result, with "said": what it found, in one line, or "skipped": why it did not run, or "error": why
+    # it failed. It may raise, and raises `TimedOut` if it does not end in time.
     run: Callable[[float], dict]
 
 
@@ -122,26 +117,16 @@ def _not_in(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """A model, and how it is called.
+    """A model, and how it is called."""
 
-    Attributes:
-        name: of the model, in rows.
-        model: in its dtype, on its device, in training or evaluation mode; its dropout and stochastic depth are
-            switched off.
-        inputs: seed → arguments by name; "image" is positional.
-        batch: number of images.
-        dtype: of weights and images.
-        device: where it is.
-        ours: it is from `create_model` and calls the kernels without conversion.
-    """
-
-    name: str
+    name: str  # of the model, in rows
+    # in its dtype, on its device, in training or evaluation mode; its dropout and stochastic depth are switched off
     model: nn.Module
-    inputs: Callable[[int], dict]
-    batch: int
-    dtype: torch.dtype
-    device: torch.device
-    ours: bool
+    inputs: Callable[[int], dict]  # seed → arguments by name; "image" is positional
+    batch: int  # number of images
+    dtype: torch.dtype  # of weights and images
+    device: torch.device  # where it is
+    ours: bool  # it is from `create_model` and calls the kernels without conversion
 
 
 def compare(subject: CheckedModel, mode: str | None, deadline: Deadline, seconds: float, budget: float) -> dict:
@@ -203,14 +188,19 @@ def _case(subject: CheckedModel, more: Iterable[Variant]) -> Case:
     model, training = subject.model, subject.model.training
     _remove_chance(model)
     model.requires_grad_(training)
-    eager = Variant(_eager(subject.name), None, ModelCall(model, *_plain(subject)))
+    baseline = "eager (timm)" if subject.name.startswith("timm:") else "eager"
+    eager = Variant(baseline, None, ModelCall(model, *_plain(subject)))
     ours = Variant(OURS[0], None, ModelCall(model, AUTO)) if subject.ours else optimized_variant(model)
     variants = [eager, ours, *more]
     truth = ModelCall(copy.deepcopy(model).double(), *_plain(subject))
     facts = dict(model=subject.name, batch=subject.batch)
     phase = "training" if training else "forward"
     name = f"{subject.name} batch {subject.batch}"
-    return Case(name, subject.dtype, subject.inputs, variants, truth, (phase,), facts, deep=True, learning=_learning)
+
+    def learning(call: ModelCall, arguments: dict) -> Named:
+        return dict(call.module.named_parameters())
+
+    return Case(name, subject.dtype, subject.inputs, variants, truth, (phase,), facts, deep=True, learning=learning)
 
 
 def _plain(subject: CheckedModel) -> tuple[Callable, ...]:
@@ -278,15 +268,6 @@ def _loaded(load: Callable, path: Path) -> Callable[..., Tensor]:
     return lambda **images: run(*images.values())
 
 
-def _eager(name: str) -> str:
-    """Name of the baseline of a model."""
-    return "eager (timm)" if name.startswith("timm:") else "eager"
-
-
-def _learning(call: ModelCall, arguments: dict) -> Named:
-    return dict(call.module.named_parameters())
-
-
 def _remove_chance(model: nn.Module) -> None:
     """Sets the probabilities of dropout and stochastic depth to 0, because random results cannot be compared."""
     for module in model.modules():
@@ -309,10 +290,7 @@ def _why_missing(row: dict, budget: float) -> str | None:
 
 
 def _ratios(samples: Mapping[str, Sequence[float]], ours: str) -> dict[str, list[float]]:
-    """Other variant → [median, first quartile, third quartile] of its time over that of `ours`, paired by round.
-
-    Empty with fewer than `FEWEST` rounds.
-    """
+    """Other variant → [median, first quartile, third quartile] of its time over that of `ours`, as `_ratio`."""
     ratios = {name: _ratio(times, samples.get(ours, ())) for name, times in samples.items() if name != ours}
     return {name: ratio for name, ratio in ratios.items() if ratio is not None}
 
@@ -374,15 +352,10 @@ def _who(name: str) -> str:
 
 
 class Advice(NamedTuple):
-    """What `check` recommends.
+    """What `check` recommends."""
 
-    Attributes:
-        advice: the recommendation, in one sentence.
-        notes: other findings: faster alternatives with restrictions, and stages that did not finish.
-    """
-
-    advice: str
-    notes: tuple[str, ...] = ()
+    advice: str  # the recommendation, in one sentence
+    notes: tuple[str, ...] = ()  # other findings: faster alternatives with restrictions, and stages that did not finish
 
     def __str__(self) -> str:
         return "; ".join((self.advice, *self.notes))
@@ -414,11 +387,7 @@ def verdict(stages: Mapping[str, dict]) -> Advice:
 
 
 def _advice(stages: Mapping[str, dict]) -> Advice:
-    """What to use in PyTorch.
-
-    Ours is advised if the first quartile of its speed relative to the fastest compiled variant exceeds 1, else the
-    rival stays. If torch.compile has no time, eager PyTorch is the rival.
-    """
+    """What to use in PyTorch: ours if the first quartile of its speed relative to the fastest rival exceeds 1."""
     compared = [stages[name] for name in ("compare", "max-autotune") if name in stages]
     ratios: dict[str, list[float]] = {}
     missing: dict[str, str] = {}
@@ -446,7 +415,7 @@ def _advice(stages: Mapping[str, dict]) -> Advice:
     if not ratios or wrong_once:
         why = [f"it {text}" for text in ours_missing] + notes
         return Advice(f"keep torch.compile: ours could not be measured ({'; '.join(why)})", _to_finish(why))
-    rivals = {name: ratio for name, ratio in ratios.items() if name.startswith(COMPILE)} or ratios
+    rivals = {name: ratio for name, ratio in ratios.items() if name.startswith(COMPILE)} or ratios  # eager PyTorch
     rival, ratio = min(rivals.items(), key=lambda item: item[1][0])
     ours = "ours" if ways == ["plain"] or by_onednn else " and ".join(ways) or "ours"
     if ratio[1] > 1:

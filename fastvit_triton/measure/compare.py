@@ -16,19 +16,13 @@ FLUSHED = torch.finfo(torch.float32).tiny  # kernels sum in float32, and exponen
 
 @dataclass(frozen=True)
 class Verdict:
-    """Comparison of a variant's result with float64.
+    """Comparison of a variant's result with float64."""
 
-    Attributes:
-        match: True if every tensor is finite and within its error budget.
-        error: the largest error as a fraction of its budget; infinite if a value is not finite or a tensor is missing.
-        worst: name of the tensor with that error.
-        off: that error relative to the tensor's largest value.
-    """
-
-    match: bool
+    match: bool  # True if every tensor is finite and within its error budget
+    # the largest error as a fraction of its budget; infinite if a value is not finite or a tensor is missing
     error: float
-    worst: str
-    off: float = math.inf
+    worst: str  # name of the tensor with that error
+    off: float = math.inf  # that error relative to the tensor's largest value
 
     def columns(self) -> dict:
         """Columns of a row: "match", "within" (the error), and "worst" and "off" if there is no match."""

@@ -60,18 +60,6 @@ def medium_variant(module: nn.Module, dtype: torch.dtype, *contexts: Callable) -
     return Variant(MEDIUM, why, ModelCall(module, *contexts, medium), reduced=True)
 
 
-class _Outputs(nn.Module):
-    """Wraps a transformers model: takes an image and returns one entry of the output, such as "logits"."""
-
-    def __init__(self, module: nn.Module, pick: str) -> None:
-        super().__init__()
-        self.module = module
-        self._pick = pick
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return getattr(self.module(pixel_values=image), self._pick)
-
-
 class Encoder(nn.Module):
     """A plain ViT with its blocks replaced by an nn.TransformerEncoder with the same weights, for its fast path."""
 
@@ -160,7 +148,7 @@ def transformers_model(base: VisionTransformer, dtype: torch.dtype) -> ModelCall
         path = Path(folder) / "model.safetensors"
         save_weights(base, path, layout="transformers")
         model.load_state_dict(load_file(path))
-    return ModelCall(_Outputs(model.to(dtype), pick))
+    return ModelCall(model.to(dtype), run=lambda image: getattr(model(pixel_values=image), pick))
 
 
 def torchvision_model(name: str, options: dict) -> nn.Module | None:

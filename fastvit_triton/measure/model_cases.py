@@ -134,14 +134,12 @@ def _finished(
 
 
 def _foreign(run: CaseRun, dtype: torch.dtype, device: torch.device) -> Case:
-    """Builds the case of a model of another library; the truth is the model in float64.
-
-    Blocks of open_clip are those of no reader, so `optimize` captures them from an example.
-    """
+    """Builds the case of a model of another library; the truth is the model in float64."""
     build = _vit_pytorch if run.model in VIT_PYTORCH else _open_clip if run.model in OPEN_CLIP else _timm
     with device:
         base, size = build(run)
         base = randomized(base, dtype).to(dtype).train(run.training)
+        # no reader knows the blocks of open_clip, which `optimize` therefore captures
         example = torch.zeros(run.batch, *size, dtype=dtype) if run.model in OPEN_CLIP else None
         fast = optimized_variant(base, example)
         graphed = copy.deepcopy(base)
@@ -194,10 +192,7 @@ def _graphed(base: nn.Module, run: CaseRun) -> ModelCall:
 
 
 def _learning(call: ModelCall, arguments: dict) -> Named:
-    """Parameters by name; other libraries' names are kept, except that the patch projection gets ours.
-
-    Its gradient depends on all layers, so comparing it with ours covers them.
-    """
+    """Parameters by name; of other libraries' names the patch projection gets ours: its gradient needs all layers."""
     named: Named = dict(call.module.named_parameters())
     ours = "patch_embed.proj.weight"
     if ours in named:

@@ -26,19 +26,12 @@ from .timeout import capturing
 
 @dataclass
 class RecordedCall:
-    """A distinct call of one of our ops.
+    """A distinct call of one of our ops."""
 
-    Attributes:
-        op: name of the op.
-        arguments: of the first such call.
-        rows: row name with exact sizes → launch parameters in use.
-        count: number of such calls.
-    """
-
-    op: str
-    arguments: tuple
-    rows: dict[str, dict[str, int]]
-    count: int = 1
+    op: str  # name of the op
+    arguments: tuple  # of the first such call
+    rows: dict[str, dict[str, int]]  # row name with exact sizes → launch parameters in use
+    count: int = 1  # number of such calls
 
     def __call__(self) -> object:
         """Runs the call, in this thread and without autograd."""
@@ -76,29 +69,17 @@ def calls_of(step: Callable[[], object]) -> list[RecordedCall]:
 
 @dataclass
 class Part:
-    """A block or stem, with its inputs in the model.
+    """A block or stem, with its inputs in the model."""
 
-    Attributes:
-        name: class of the block, or "stem".
-        count: number of such parts in the model.
-        shapes: its names in tables of measurements.
-        call: module or function.
-        inputs: positional inputs.
-        named: keyword inputs.
-        autocast: autocast's dtype in the model; None if it is off.
-        attention: names of its attention's shape, whose kernel is a separate choice; empty for none.
-        ways: of a block, besides plain.
-    """
-
-    name: str
-    count: int
-    shapes: tuple[str, ...]
-    call: Callable
-    inputs: tuple
-    named: dict
-    autocast: torch.dtype | None = None
-    attention: tuple[str, ...] = ()
-    ways: tuple[str, ...] = ("mixed", "fused")
+    name: str  # class of the block, or "stem"
+    count: int  # number of such parts in the model
+    shapes: tuple[str, ...]  # its names in tables of measurements
+    call: Callable  # module or function
+    inputs: tuple  # positional inputs
+    named: dict  # keyword inputs
+    autocast: torch.dtype | None = None  # autocast's dtype in the model; None if it is off
+    attention: tuple[str, ...] = ()  # names of its attention's shape, whose kernel is a separate choice; empty for none
+    ways: tuple[str, ...] = ("mixed", "fused")  # of a block, besides plain
 
     def variants(self) -> dict[str, dict[str, str]]:
         """Variant → {shape: way}; "plain" comes first."""

@@ -217,10 +217,7 @@ def _with_ways(
 def _time_part(
     part: Part, before: Measured, after: Measured, device: torch.device, train: bool, deadline: Deadline
 ) -> dict:
-    """Times a block or stem; returns its row. The best variant is the fastest correct one; ties keep the one in use.
-
-    On a CPU, whose clock and load vary more than variants differ, they are compared by ratios paired by round.
-    """
+    """Times a block or stem; returns its row. The best variant is the fastest correct one; ties keep the one in use."""
     kind = "CPU" if part.ways == WAYS["CPU"] else "GPU"
     repeats, seconds = SAMPLES[kind]
     tables = {name: Measured(after.rows, after.ways | ways) for name, ways in part.variants().items()}
@@ -237,6 +234,7 @@ def _time_part(
         row["variants"].setdefault(name, {})["error"] = text
     timings = {name: Timing.of([us / repeats for us in times]) for name, times in samples.items()}
     compared = timings
+    # the clock and load of a CPU vary more than variants differ
     if kind == "CPU" and (reference := samples.get(row["rule"])) is not None:
         pairs = {name: zip(times, reference, strict=True) for name, times in samples.items()}
         compared = {name: Timing.of([us / before for us, before in pair]) for name, pair in pairs.items()}

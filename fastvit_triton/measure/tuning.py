@@ -24,27 +24,17 @@ from .timing import Setup, Timing, alternate
 
 @dataclass
 class Candidates:
-    """The launch parameters to try for one row of a call.
+    """The launch parameters to try for one row of a call."""
 
-    Attributes:
-        row: name of the row; of a call in a model with exact sizes.
-        configs: launch parameters by their text, those in use first.
-        facts: columns of the result, with the "op".
-        outputs: runs the call; its outputs, and gradients if it has any, by name.
-        step: set-up of the timed call.
-        truth: exact outputs, and those of PyTorch; None: those of the launch parameters in use are both.
-        compiled: futures of their compilation, by text.
-        errors: why some cannot be tried, by text.
-    """
-
-    row: str
-    configs: dict[str, Config]
-    facts: dict[str, Any]
-    outputs: Callable[[], Named]
-    step: Setup
+    row: str  # name of the row; of a call in a model with exact sizes
+    configs: dict[str, Config]  # launch parameters by their text, those in use first
+    facts: dict[str, Any]  # columns of the result, with the "op"
+    outputs: Callable[[], Named]  # runs the call; its outputs, and gradients if it has any, by name
+    step: Setup  # set-up of the timed call
+    # exact outputs, and those of PyTorch; None: those of the launch parameters in use are both
     truth: Callable[[], tuple[Named, Named]] | None = None
-    compiled: dict[str, list[Future]] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
+    compiled: dict[str, list[Future]] = field(default_factory=dict)  # futures of their compilation, by text
+    errors: dict[str, str] = field(default_factory=dict)  # why some cannot be tried, by text
 
     def launches(self) -> dict[str, list[CompiledLaunch]]:
         """Launches to compile for each candidate, by text."""

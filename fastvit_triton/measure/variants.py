@@ -23,52 +23,34 @@ _compiler = "inductor"
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compute a case.
+    """One way to compute a case."""
 
-    Attributes:
-        name: name in tables; the first variant of a case is the baseline, eager PyTorch.
-        reason: why it cannot run here, or None.
-        call: function of the case's arguments by name; None if it cannot run.
-        reduced: True if it computes with lower precision on request: it is timed also if its result does not match.
-        eager: call that launches the same kernels of ours without compiling; None: `call`.
-        factor: of its error budget, see `compare.verdict`.
-    """
-
-    name: str
-    reason: str | None
-    call: Any = None
+    name: str  # name in tables; the first variant of a case is the baseline, eager PyTorch
+    reason: str | None  # why it cannot run here, or None
+    call: Any = None  # function of the case's arguments by name; None if it cannot run
+    # True if it computes with lower precision on request: it is timed also if its result does not match
     reduced: bool = False
-    eager: Any = None
-    factor: float = FACTOR
+    eager: Any = None  # call that launches the same kernels of ours without compiling; None: `call`
+    factor: float = FACTOR  # of its error budget, see `compare.verdict`
 
 
 @dataclass(frozen=True)
 class Case:
-    """A computation that is measured in several variants.
+    """A computation that is measured in several variants."""
 
-    Attributes:
-        name: unique name in a result file.
-        dtype: of the arguments, for the budget.
-        inputs: seed → arguments by name; tensors whose gradients are measured require gradients.
-        variants: ways to compute it, the baseline first.
-        truth: computes the expected result from arguments in float64.
-        phases: of "forward" (without gradients), "backward" (the backward pass alone), "training" (both passes) and
-            "step" (both, and AdamW).
-        facts: columns of every row, such as op, model and batch.
-        work: flops and bytes that any implementation of the forward pass needs; None if not counted.
-        deep: a whole model; see `verdict`.
-        learning: (call, arguments) → the tensors whose gradients are measured, by name.
-    """
-
-    name: str
-    dtype: torch.dtype
-    inputs: Callable[[int], dict]
-    variants: list[Variant]
-    truth: Any
+    name: str  # unique name in a result file
+    dtype: torch.dtype  # of the arguments, for the budget
+    inputs: Callable[[int], dict]  # seed → arguments by name; tensors whose gradients are measured require gradients
+    variants: list[Variant]  # ways to compute it, the baseline first
+    truth: Any  # computes the expected result from arguments in float64
+    # of "forward" (without gradients), "backward" (the backward pass alone), "training" (both passes) and "step" (both,
+    # and AdamW)
     phases: tuple[str, ...] = ("forward", "backward")
-    facts: dict = field(default_factory=dict)
+    facts: dict = field(default_factory=dict)  # columns of every row, such as op, model and batch
+    # flops and bytes that any implementation of the forward pass needs; None if not counted
     work: tuple[float, float | None] | None = None
-    deep: bool = False
+    deep: bool = False  # a whole model; see `verdict`
+    # (call, arguments) → the tensors whose gradients are measured, by name
     learning: Callable[[Any, dict], Named] = lambda call, arguments: named_leaves(arguments)
 
 
@@ -243,10 +225,10 @@ def measure(
     sets = _prepare(case, phase, device, copies)
     rows = {variant.name: _row(case, phase, variant) for variant in case.variants}
     right = {}
-    for name, compared in compare_variants(case, sets[0], phase, deadline.sooner(share * deadline.left)):
-        rows[name] |= _compared(case, name, compared, sets[0], phase, device)
-        if _is_timed(case, name, compared):
-            right[name] = step_of(case, _call(case, name), sets, phase)
+    for variant, row, is_timed in _compared(case, phase, device, deadline.sooner(share * deadline.left), sets):
+        rows[variant.name] = row
+        if is_timed:
+            right[variant.name] = step_of(case, variant.call, sets, phase)
     samples, failed = samples_of(right, device, deadline, seconds, rounds, copies, latency, warm_up)
     for name, text in failed.items():
         rows[name]["error"] = text
@@ -271,20 +253,19 @@ def rows_of(
     all of them. Variants that cannot run here come first, after the baseline.
     """
     sets = _prepare(case, phase, device, copies)
-    rows = {variant.name: _row(case, phase, variant) for variant in case.variants}
-    base = case.variants[0].name
-    for name, compared in compare_variants(case, sets[0], phase, deadline):
-        rows[name] |= _compared(case, name, compared, sets[0], phase, device)
-        if _is_timed(case, name, compared):
-            steps = {each: step_of(case, _call(case, each), sets, phase) for each in dict.fromkeys((base, name))}
+    base, *others = case.variants
+    for variant, row, is_timed in _compared(case, phase, device, deadline, sets):
+        name = variant.name
+        if is_timed:
+            steps = {each.name: step_of(case, each.call, sets, phase) for each in (base, variant)}
             samples, failed = sampler(steps, device, deadline, seconds, copies=copies, latency=latency)
             if name in samples:
-                rows[name] |= _timing_columns(case, samples[name], samples.get(base), phase)
+                row |= _timing_columns(case, samples[name], samples.get(base.name), phase)
             if name in failed:
-                rows[name]["error"] = failed[name]
-        yield rows[name]
-        if name == base:
-            yield from (rows[variant.name] for variant in case.variants[1:] if variant.reason is not None)
+                row["error"] = failed[name]
+        yield row
+        if variant is base:
+            yield from (_row(case, phase, other) for other in others if other.reason is not None)
 
 
 def _prepare(case: Case, phase: str, device: torch.device, copies: int) -> list[dict]:
@@ -296,23 +277,19 @@ def _prepare(case: Case, phase: str, device: torch.device, copies: int) -> list[
     return sets
 
 
-def _call(case: Case, name: str) -> Callable:
-    return next(variant.call for variant in case.variants if variant.name == name)
-
-
-def _is_timed(case: Case, name: str, compared: Verdict | str) -> bool:
-    """True for a variant that matches, or of reduced precision."""
-    reduced = any(variant.reduced for variant in case.variants if variant.name == name)
-    return not isinstance(compared, str) and (compared.match or reduced)
-
-
 def _compared(
-    case: Case, name: str, compared: Verdict | str, arguments: dict, phase: str, device: torch.device
-) -> dict:
-    """Columns of a comparison, with memory, or the error."""
-    if isinstance(compared, str):
-        return dict(error=compared)
-    return compared.columns() | _memory(case, _call(case, name), arguments, device, phase)
+    case: Case, phase: str, device: torch.device, deadline: Deadline, sets: list[dict]
+) -> Iterator[tuple[Variant, dict, bool]]:
+    """Yields each variant that can run, its row with the comparison or the error, and True if it is to be timed."""
+    variants = {variant.name: variant for variant in case.variants}
+    for name, compared in compare_variants(case, sets[0], phase, deadline):
+        variant = variants[name]
+        row = _row(case, phase, variant)
+        if isinstance(compared, str):
+            yield variant, row | dict(error=compared), False
+        else:
+            row |= compared.columns() | _memory(case, variant.call, sets[0], device, phase)
+            yield variant, row, compared.match or variant.reduced
 
 
 def without_times(rows: list[dict]) -> list[dict]:

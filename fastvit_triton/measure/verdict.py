@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..convert import captured
@@ -108,15 +108,10 @@ def of_prediction(found: "Prediction", report: Report, batch: int, numbers: str)
     """What a prediction of inference says; arguments as the attributes of `Expected`."""
     compiled = (found.compiled_us(MODES[0]) / 1e3, found.compiled_us(MODES[1]) / 1e3)
     ours = found.ours_us()[1] / 1e3
-    name = None if report.subject is None else _timms_name(report.subject.model)
+    cfg: Any = None if report.subject is None else getattr(report.subject.model, "pretrained_cfg", None)
+    name = cfg.get("architecture") if isinstance(cfg, Mapping) else None  # timm's, or ours of the same name
     error = None if name is None else error_of_gain(name)
     return Expected(report.headline(), found.gpu.name, numbers, batch, found.eager_us() / 1e3, compiled, ours, error)
-
-
-def _timms_name(model: nn.Module | None) -> str | None:
-    """The name of one of timm's models, or of ours of the same name."""
-    cfg: Any = getattr(model, "pretrained_cfg", None) or {}
-    return cfg.get("architecture") if isinstance(cfg, Mapping) else None
 
 
 def _images(t: Tensor, batch: int, dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -279,13 +279,7 @@ def evaluate(
     return Score(loss.double().mean().item(), accuracy, predicted, expected, top5, confidence)
 
 
-class _LocalBatch(NamedTuple):
-    images: Tensor
-    targets: Any
-    indices: Tensor
-
-
-def local_batches(batches: Any, world: World, per_rank_batches: bool) -> Iterator[_LocalBatch]:
+def local_batches(batches: Any, world: World, per_rank_batches: bool) -> Iterator[tuple[Tensor, Any, Tensor]]:
     """This rank's images, targets and indices; a rank with no images gets one dummy image, so collectives match."""
     for images, targets in batches:
         indices = torch.tensor(batches.indices if world.world_size > 1 else [], dtype=torch.long)
@@ -293,7 +287,7 @@ def local_batches(batches: Any, world: World, per_rank_batches: bool) -> Iterato
             images = world.shard(images)
             targets = world.shard(targets)
             indices = world.shard(indices)
-        yield _LocalBatch(images if len(images) else images.new_zeros(1, *images.shape[1:]), targets, indices)
+        yield images if len(images) else images.new_zeros(1, *images.shape[1:]), targets, indices
 
 
 @torch.no_grad()

@@ -93,10 +93,7 @@ def evaluations_since_best(history: list[dict]) -> int:
 
 
 def _marks(history: list[dict]) -> list[float]:
-    """Accuracies or average precisions of the epochs that were evaluated; negative losses if there are none.
-
-    Where others are defined, an undefined one is below them all.
-    """
+    """Accuracies or average precisions of the evaluated epochs, undefined ones below all; else negative losses."""
     tested = [row for row in history if row["test_loss"] is not None]
     marks = [row.get("test_ap", row["test_accuracy"]) for row in tested]
     if all(mark is None for mark in marks):

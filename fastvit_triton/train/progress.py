@@ -48,10 +48,7 @@ def show_progress(
 
 
 class _Lines:
-    """Prints a line after each epoch, and in an epoch where none was printed for `EVERY` seconds.
-
-    The time left is estimated from the mean time of a step.
-    """
+    """Prints a line after each epoch, and in an epoch where none was printed for `EVERY` seconds."""
 
     def __init__(self, console: Console, epochs: int, steps: int) -> None:
         self.console = console

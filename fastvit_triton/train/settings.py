@@ -4,6 +4,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from . import recipes
 from .class_weights import check_class_weights
 from .data import Data
 from .data.hf import absolute, is_hf
@@ -11,21 +12,7 @@ from .data.inspection import ALLOW
 from .detection import has_boxes
 from .detection.load import COMPOSED
 from .ranges import OpenFraction, Positive, PositiveInt, Seed, check
-from .recipes import (
-    BOXES,
-    BOXES_TINY,
-    DIGITS,
-    FASHION_MNIST,
-    FOLDER,
-    PHOTOS,
-    PIXELS,
-    RESTORATION,
-    SCENES,
-    SCENES_DETR,
-    SHAPES,
-    Recipe,
-    override_recipe,
-)
+from .recipes import Recipe, override_recipe
 from .recipes.published import PUBLISHED
 
 # Defaults of the settings that are not fields of a recipe.
@@ -51,9 +38,10 @@ SETTINGS: dict[str, Any] = {
     "levels": None,  # value of white in images of more than 8 bits
     "ways": None,  # how the model's blocks run, from `Models.ways`; None for what this machine says now
 }
-RECIPES = {"digits": DIGITS, "photos": PHOTOS, "folder": FOLDER, "fashion-mnist": FASHION_MNIST}
-RECIPES |= {"pixels": PIXELS, "restoration": RESTORATION}
-RECIPES |= {"scenes": SCENES, "scenes-detr": SCENES_DETR, "shapes": SHAPES, "boxes": BOXES, "boxes-tiny": BOXES_TINY}
+RECIPES = {"digits": recipes.DIGITS, "photos": recipes.PHOTOS, "folder": recipes.FOLDER}
+RECIPES |= {"fashion-mnist": recipes.FASHION_MNIST, "pixels": recipes.PIXELS, "restoration": recipes.RESTORATION}
+RECIPES |= {"scenes": recipes.SCENES, "scenes-detr": recipes.SCENES_DETR, "shapes": recipes.SHAPES}
+RECIPES |= {"boxes": recipes.BOXES, "boxes-tiny": recipes.BOXES_TINY}
 RECIPES |= PUBLISHED
 OWN_RECIPES = {RECIPES[name].model: name for name in ("pixels", "restoration", "scenes", "scenes-detr", "boxes-tiny")}
 RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))

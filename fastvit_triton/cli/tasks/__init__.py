@@ -5,8 +5,7 @@ A further kind is a file here with a `Task`, and a line in `TASKS`.
 
 from .classify import Classify
 from .detect import Detect
-from .generate import Generate
-from .restore import Restore
+from .pixels import Generate, Restore
 from .task import Task, TrainedModel, test_images
 
 __all__ = ["TASKS", "Task", "TrainedModel", "task_by_loss", "task_of", "test_images"]

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +44,9 @@ class Classify(Task):
         def read(file: Path) -> "Tensor":
             return trained.transform(opened(file, trained, args))
 
-        for batch, images in decoded(_shown(files, args.out), read, BATCH, args.max_pixels):
+        prints = args.out is None and sys.stdout.isatty()  # lines on the terminal, in place of a progress bar
+        shown = files if prints else tracked(files, len(files), "classifying")
+        for batch, images in decoded(shown, read, BATCH, args.max_pixels):
             found = best_classes(trained.model, images.to(trained.device), trained.classes, args.top)
             for file, pairs in zip(batch, found, strict=True):
                 rows.append({"file": cell(file)})
@@ -75,11 +76,6 @@ class Classify(Task):
         if seen:
             print_line(f"at least {seen:,} of these images are among those that the run was trained on")
         return 0
-
-
-def _shown(files: list[Path], out: Path | None) -> Iterator[Path]:
-    """The files, with a progress bar where no lines are printed on the terminal."""
-    return iter(files) if out is None and sys.stdout.isatty() else tracked(files, len(files), "classifying")
 
 
 def _report(trained: TrainedModel, score: "Score", out: Path | None) -> None:

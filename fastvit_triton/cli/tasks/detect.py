@@ -129,7 +129,7 @@ class Detect(Task):
             if label:
                 numbers = average_precision(found, wanted, DRAWS) if count else {}
                 names = ("ap", "ap50", "ap75", "ap_low", "ap_high")
-                scores = {name: _defined(numbers.get(name, -1.0)) for name in names}
+                scores = {name: None if numbers.get(name, -1.0) < 0 else numbers[name] for name in names}
                 ap, ap50, ap75 = (percent(scores[name], images) for name in names[:3])
                 bounds = span(scores["ap_low"], scores["ap_high"], images)
                 table.add_row(Text(printable(label)), f"{count:,}", ap, bounds, ap50, ap75)
@@ -187,7 +187,3 @@ def _of_class(part: dict[str, Any], number: int) -> dict[str, Any]:
     """The objects of one class."""
     keep = part["labels"] == number
     return {name: values[keep] for name, values in part.items()}
-
-
-def _defined(share: float) -> float | None:
-    return share if share >= 0 else None

@@ -2,37 +2,33 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
-
 from ...checkpoints.locations import Location
-from ...checkpoints.reading import kind_of
+from ...checkpoints.reading import header_of
 from ...checkpoints.tensors import WeightsError
 from ..catalogue import CATALOGUE
 from . import timm_config, transformers_config
 
 
 class Description(NamedTuple):
-    """What `create_model` needs to build the model of a checkpoint.
+    """What `create_model` needs to build the model of a checkpoint."""
 
-    Attributes:
-        name: a name of `list_models()`.
-        options: arguments of `create_model`, with JSON's types.
-        pretrained_cfg: facts of the checkpoint with timm's keys, see `model.pretrained_cfg`.
-    """
-
-    name: str
-    options: dict[str, Any]
-    pretrained_cfg: dict[str, Any]
+    name: str  # a name of `list_models()`
+    options: dict[str, Any]  # arguments of `create_model`, with JSON's types
+    pretrained_cfg: dict[str, Any]  # facts of the checkpoint with timm's keys, see `model.pretrained_cfg`
 
 
 def describe(location: Location) -> Description | None:
     """The description of the checkpoint at a location; downloads no weights. None if nothing describes it."""
     if location.cfg:
         return Description(location.cfg["architecture"], {"num_classes": location.cfg["num_classes"]}, location.cfg)
-    if (description := _from_header(location)) is not None or (config := location.config()) is None:
-        return description
+    with suppress(ValueError, RecursionError):  # the error comes when the file is read
+        if (description := from_metadata(header_of(location))) is not None:
+            return description
+    if (config := location.config()) is None:
+        return None
     try:
         if "model_type" in config:
             name, options, cfg = transformers_config.read(config, location.config("preprocessor_config.json") or {})
@@ -64,15 +60,3 @@ def with_size(metadata: Mapping[str, str], description: Description | None) -> M
         return metadata
     size = description.options.get("img_size") or description.pretrained_cfg.get("input_size", ())[1:]
     return {**metadata, "config": json.dumps({"img_size": size})} if size else metadata
-
-
-def _from_header(location: Location) -> Description | None:
-    """Reads the header of a local safetensors file, without its tensors."""
-    path = location.file or location.find("model.safetensors") if location.is_local else None
-    try:
-        if path is None or kind_of(path) != "safetensors":
-            return None
-        with safe_open(path, "pt") as file:
-            return from_metadata(file.metadata() or {})
-    except (OSError, SafetensorError, ValueError, RecursionError):
-        return None  # the error comes when the file is read

@@ -142,10 +142,8 @@ def load_model(
     described = describe(location)  # before the weights are downloaded
     tensors, metadata = read(location.weights(), verify)
     try:
-        description = from_metadata(metadata) or described
-        if description is not None:
-            named = {"variant": description.name, "config": json.dumps(description.options)}
-            model = build_model(unwrap(tensors)[0], {**metadata, **named})
+        if (description := from_metadata(metadata) or described) is not None:
+            model = build_model(unwrap(tensors)[0], description.name, description.options, metadata.get("layout"))
     except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)[:300]
         raise WeightsError(f"{location.text} holds a model that this version cannot build: {reason}") from error

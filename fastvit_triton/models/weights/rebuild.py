@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,21 +30,19 @@ def skeleton(name: str, **options: object) -> VisionTransformer:
         return create_model(name, features_only=False, **options)
 
 
-def build_model(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> VisionTransformer:
+def build_model(
+    tensors: Mapping[str, Tensor], name: str, config: Mapping[str, Any], layout: str | None
+) -> VisionTransformer:
     """Builds the model of a header, which may ask for anything, only if the file can fill it."""
-    name = metadata["variant"]
-    text = metadata["config"]
-    if len(name) + len(text) > MAX_CONFIG:
-        raise ValueError(f"its name and config have {len(name) + len(text):,} characters, over {MAX_CONFIG:,}")
-    config = json.loads(text)
-    if not isinstance(config, dict):
-        raise ValueError(f"its config is {text!r}; expected an object")
-    compare(tensors, name, config, metadata.get("layout"))
+    compare(tensors, name, config, layout)
     return create_model(name, features_only=False, **config)
 
 
-def compare(tensors: Mapping[str, Tensor], name: str, config: Mapping[str, object], layout: str | None = None) -> None:
-    """Raises as `build_model` unless a file of this layout can fill the model, which is built on the meta device."""
+def compare(tensors: Mapping[str, Tensor], name: str, config: Mapping[str, Any], layout: str | None = None) -> None:
+    """Raises ValueError unless a file of this layout can fill the model, which is built on the meta device."""
+    characters = len(name) + len(json.dumps(config))
+    if characters > MAX_CONFIG:
+        raise ValueError(f"its name and config have {characters:,} characters, over {MAX_CONFIG:,}")
     depths = [config.get("depth"), *(d if isinstance(d := config.get("depths"), (list, tuple)) else [])]
     depth = sum(d for d in depths if isinstance(d, int))
     if depth * TENSORS_PER_BLOCK > len(tensors):

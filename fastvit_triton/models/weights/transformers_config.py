@@ -23,25 +23,15 @@ IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 
 
 class Kind(NamedTuple):
-    """A model type of transformers.
+    """A model type of transformers."""
 
-    Attributes:
-        layout: name of its layout.
-        model_type: entry of config.json.
-        base: one of our models of this kind.
-        bare: class without a head.
-        headed: class with a head.
-        defaults: fields whose defaults differ from those of ViT.
-        outer: model type of the configuration that holds this one as vision_config; "" if there is none.
-    """
-
-    layout: str
-    model_type: str
-    base: str
-    bare: str
-    headed: str
-    defaults: dict[str, Any]
-    outer: str = ""
+    layout: str  # name of its layout
+    model_type: str  # entry of config.json
+    base: str  # one of our models of this kind
+    bare: str  # class without a head
+    headed: str  # class with a head
+    defaults: dict[str, Any]  # fields whose defaults differ from those of ViT
+    outer: str = ""  # model type of the configuration that holds this one as vision_config; "" if there is none
 
 
 DEFAULTS: dict[str, Any] = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072)

@@ -10,19 +10,12 @@ from ..catalogue import model_config
 
 
 class Stages(NamedTuple):
-    """A model type of transformers that has stages.
+    """A model type of transformers that has stages."""
 
-    Attributes:
-        base: one of our models, which has the defaults of transformers.
-        fields: theirs → ours.
-        fixed: fields that have one value in our models.
-        headed: class with a head, if `base` has other heads than the class named ForImageClassification.
-    """
-
-    base: str
-    fields: dict[str, str]
-    fixed: dict[str, Any]
-    headed: str = ""
+    base: str  # one of our models, which has the defaults of transformers
+    fields: dict[str, str]  # theirs → ours
+    fixed: dict[str, Any]  # fields that have one value in our models
+    headed: str = ""  # class with a head, if `base` has other heads than the class named ForImageClassification
 
 
 COMMON = {"image_size": "img_size", "num_channels": "in_chans", "depths": "depths"}

@@ -152,10 +152,6 @@ def _translate(axis: int, image: Image.Image, level: float, sign: int, options: 
     return _affine(axis, 2, image, sign * 0.45 * level * image.size[axis], options)
 
 
-def _posterize(image: Image.Image, level: float, sign: int, options: dict) -> Image.Image:
-    return ImageOps.posterize(image, max(1, 4 - int(level * 4)))  # newer Pillow raises at 0 bits
-
-
 def _solarize_add(image: Image.Image, level: float, sign: int, options: dict) -> Image.Image:
     table = [min(255, i + int(level * 110)) if i < 128 else i for i in range(256)]
     return image.point(table * len(image.getbands()))
@@ -167,7 +163,8 @@ OPERATIONS: dict[str, Callable[[Image.Image, float, int, dict], Image.Image]] = 
     "equalize": lambda image, level, sign, options: ImageOps.equalize(image),
     "invert": lambda image, level, sign, options: ImageOps.invert(image),
     "rotate": lambda image, level, sign, options: image.rotate(sign * 30 * level, **options),
-    "posterize": _posterize,
+    # newer Pillow raises at 0 bits
+    "posterize": lambda image, level, sign, options: ImageOps.posterize(image, max(1, 4 - int(level * 4))),
     "solarize": lambda image, level, sign, options: ImageOps.solarize(image, 256 - min(256, int(level * 256))),
     "solarize_add": _solarize_add,
     "color": partial(_enhance, ImageEnhance.Color),
@@ -195,10 +192,6 @@ def _bv_posterize(image: Image.Image, level: float, sign: int, options: dict) ->
     return image.point([value >> (8 - bits) << (8 - bits) for value in range(256)] * len(image.getbands()))
 
 
-def _bv_solarize(image: Image.Image, level: float, sign: int, options: dict) -> Image.Image:
-    return ImageOps.solarize(image, int(256 * level))
-
-
 def _bv_move(
     row: int, column: int, limit: float, image: Image.Image, level: float, sign: int, options: dict
 ) -> Image.Image:
@@ -218,7 +211,7 @@ def _bv_cutout(image: Image.Image, level: float, sign: int, options: dict) -> Im
 BIG_VISION = {name: OPERATIONS[name] for name in ("auto_contrast", "equalize", "invert", "solarize_add")} | {
     "rotate": lambda image, level, sign, options: image.rotate(sign * 30 * level, fillcolor=options["fillcolor"]),
     "posterize": _bv_posterize,
-    "solarize": _bv_solarize,
+    "solarize": lambda image, level, sign, options: ImageOps.solarize(image, int(256 * level)),
     "color": partial(_bv_enhance, ImageEnhance.Color),
     "contrast": _bv_contrast,
     "brightness": partial(_bv_enhance, ImageEnhance.Brightness),

@@ -310,10 +310,7 @@ def _hash(content: Content, pieces: int | None = None) -> bytes:
 
 
 def _check_pixels(found: Inspection, batches: Any, kind: str, levels: float | None) -> None:
-    """Rows and problems of a sample of images: files that cannot be decoded, and images without bright pixels.
-
-    Images of each depth are judged together: one photograph may be dark, and all of them may not.
-    """
+    """Rows and problems of a sample of images: files that cannot be decoded, and images without bright pixels."""
     files: Any = getattr(batches, "files", ())
     chosen = [files[i] for i in range(0, len(files), -(-len(files) // SAMPLE))] if len(files) else []
 
@@ -330,7 +327,7 @@ def _check_pixels(found: Inspection, batches: Any, kind: str, levels: float | No
         what = f"{len(bad)} of {len(chosen)} {kind} images cannot be decoded, the first: {path} ({why})"
         found.rows.append(("pixels", None, None, what))
         found.add_problem("unreadable", what, REPAIR)
-    peaks: defaultdict[float | None, int] = defaultdict(int)
+    peaks: defaultdict[float | None, int] = defaultdict(int)  # by depth: one photograph may be dark, but not all
     for _, result in results:
         if not isinstance(result, str):
             peaks[result[0]] = max(peaks[result[0]], result[1])

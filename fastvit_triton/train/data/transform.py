@@ -380,12 +380,9 @@ def _centre_box(size: tuple[int, int], aspect: float, crop: float) -> tuple[floa
 def _random_box(
     size: tuple[int, int], aspect: float, min_area: float, generator: torch.Generator
 ) -> tuple[float, float, float, float]:
-    """(left, top, right, bottom) of a box of random area and position, its aspect within 3:4 … 4:3 of `aspect`.
-
-    With a `min_area` of 1 it is the largest box of this aspect.
-    """
+    """(left, top, right, bottom) of a box of random area and position, its aspect within 3:4 … 4:3 of `aspect`."""
     area, stretch, x, y = torch.rand(4, generator=generator).tolist()
-    stretch = stretch if min_area < 1 else 0.5
+    stretch = stretch if min_area < 1 else 0.5  # the largest box of this aspect
     area = (min_area + (1 - min_area) * area) * size[0] * size[1]
     aspect *= (4 / 3) ** (2 * stretch - 1)
     width = min((area * aspect) ** 0.5, size[0])
