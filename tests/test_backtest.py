@@ -375,6 +375,40 @@ def test_what_a_conversion_is_expected_to_gain():
     ):
         with pytest.raises(ValueError, match=re.escape(sentence)):
             expected(report, **words)
+    assert found.backend_ms is None and "backend" not in str(found)
     del model
     with pytest.raises(ValueError, match="of a model that was deleted"):
         expected(report, gpu="h100")
+
+
+class Stack(nn.Module):
+    """Pre-norm blocks, written here, whose norms torch.compile of the whole model fuses with the residual before."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.fc1, self.fc2 = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+        def forward(self, x):
+            return x + self.fc2(F.gelu(self.fc1(self.norm(x))))
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_which_call_of_captured_code_is_expected_to_be_faster():
+    """Oracle: by hand: regions of blocks against the same events in one region, which can only fuse more."""
+    report = fastvit_triton.optimize(Stack().eval(), example=torch.randn(2, 50, 64))
+    assert "4 of 4 blocks" in report.headline()
+    found = expected(report, gpu="h100", batch=64)
+    assert found.backend_ms is not None and found.backend_ms <= found.ours_ms
+    slower = found._replace(backend_ms=found.ours_ms)
+    faster = found._replace(backend_ms=found.compile_ms[0] / 2)
+    assert "backend" not in str(slower)
+    assert 'without optimize, torch.compile(model, backend="fastvit_triton") 2.00 ×' in str(faster)

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -80,6 +80,11 @@ class Prediction:
         rates = (times.with_ours(self.gpu, ratio) for ratio in (0, 1, 2))
         low, expected, best = (max(times.call_us(counted, self.gpu.sheet, 0, fitted=one), host) for one in rates)
         return low, expected, best
+
+    def backend_us(self) -> float:
+        """Expected microseconds under torch.compile(model, backend="fastvit_triton"), at the expected rates."""
+        whole = (replace(event, region=1) for event in self.traces[1].events)
+        return times.call_us(work.ours(whole), self.gpu.sheet, 0, fitted=times.with_ours(self.gpu, 1))
 
     @functools.cached_property
     def _call(self) -> work.CallWork:
