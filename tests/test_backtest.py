@@ -404,11 +404,12 @@ class Stack(nn.Module):
 
 def test_which_call_of_captured_code_is_expected_to_be_faster():
     """Oracle: by hand: regions of blocks against the same events in one region, which can only fuse more."""
-    report = fastvit_triton.optimize(Stack().eval(), example=torch.randn(2, 50, 64))
+    model = Stack().eval()
+    report = fastvit_triton.optimize(model, example=torch.randn(2, 50, 64))
     assert "4 of 4 blocks" in report.headline()
     found = expected(report, gpu="h100", batch=64)
     assert found.backend_ms is not None and found.backend_ms <= found.ours_ms
     slower = found._replace(backend_ms=found.ours_ms)
-    faster = found._replace(backend_ms=found.compile_ms[0] / 2)
+    faster = found._replace(backend_ms=found.compile_ms[0] / 8)
     assert "backend" not in str(slower)
-    assert 'without optimize, torch.compile(model, backend="fastvit_triton") 2.00 ×' in str(faster)
+    assert 'without optimize, torch.compile(model, backend="fastvit_triton") 8.00 ×' in str(faster)
