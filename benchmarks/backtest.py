@@ -50,6 +50,7 @@ BAND = (0.1, 0.25)  # median and 90th percentile of the errors of a family's fit
 # GPU whose eager runs used timm's fast norm: its LayerNorms take no longer in eager than their bytes in 16 bits
 FAST_NORM = ("rtx4090",)
 MODES = ("eager", "compile", "eager training", "compile training")
+OURS = ("optimize", "optimize training", "fused")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -58,8 +59,8 @@ class Row(NamedTuple):
 
     Attributes:
         gpu: short name, such as rtx4090.
-        mode: "eager" or "compile", of inference or with " training" of a forward and backward pass; or "fused": an
-            engine of hand-tuned kernels, compared with ours at expected rates.
+        mode: "eager", "compile" or "optimize", of inference or with " training" of a forward and backward pass; or
+            "fused": an engine of hand-tuned kernels, compared with ours at expected rates.
         dtype: "amp fp16", "bf16", …
         model: timm's name.
         img_size: side in pixels.
@@ -130,8 +131,8 @@ def read(path: Path) -> list[Row]:
 
 
 def measured(rows: Iterable[dict]) -> list[Row]:
-    """Whole models of timm, eager and compiled, among rows of result files, without steps of an optimiser."""
-    modes = {"eager": "eager", "torch.compile": "compile"}
+    """Whole models of timm among rows of result files, without steps of an optimiser."""
+    modes = {"eager": "eager", "torch.compile": "compile", "optimize": "optimize"}
     return [
         Row(one.gpu, modes[arm] + one.training * " training", "bf16", one.name, 224, one.batch, one.batch / us * 1e6)
         for one in drop_in.models(rows)
@@ -174,10 +175,13 @@ def counted(key: str) -> dict[str, Any]:
 
 
 def _at_batch(model: torch.nn.Module, images: torch.Tensor, gpu: str, mode: str) -> tuple[tuple[GpuWork, int], ...]:
-    if mode != "fused":
+    kind, _, training = mode.partition(" ")
+    if kind in ("eager", "compile"):
         call = work_of_events(traced(model, None, True, (images,), {}).events)
-        return call.eager if mode.startswith("eager") else call.compiled
+        return call.eager if kind == "eager" else call.compiled
     optimize(model.eval())
+    if kind == "optimize":
+        return ours(traced(model, gpus()[gpu], bool(training), (images,), {}).events)
     with forcing("fused"):
         return ours(traced(model, gpus()[gpu], False, (images,), {}, frozen=True).events)
 
@@ -225,12 +229,12 @@ def predicted(
         count = known[row.key]
         if row.gpu not in sheets:
             predictions.append(row._replace(why=f"no rates of {row.gpu}"))
-        elif row.mode not in (*MODES, "fused"):
+        elif row.mode not in (*MODES, *OURS):
             predictions.append(row._replace(why=f"no model of {row.mode}"))
         elif "why" in count:
             predictions.append(row._replace(why=count["why"]))
         else:
-            host = None if row.mode == "fused" else row.mode.removesuffix(" training")
+            host = row.mode.removesuffix(" training") if row.mode in MODES else None
             rates = fitted if row.mode in ("eager", "compile") else with_ours(gpus()[row.gpu], 1)
             kernels = work(count, row.mode)
             us = call_us(kernels, sheets[row.gpu], row.batch, host, rates)

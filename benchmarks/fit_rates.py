@@ -2,7 +2,7 @@
 
     python -m benchmarks.fit_rates --counts FILE           print the constants and the errors of the fitted rows
     python -m benchmarks.fit_rates --counts FILE --write   and write them to fastvit_triton/expected/rates.json
-    python -m benchmarks.fit_rates --measured --write      fit two factors of the H200 to what was measured there
+    python -m benchmarks.fit_rates --measured --write      fit the memory factor of the H200 to what was measured there
     python -m benchmarks.fit_rates --errors                fit nothing, and write the errors of the backtest there
     python -m benchmarks.fit_rates --counts FILE --hold-out-families
                                                            fit to half of the families, from constants that no row has
@@ -26,6 +26,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from benchmarks.backtest import (
+    MODES,
     TABLE,
     Row,
     counts,
@@ -167,12 +168,14 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that count (default: all cores)")
     action = parser.add_mutually_exclusive_group()
     parser.add_argument("--write", action="store_true", help="write rates.json")
-    action.add_argument("--measured", action="store_true", help="fit the H200's factors to measured models")
+    action.add_argument("--measured", action="store_true", help="fit the H200's memory factor to measured models")
     action.add_argument("--errors", action="store_true", help="write the errors of the backtest to rates.json")
     action.add_argument(
         "--hold-out-families", action="store_true", help="hold out half of the families; writes nothing"
     )
     args = parser.parse_args()
+    if args.write and (args.errors or args.hold_out_families):
+        parser.error("--write goes with --counts or --measured, without --errors and --hold-out-families")
     if args.errors:
         write(json.loads(RATES.read_text()) | {"error_of_gain": tested_errors()})
         return
@@ -217,20 +220,21 @@ def main() -> None:
 
 
 def fit_measured(jobs: int, writes: bool) -> None:
-    """Prints, and writes if asked, the factors of MEASURED_DEVICE, and the errors of the rows."""
-    rows = [row for row in measured(committed()) if row.gpu == MEASURED_DEVICE]
+    """Prints, and writes if asked, the factor of MEASURED_DEVICE's memory, and the errors of the rows."""
+    rows = [row for row in measured(committed()) if row.gpu == MEASURED_DEVICE and row.mode in MODES]
     known = counts(rows, {}, jobs, None)
-    first = with_ours(gpus()[MEASURED_DEVICE], 1) | factors([MEASURED_DEVICE])
-    fitted = Fit(rows, known, lambda name: True).run(first, f"device {MEASURED_DEVICE}: ")
+    memory = f"device {MEASURED_DEVICE}: memory"
+    first = with_ours(gpus()[MEASURED_DEVICE], 1) | factors([MEASURED_DEVICE]) | {memory: 1.0}
+    fitted = Fit(rows, known, lambda name: True).run(first, memory)
     sheets = fitted_devices(fitted)
     for row in predicted(rows, known, None, sheets):
         assert row.predicted is not None
         print(f"{row.model:24} {row.mode:16} {row.published:8.0f} {row.predicted / row.published:6.2f}")
-    found = {name: round(getattr(sheets[MEASURED_DEVICE], name), 3) for name in ("clock", "memory")}
-    print(MEASURED_DEVICE, found)
+    found = round(sheets[MEASURED_DEVICE].memory, 3)
+    print(f"{memory} {found}")
     if writes:
         table = json.loads(RATES.read_text())
-        table["gpus"][MEASURED_DEVICE]["sheet"] |= found
+        table["gpus"][MEASURED_DEVICE]["sheet"]["memory"] = found
         write(table)
 
 

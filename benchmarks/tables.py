@@ -137,7 +137,7 @@ def capture_markdown(result: dict) -> str:
     ]
     for r in result["rows"]:
         if "error" in r:
-            lines.append(f"| {r['model']} | {r['error']} | | | | | | |")
+            lines.append(f"| {r['model']} | {r['error']} | | | | | |")
             continue
         pair = (r["readers"], r["captured"])
         columns = [

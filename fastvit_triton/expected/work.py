@@ -92,7 +92,7 @@ class GpuWork(NamedTuple):
         nbytes: bytes read and written.
         flops: of a product, convolution or attention; a multiply-add is 2.
         size: of products: (number of matrices, M, N, K); of attention: (heads of all images, queries, keys, channels);
-            of norms: (1, rows, 1, values of a row).
+            of LayerNorms: (1, rows, 1, values of a row).
         per_image: for each of `nbytes`, `flops`, and the first two of `size`, the part that one image adds.
     """
 
@@ -239,7 +239,8 @@ def _operator(event: Event, grows: Collection[int]) -> GpuWork:
         image, weight = event.reads[:2] if name == "convolution" else event.reads[1:3]
         kind = "depthwise" if weight.shape[1] == 1 and image.shape[1] > 1 else "convolution"
         images, _, *sides = (event.writes if name == "convolution" else event.reads)[0].shape
-        patches = [side * kernel for side, kernel in zip(sides, weight.shape[2:], strict=True)] == [*image.shape[2:]]
+        kernels = [*weight.shape[2:]]
+        patches = [a * b for a, b in zip(sides, kernels, strict=True)] == [*image.shape[2:]] and min(kernels) > 1
         if name == "convolution" and kind == "convolution" and patches and _itemsize(image) == 2:
             kind = "patch convolution"
         size = (1, images * math.prod(sides), weight.shape[0], math.prod(weight.shape[1:]))
@@ -247,7 +248,7 @@ def _operator(event: Event, grows: Collection[int]) -> GpuWork:
     if name in (*NORMS, NORM_BACKWARD):
         kind = "norm backward" if name == NORM_BACKWARD else "norm"
         x = event.reads[0]
-        size = (1, math.prod(x.shape[:-1]), 1, x.shape[-1])
+        size = (1, math.prod(x.shape[:-1]), 1, x.shape[-1]) if "layer_norm" in name else (0, 0, 0, 0)
         return _memory(f"16-bit {kind}" if _itemsize(x) == 2 else kind, pieces, grows, size=size, operand=x)
     if name == "upsample_bilinear2d_channels_first" and event.writes[0].shape[0] > 1:
         return _memory("interpolation", pieces, grows)

@@ -93,7 +93,7 @@ def shortened(text: str, letters: int) -> str:
 
 
 def _overlay(axes: "Axes", picture: Tensor, heat: Tensor) -> None:
-    """Draws a picture [C, H, W] in gray under a smooth heat map [h, w] ≥ 0, which dims it least where it is cold."""
+    """Draws a picture [C, H, W] in gray under a smooth heat map [h, w] ≥ 0, which dims cold places."""
     from matplotlib import colormaps
 
     _picture(axes, picture.mean(0, keepdim=True))

@@ -3,6 +3,8 @@
 A target is a dict of an image's objects: `labels` [n] and `boxes` [n, 4], centre and size in fractions of the image.
 """
 
+import types as _types
+
 from .augment import augment as augment
 from .average_precision import average_precision as average_precision
 from .boxes import from_corners as from_corners
@@ -26,3 +28,5 @@ from .objects import fractions as fractions
 from .scenes import scenes as scenes
 from .shapes import shapes as shapes
 from .yolo import load_yolo as load_yolo
+
+__all__ = sorted(n for n, value in globals().items() if n[0] != "_" and not isinstance(value, _types.ModuleType))
