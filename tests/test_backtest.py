@@ -205,6 +205,15 @@ def test_work_of_a_training_step_by_hand():
     assert products == {(1, 60, 8, 32), (1, 60, 32, 8), (1, 8, 32, 60)}
 
 
+def test_pixels_are_no_patches_and_maps_have_no_rows():
+    """Oracle: the limits of `Device`, which are of convolutions of patches and of LayerNorms."""
+    found = work_of(nn.Sequential(nn.Conv2d(3, 16, 1), nn.BatchNorm2d(16)), (3, 8, 8), torch.bfloat16)
+    assert {kernel.kind: kernel.size for kernel, _ in found.eager} == {
+        "convolution": (1, 128, 16, 3),
+        "16-bit norm": (0, 0, 0, 0),
+    }
+
+
 def test_templates_only_save():
     """Oracle: a template that is slower than both kernels is not taken; a free one saves what they take."""
     gpu, product, after = (
