@@ -855,3 +855,55 @@ def test_what_is_called_inside_a_converted_module_is_captured():
     assert [*candidates.candidates(model, {"blocks.0"}, set(), True)] == ["blocks.1"]
     assert [*candidates.candidates(model, {"blocks.0"}, {"blocks.0.attn"}, True)] == ["blocks.0.attn", "blocks.1"]
     assert [*candidates.candidates(model, {""}, {"blocks.1"}, True)] == ["blocks.1"]
+
+
+class Stem(nn.Module):
+    """A convolution of patches that unknown code calls; `how` takes its result apart."""
+
+    def __init__(self, how, conv=None):
+        super().__init__()
+        self.conv = nn.Conv2d(3, D, 4, 4) if conv is None else conv
+        self.how, self.head = how, nn.Linear(D, 5)
+
+    def forward(self, image):
+        return self.head(self.how(self.conv(image)))
+
+
+FLATTENED = {
+    "flatten": (lambda y: y.flatten(2).transpose(1, 2), True),
+    "view": (lambda y: y.view(*y.shape[:2], -1).transpose(1, 2), True),
+    "rearrange": (lambda y: rearrange(y, "b d h w -> b (h w) d"), True),
+    "pooled": (lambda y: y.mean((2, 3)), True),
+    "one axis": (lambda y: y.view(len(y), -1)[:, :D], False),  # a view of memory with channels before pixels
+}
+
+
+@pytest.mark.parametrize("way", FLATTENED)
+def test_a_stem_of_unknown_code_is_converted_where_its_layout_fits(way):
+    """Oracle: the model as written, in the interpreter; without an example, or of other convolutions, nothing is."""
+    how, fits = FLATTENED[way]
+    torch.manual_seed(0)
+    model = Stem(how).eval()
+    example = torch.randn(2, 3, 8, 12)
+    wanted = model(example)
+    assert optimize(model).rows == ()
+    report = optimize(model, example=example)
+    assert [row.path for row in report.rows if row.became is not None] == ["conv"] * fits
+    with torch.no_grad(), interpreting():
+        assert_close(model(example), wanted, rtol=1e-5, atol=1e-5)
+    revert(model)
+    assert "forward" not in model.conv.__dict__
+    overlapping = Stem(how, nn.Conv2d(3, D, 4, 2)).eval()
+    report = optimize(overlapping, example=example)
+    assert not any(row.became for row in report.rows)
+
+
+def test_a_stem_of_video_is_converted():
+    """Oracle: the model as written, in the interpreter."""
+    model = Stem(lambda y: y.flatten(2).transpose(1, 2), nn.Conv3d(3, D, (2, 4, 4), (2, 4, 4))).eval()
+    example = torch.randn(2, 3, 4, 8, 12)
+    wanted = model(example)
+    report = optimize(model, example=example)
+    assert [row.path for row in report.rows if row.became is not None] == ["conv"]
+    with torch.no_grad(), interpreting():
+        assert_close(model(example), wanted, rtol=1e-5, atol=1e-5)

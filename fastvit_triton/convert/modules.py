@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..engine.batch_norm import NORMED
 from ..engine.body import Body
@@ -32,7 +32,7 @@ from . import (
 )
 from .flop_shares import CountedModel, enclosing
 from .forwards import FORWARDS, INNER, METHODS, Forward, Parts, bind, forward_for, known_type
-from .readers.torch import STEMS, stems_of
+from .readers.torch import STEMS, stems_of, unknown_stems_of
 from .readers.transformers import attention_interface
 from .recognition import forget, is_ours
 from .reporting import OURS, UNKNOWN, Report, Row
@@ -140,7 +140,7 @@ def optimize(
         if freeze:  # first, as only frozen BatchNorms are folded
             freeze_weights(model)
         with as_gathered(model):
-            rows = _rows(model, filter_fn)
+            rows = _rows(model, filter_fn, example)
         rows = _with_others(model, _with_captured(model, rows, filter_fn, example, compile))
         verified = None
         if verify is not None:
@@ -239,7 +239,7 @@ def _all_or_nothing(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) -> tuple[Row, ...]:
+def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None, example: Any = None) -> tuple[Row, ...]:
     """Converts all modules that can be converted; returns one row for each candidate."""
     rows: list[Row] = []
     rows_by_module: dict[int, Row] = {}
@@ -247,6 +247,9 @@ def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) 
     our_paths: list[str] = []
     by_path = dict(model.named_modules(remove_duplicate=False))
     stems = {id(conv) for module in by_path.values() for conv in stems_of(module)}
+    unknown = [conv for module in by_path.values() for conv in unknown_stems_of(module) if example is not None]
+    if unknown and _runs_on_tokens(model, unknown, example):
+        stems.update(map(id, unknown))
     for path, module in by_path.items():
         if id(module) in rows_by_module:  # shared module, at another path
             first = rows_by_module[id(module)]
@@ -272,6 +275,26 @@ def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) 
     fused = [by_path[row.path] for row in rows if row.became is not None]
     folded = {id(norm) for module in fused for norm in _folded(module, {id(m) for m in fused})}
     return tuple(_named(row, by_path[row.path], folded) for row in rows)
+
+
+def _runs_on_tokens(model: nn.Module, convs: list[nn.Module], example: Any) -> bool:
+    """True if a model runs on the example where these convolutions give what fused ones do: channels that are last."""
+    free = [conv for conv in convs if "forward" not in conv.__dict__]
+    for conv in free:
+        bind(conv, "forward", _channels_last)
+    try:
+        captured.call(model, example)
+    except RuntimeError:  # such as of a view of channels and pixels as one axis
+        return False
+    finally:
+        for conv in free:
+            del conv.__dict__["forward"]
+    return True
+
+
+def _channels_last(self: nn.Module, x: Tensor) -> Tensor:
+    y = type(self).forward(self, x)
+    return y.contiguous(memory_format=torch.channels_last if y.dim() == 4 else torch.channels_last_3d)
 
 
 def _with_captured(

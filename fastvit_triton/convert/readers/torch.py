@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...engine.attention import attention_body
 from ...engine.body import Body, Drop, finish, project
 from ...engine.branch import Branch, add_branches
-from ...engine.hooks import are_plain_tensors, has_hooks, type_name
+from ...engine.hooks import PACKAGE, are_plain_tensors, has_hooks, type_name
 from ...engine.leaves import (
     CONVOLUTIONS,
     DROPOUTS,
@@ -302,17 +302,28 @@ def volumes(self: nn.Conv3d, input: Tensor) -> Tensor:
 
 
 def stems_of(module: nn.Module) -> list[nn.Module]:
-    """Patch convolutions that this module calls on images or videos, and that are converted."""
+    """Patch convolutions that this module of a known package calls on images or videos, and that are converted."""
     if (name := type_name(module)) in STEMS:
         return [getattr(module, STEMS[name], module)]
     if not name.startswith(("transformers.", "timm.")):
         return []
+    embeds = "embed" in type(module).__name__.lower()
+    return [conv for child, conv in _image_convolutions(module) if embeds or "patch" in child]
+
+
+def unknown_stems_of(module: nn.Module) -> list[nn.Module]:
+    """The same of a module of any other package, which may need another layout of the result than `patches` gives."""
+    name = type_name(module)
+    known = name in STEMS or name.startswith(("transformers.", "timm.", "torch.", "torchvision.", f"{PACKAGE}."))
+    return [] if known else [conv for _, conv in _image_convolutions(module)]
+
+
+def _image_convolutions(module: nn.Module) -> list[tuple[str, nn.Module]]:
     forward = forward_for(module)
     if isinstance(forward, Forward) and forward.became:  # it projects the convolution itself
         return []
-    embeds = "embed" in type(module).__name__.lower()
-    convs = [conv for name, conv in module.named_children() if embeds or "patch" in name]
-    return [c for c in convs if isinstance(c, (nn.Conv2d, nn.Conv3d)) and c.in_channels <= 4 and _reads_patches(c)]
+    convs = [(name, conv) for name, conv in module.named_children() if isinstance(conv, (nn.Conv2d, nn.Conv3d))]
+    return [(name, conv) for name, conv in convs if conv.in_channels <= 4 and _reads_patches(conv)]
 
 
 def _reads_patches(conv: nn.Module) -> bool:
