@@ -129,7 +129,7 @@ def test_panels_have_a_picture_for_each_object(name):
 @pytest.mark.full
 def test_the_command_draws_queries(tmp_path: Path, capsys, monkeypatch):
     """Oracle: files of the report; `--query` is for classifiers; no test images are read, and none are mistaken."""
-    monkeypatch.setattr(explain_cli, "_test_of", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(explain_cli, "test_images", lambda *_: pytest.fail("read"))
     run = tmp_path / "run"
     words = ["train", "--model", "detr_digits", "--data", "scenes", "--out", str(run), "--epochs", "1"]
     from fastvit_triton.train.detection import load
