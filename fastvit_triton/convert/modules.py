@@ -247,7 +247,7 @@ def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None, 
     our_paths: list[str] = []
     by_path = dict(model.named_modules(remove_duplicate=False))
     stems = {id(conv) for module in by_path.values() for conv in stems_of(module)}
-    unknown = [conv for module in by_path.values() for conv in unknown_stems_of(module) if example is not None]
+    unknown = [] if example is None else [conv for module in by_path.values() for conv in unknown_stems_of(module)]
     if unknown and _runs_on_tokens(model, unknown, example):
         stems.update(map(id, unknown))
     for path, module in by_path.items():
