@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastvit_triton
-from benchmarks import backtest
+from benchmarks import backtest, official_speed
 from benchmarks.backtest import (
     TABLE,
     Row,
@@ -422,3 +422,12 @@ def test_which_call_of_captured_code_is_expected_to_be_faster():
     faster = found._replace(backend_ms=found.compile_ms[0] / 8)
     assert "backend" not in str(slower)
     assert 'without optimize, torch.compile(model, backend="fastvit_triton") 8.00 ×' in str(faster)
+
+
+def test_the_anchor_of_training_is_of_the_committed_table():
+    """Oracle: the times of ViT-5 in coverage-official.json; the documentation states images per second."""
+    table = json.loads((RESULT.parent / "coverage-official.json").read_text())
+    (row,) = (row for row in table["speeds"] if row["model"] == "ViT-5-Small")
+    eager, compiled = (f"{official_speed.BATCH / ms * 1e3:,.0f}" for ms in row["ms"]["training"][:2])
+    page = (RESULT.parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert f"{eager} and {compiled} are predicted" in page
