@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -139,8 +139,9 @@ def optimize(
         mark(model, **{EXACT: exact_gelu, HIDDEN: save == "hidden"})
         if freeze:  # first, as only frozen BatchNorms are folded
             freeze_weights(model)
+        stems = [] if example is None else _unknown_stems(model, example)
         with as_gathered(model):
-            rows = _rows(model, filter_fn, example)
+            rows = _rows(model, filter_fn, stems)
         rows = _with_others(model, _with_captured(model, rows, filter_fn, example, compile))
         verified = None
         if verify is not None:
@@ -239,17 +240,16 @@ def _all_or_nothing(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None, example: Any = None) -> tuple[Row, ...]:
+def _rows(
+    model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None, more_stems: Sequence[nn.Module] = ()
+) -> tuple[Row, ...]:
     """Converts all modules that can be converted; returns one row for each candidate."""
     rows: list[Row] = []
     rows_by_module: dict[int, Row] = {}
     inside: list[str] = []
     our_paths: list[str] = []
     by_path = dict(model.named_modules(remove_duplicate=False))
-    stems = {id(conv) for module in by_path.values() for conv in stems_of(module)}
-    unknown = [] if example is None else [conv for module in by_path.values() for conv in unknown_stems_of(module)]
-    if unknown and _runs_on_tokens(model, unknown, example):
-        stems.update(map(id, unknown))
+    stems = {id(conv) for module in by_path.values() for conv in stems_of(module)} | set(map(id, more_stems))
     for path, module in by_path.items():
         if id(module) in rows_by_module:  # shared module, at another path
             first = rows_by_module[id(module)]
@@ -277,19 +277,21 @@ def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None, 
     return tuple(_named(row, by_path[row.path], folded) for row in rows)
 
 
-def _runs_on_tokens(model: nn.Module, convs: list[nn.Module], example: Any) -> bool:
-    """True if a model runs on the example where these convolutions give what fused ones do: channels that are last."""
+def _unknown_stems(model: nn.Module, example: Any) -> list[nn.Module]:
+    """Patch convolutions that unknown code calls, if it runs on the example where their channels are last in memory."""
+    convs = [conv for module in model.modules() for conv in unknown_stems_of(module)]
     free = [conv for conv in convs if "forward" not in conv.__dict__]
     for conv in free:
         bind(conv, "forward", _channels_last)
     try:
-        captured.call(model, example)
+        if free:
+            captured.call(model, example)
     except RuntimeError:  # such as of a view of channels and pixels as one axis
-        return False
+        return []
     finally:
         for conv in free:
             del conv.__dict__["forward"]
-    return True
+    return convs
 
 
 def _channels_last(self: nn.Module, x: Tensor) -> Tensor:
