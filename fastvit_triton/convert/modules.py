@@ -3,14 +3,14 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..engine.batch_norm import NORMED
 from ..engine.body import Body
@@ -32,7 +32,7 @@ from . import (
 )
 from .flop_shares import CountedModel, enclosing
 from .forwards import FORWARDS, INNER, METHODS, Forward, Parts, bind, forward_for, known_type
-from .readers.torch import STEMS, stems_of, unknown_stems_of
+from .readers.torch import KEEPS_LAYOUT, STEMS, stems_of, unknown_stems_of
 from .readers.transformers import attention_interface
 from .recognition import forget, is_ours
 from .reporting import OURS, UNKNOWN, Report, Row
@@ -139,9 +139,8 @@ def optimize(
         mark(model, **{EXACT: exact_gelu, HIDDEN: save == "hidden"})
         if freeze:  # first, as only frozen BatchNorms are folded
             freeze_weights(model)
-        stems = [] if example is None else _unknown_stems(model, example)
         with as_gathered(model):
-            rows = _rows(model, filter_fn, stems)
+            rows = _rows(model, filter_fn, example is not None)
         rows = _with_others(model, _with_captured(model, rows, filter_fn, example, compile))
         verified = None
         if verify is not None:
@@ -241,15 +240,19 @@ def _all_or_nothing(model: nn.Module) -> Iterator[None]:
 
 
 def _rows(
-    model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None, more_stems: Sequence[nn.Module] = ()
+    model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None, everywhere: bool = False
 ) -> tuple[Row, ...]:
-    """Converts all modules that can be converted; returns one row for each candidate."""
+    """Converts all modules that can be converted, `everywhere` stems of unknown code, too; a row for each candidate."""
     rows: list[Row] = []
     rows_by_module: dict[int, Row] = {}
     inside: list[str] = []
     our_paths: list[str] = []
     by_path = dict(model.named_modules(remove_duplicate=False))
-    stems = {id(conv) for module in by_path.values() for conv in stems_of(module)} | set(map(id, more_stems))
+    stems = {id(conv) for module in by_path.values() for conv in stems_of(module)}
+    for module in by_path.values() if everywhere else ():
+        for conv in unknown_stems_of(module):
+            conv.__dict__[KEEPS_LAYOUT] = True
+    stems |= {id(module) for module in by_path.values() if KEEPS_LAYOUT in module.__dict__}
     for path, module in by_path.items():
         if id(module) in rows_by_module:  # shared module, at another path
             first = rows_by_module[id(module)]
@@ -275,28 +278,6 @@ def _rows(
     fused = [by_path[row.path] for row in rows if row.became is not None]
     folded = {id(norm) for module in fused for norm in _folded(module, {id(m) for m in fused})}
     return tuple(_named(row, by_path[row.path], folded) for row in rows)
-
-
-def _unknown_stems(model: nn.Module, example: Any) -> list[nn.Module]:
-    """Patch convolutions that unknown code calls, if it runs on the example where their channels are last in memory."""
-    convs = [conv for module in model.modules() for conv in unknown_stems_of(module)]
-    free = [conv for conv in convs if "forward" not in conv.__dict__]
-    for conv in free:
-        bind(conv, "forward", _channels_last)
-    try:
-        if free:
-            captured.call(model, example)
-    except RuntimeError:  # such as of a view of channels and pixels as one axis
-        return []
-    finally:
-        for conv in free:
-            del conv.__dict__["forward"]
-    return convs
-
-
-def _channels_last(self: nn.Module, x: Tensor) -> Tensor:
-    y = type(self).forward(self, x)
-    return y.contiguous(memory_format=torch.channels_last if y.dim() == 4 else torch.channels_last_3d)
 
 
 def _with_captured(
@@ -599,4 +580,5 @@ def revert(model: nn.Module) -> None:
             ours = known_type(module).startswith(f"{PACKAGE}.")
             if is_our_forward(module.__dict__.get("forward")) and not ours:
                 del module.__dict__["forward"]
-            module.__dict__.pop(SIZES, None)
+            for key in (SIZES, KEEPS_LAYOUT):
+                module.__dict__.pop(key, None)

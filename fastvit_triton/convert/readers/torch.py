@@ -39,6 +39,7 @@ from ..third_party import four_axes, is_fusable
 
 MULTIHEAD = "torch.nn.modules.activation.MultiheadAttention"
 OTHER_NORMS = {"vit_pytorch.na_vit.LayerNorm"}  # which are called
+KEEPS_LAYOUT = "_fastvit_triton_keeps_layout"  # mark of a convolution in unknown code
 STEMS = {"torchvision.models.vision_transformer.VisionTransformer": "conv_proj"}  # type → its patch convolution
 
 
@@ -275,11 +276,11 @@ def encoder_block(self: Foreign, input: Tensor) -> Tensor:
     products=False,
 )
 def patches(self: nn.Conv2d, input: Tensor) -> Tensor:
-    """[B, C, H, W] → [B, D, h, w], stored as tokens [B, h·w, D]."""
+    """[B, C, H, W] → [B, D, h, w], stored as tokens [B, h·w, D] unless unknown code reads it."""
     if input.dim() != 4 or any(n % side for n, side in zip(input.shape[2:], self.kernel_size, strict=True)):
         return NotImplemented
     tokens = patch_embed(input, self.weight, self.bias)
-    return tokens.transpose(1, 2).unflatten(2, (input.shape[2] // self.kernel_size[0], -1))
+    return _laid_out(self, input, tokens.transpose(1, 2).unflatten(2, (input.shape[2] // self.kernel_size[0], -1)))
 
 
 @fused_forward(
@@ -298,7 +299,14 @@ def volumes(self: nn.Conv3d, input: Tensor) -> Tensor:
     frames, height, _ = (n // side for n, side in zip(input.shape[2:], self.kernel_size, strict=True))
     images = input.transpose(1, 2).unflatten(1, (frames, -1)).flatten(2, 3).flatten(0, 1)  # [B·t, side·C, H, W]
     tokens = patch_embed(images, self.weight.transpose(1, 2).flatten(1, 2), self.bias)  # [B·t, h·w, D]
-    return tokens.unflatten(0, (-1, frames)).unflatten(2, (height, -1)).permute(0, 4, 1, 2, 3)
+    return _laid_out(self, input, tokens.unflatten(0, (-1, frames)).unflatten(2, (height, -1)).permute(0, 4, 1, 2, 3))
+
+
+def _laid_out(conv: Any, x: Tensor, y: Tensor) -> Tensor:
+    """y, whose channels are last in memory; for unknown code in the layout that the convolution gives it."""
+    last = torch.channels_last if y.dim() == 4 else torch.channels_last_3d
+    given = (t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in (x, conv.weight))
+    return y.contiguous() if KEEPS_LAYOUT in conv.__dict__ and not any(given) else y
 
 
 def stems_of(module: nn.Module) -> list[nn.Module]:
@@ -312,13 +320,13 @@ def stems_of(module: nn.Module) -> list[nn.Module]:
 
 
 def unknown_stems_of(module: nn.Module) -> list[nn.Module]:
-    """The same of a module of any other package, which may need another layout of the result than `patches` gives."""
+    """The same of a module of any other package, whose code may depend on how their results lie in memory."""
     name = type_name(module)
     known = name in STEMS or name.startswith(("transformers.", "timm.", "torch.", "torchvision.", f"{PACKAGE}."))
-    return [] if known else [conv for _, conv in _image_convolutions(module)]
+    return [] if known else [conv for _, conv in _image_convolutions(module) if min(conv.kernel_size) > 1]
 
 
-def _image_convolutions(module: nn.Module) -> list[tuple[str, nn.Module]]:
+def _image_convolutions(module: nn.Module) -> list[tuple[str, Any]]:
     forward = forward_for(module)
     if isinstance(forward, Forward) and forward.became:  # it projects the convolution itself
         return []
