@@ -418,6 +418,7 @@ def test_which_call_of_captured_code_is_expected_to_be_faster():
     assert "4 of 4 blocks" in report.headline()
     found = expected(report, gpu="h100", batch=64)
     assert found.backend_ms is not None and found.backend_ms <= found.ours_ms
+    assert expected(report, gpu="h100", batch=1).backend_ms is not None
     slower = found._replace(backend_ms=found.ours_ms)
     faster = found._replace(backend_ms=found.compile_ms[0] / 8)
     assert "backend" not in str(slower)

@@ -84,7 +84,7 @@ class Prediction:
     def backend_us(self) -> float:
         """Expected microseconds under torch.compile(model, backend="fastvit_triton"), at the expected rates."""
         whole = (replace(event, region=1) for event in self.traces[1].events)
-        return times.call_us(work.ours(whole), self.gpu.sheet, 0, fitted=times.with_ours(self.gpu, 1))
+        return times.call_us(work.ours(whole), self.gpu.sheet, 0, "compile", times.with_ours(self.gpu, 1))
 
     @functools.cached_property
     def _call(self) -> work.CallWork:

@@ -115,7 +115,8 @@ def of_prediction(found: "Prediction", report: Report, batch: int, numbers: str)
     """What a prediction of inference says; arguments as the attributes of `Expected`."""
     compiled = (found.compiled_us(MODES[0]) / 1e3, found.compiled_us(MODES[1]) / 1e3)
     ours = found.ours_us()[1] / 1e3
-    whole = found.backend_us() / 1e3 if any(event.region for event in found.traces[1].events) else None
+    has_captured = any("captured" in (row.became or "") for row in report.rows)
+    whole = found.backend_us() / 1e3 if has_captured else None
     cfg: Any = None if report.subject is None else getattr(report.subject.model, "pretrained_cfg", None)
     name = cfg.get("architecture") if isinstance(cfg, Mapping) else None  # timm's, or ours of the same name
     error = None if name is None else error_of_gain(name)
