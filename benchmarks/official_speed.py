@@ -7,7 +7,6 @@ predicted by expected.times. Nothing is measured.
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +16,7 @@ from torch import Tensor, nn
 
 from fastvit_triton import optimize
 from fastvit_triton.convert.captured import counting
-from fastvit_triton.expected import times, work
-from fastvit_triton.expected.count import traced
+from fastvit_triton.expected.count import Prediction, traced
 from fastvit_triton.expected.events import Count
 from fastvit_triton.expected.gpus import gpus
 from fastvit_triton.expected.inductor import inductor_count
@@ -349,15 +347,7 @@ def _counts(eager: Trace, ours: Trace) -> list[tuple[int, int]]:
 
 
 def _ms(eager: Trace, ours: Trace) -> list[float]:
-    gpu = gpus()[GPU]
-    device, fitted = gpu.sheet, times.with_ours(gpu, 1)
-    call = work.work_of_events(eager.events)
-    compiled = times.call_us(call.compiled, device, 0, "compile", fitted)
-    whole = work.ours(replace(event, region=1) for event in ours.events)
-    us = [
-        times.call_us(call.eager, device, 0, fitted=fitted),
-        compiled,
-        *(times.call_us(one, device, 0, fitted=fitted) for one in (work.ours(ours.events), whole)),
-        compiled - times.saved_by_templates_us(call.templates, gpu, device),
-    ]
-    return [round(one / 1e3, 3) for one in us]
+    counts = eager.count, inductor_count(eager.events), ours.count, None
+    one = Prediction(*counts, choices=(), gpu=gpus()[GPU], training=False, traces=(eager, ours))
+    us = one.eager_us(), one.compiled_us(), one.ours_us()[1], one.backend_us(), one.compiled_us("max-autotune")
+    return [round(each / 1e3, 3) for each in us]
