@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 TIMM = "pip install 'fastvit_triton[timm]'"
 Size = tuple[int, int]  # height and width in pixels
 OURS, SAVED = "ours", "saved"
-PACKAGES = {"timm": "timm", "hf": "transformers"}  # that `train` builds models of, by what stands before the colon
+PACKAGES = {"timm": "timm", "hf": "transformers"}  # prefix of a name → package whose models `train` builds
 PREFIXED = "timm:NAME, torchvision:NAME and hf-config:PATH_OR_CLASS"
 PREFIXES = f"{PREFIXED.replace(' and', ',')}, a name that `fastvit-triton models` lists, or the folder of a run"
 
@@ -97,7 +97,7 @@ def check_name(option: str, name: str) -> None:
 
 
 def parse_name(name: str) -> tuple[str, str]:
-    """(OURS or SAVED, the name), or what stands before and after the colon in the name of another library's model."""
+    """Splits a name into its prefix and the rest; the prefix is SAVED for a path, and OURS without a colon."""
     from ..models.catalogue import CATALOGUE
 
     if name not in CATALOGUE and os.path.exists(name):
