@@ -304,9 +304,11 @@ def volumes(self: nn.Conv3d, input: Tensor) -> Tensor:
 
 def _laid_out(conv: Any, x: Tensor, y: Tensor) -> Tensor:
     """y, whose channels are last in memory; for unknown code in the layout that the convolution gives it."""
+    if KEEPS_LAYOUT not in conv.__dict__:
+        return y
     last = torch.channels_last if y.dim() == 4 else torch.channels_last_3d
-    given = (t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in (x, conv.weight))
-    return y.contiguous() if KEEPS_LAYOUT in conv.__dict__ and not any(given) else y
+    given = any(t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in (x, conv.weight))
+    return y if given else y.contiguous()
 
 
 def stems_of(module: nn.Module) -> list[nn.Module]:
