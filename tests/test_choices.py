@@ -1,5 +1,6 @@
 """Tests of choices: which way a block runs, and that every way computes the same function."""
 
+import copy
 import functools
 import itertools
 import json
@@ -26,6 +27,8 @@ from fastvit_triton import create_model, layers, optimize
 from fastvit_triton.convert.backend import compiling
 from fastvit_triton.convert.modules import attach
 from fastvit_triton.engine import ways
+from fastvit_triton.engine.replay import record
+from fastvit_triton.engine.replay.recorder import ReplayRefusal
 from fastvit_triton.engine.values import given
 from fastvit_triton.expected import blocks, ops
 from fastvit_triton.expected.count import assumed, traced
@@ -33,7 +36,8 @@ from fastvit_triton.expected.cuda_operators import as_on_cuda
 from fastvit_triton.expected.gpus import Gpu, gpu_by_name, gpus, table
 from fastvit_triton.expected.trace import tracing
 from fastvit_triton.kernels import choose, depthwise, launch, layer_norm, linear, mixed, mlp, settings
-from fastvit_triton.kernels.argument import Reader
+from fastvit_triton.kernels.activation import NAMES, apply_activation
+from fastvit_triton.kernels.argument import NextNorm, Norm, Reader, Stream, completed
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.settings import forcing
@@ -626,6 +630,105 @@ def test_every_way_equals_the_modules_in_inference(way, converted, always_folded
             got = dict(output=net.blocks(x))
     assert verdict(got, truth, baseline, torch.float32).match
     assert torch.equal(x, before)
+
+
+class Halved(torch.nn.Module):
+    """An attention that no reader knows."""
+
+    def forward(self, x):
+        return 0.5 * x
+
+
+def all_of(net: torch.nn.Module, image: torch.Tensor) -> dict[int, torch.Tensor]:
+    """The features and the output of each block."""
+    features, outputs = net.forward_intermediates(image)
+    return dict(enumerate((features, *outputs)))
+
+
+def without_bias(layer: torch.nn.Linear) -> None:
+    layer.bias = None
+
+
+@pytest.mark.parametrize(
+    "change, calls",
+    [
+        (lambda blocks: None, 6),
+        (lambda blocks: blocks[2].register_forward_hook(lambda *_: None), 2),
+        (lambda blocks: blocks[2].norm2.register_forward_hook(lambda *_: None), 2),
+        (lambda blocks: setattr(blocks[2], "ls2", layers.LayerScale(32, 0.5)), 2),
+        (lambda blocks: setattr(blocks[2], "attn", Halved()), 2),
+        (lambda blocks: without_bias(blocks[1].mlp.fc2), 2),
+        (lambda blocks: without_bias(blocks[1].attn.proj), 6),
+        (lambda blocks: without_bias(blocks[3].attn.qkv), 6),
+        (lambda blocks: setattr(blocks[1].attn, "proj_drop", torch.nn.Dropout(0.5)), 6),
+    ],
+    ids="none hook inner_hook layer_scale unknown fc2_bias proj_bias qkv_bias dropout".split(),
+)
+def test_blocks_overwrite_what_only_they_read(change, calls, monkeypatch):
+    """Oracle: the modules in float64; calls by hand, two for each block that takes a stream; three calls in turn."""
+    torch.manual_seed(0)
+    net = create_model("vit_tiny_patch16_224", img_size=32, embed_dim=32, num_heads=2, depth=4, num_classes=3)
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    change(net.blocks)
+    wide, found, real = copy.deepcopy(net.eval()).double(), [], mixed.normalize_stream
+    monkeypatch.setattr(mixed, "normalize_stream", lambda *given: found.append(given) or real(*given))
+    image = torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        truth, baseline = (all_of(*given) for given in ((wide, image.double()), (net, image)))
+        with interpreting(), forcing("mixed"):
+            got = all_of(net, image)
+            assert not found  # each output is read
+            for _ in range(3):
+                got[0] = net.forward_features(image)
+                assert verdict(got, truth, baseline, torch.float32).match
+    assert len(found) == 2 * calls  # the third is replayed
+
+
+def test_a_recording_that_fails_overwrites_nothing(monkeypatch):
+    """Oracle: the first of three equal calls, which is not recorded."""
+
+    def refuse(*_):
+        raise ReplayRefusal("for this test")
+
+    monkeypatch.setattr(record, "_made", refuse)
+    net, x = sequence(block(), block(), block()).eval(), torch.randn(2, 5, 32)
+    with interpreting(), forcing("mixed"), torch.no_grad():
+        first, *others = (net(x) for _ in range(3))
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("way", ["pending", "lent", "summed", "no bias"])
+def test_norm_of_a_stream(way):
+    """Oracle: the equations in float64; budget: four roundings of the largest value. What is lent is not written."""
+    torch.manual_seed(0)
+    x, pending, bias, late, weight, shift = (torch.randn(*size, 24) for size in ((2, 5), *[()] * 5))
+    lent, norm = way in ("pending", "lent"), Norm(weight, shift, 1e-6)
+    pending, bias = (None if way == "no bias" else t for t in (pending, bias))
+    late = None if way == "pending" else late
+    with interpreting():
+        s, normed = layer_norm.normalize_stream(Stream(x, pending), bias, NextNorm(norm, late, lends=lent))
+    full = x.double() + sum(t.double() for t in (pending, bias) if t is not None)
+    want = torch.nn.functional.layer_norm(full, (24,), weight.double(), shift.double(), 1e-6)
+    after = full if late is None else full + late
+    got = completed(Stream(s, normed.pending))
+    for one, exact in ((normed.y, want), (got, after)):
+        assert (one - exact).abs().max() <= 4 * torch.finfo(torch.float32).eps * exact.abs().max()
+    assert (s is x) == lent and (normed.pending is not None) == lent
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("activation", NAMES)
+def test_activation_pass(activation, dtype):
+    """Oracle: PyTorch's in float64; budget: one rounding, and in 16 bits the polynomial's 3.4e-6 times up."""
+    torch.manual_seed(0)
+    h = 3 * torch.randn(3, 5, 2 * 131).to(dtype)
+    with interpreting():
+        got = mixed._activated(h, activation)
+    exact = apply_activation(h.double(), activation)
+    least = 8e-7 if dtype == torch.float32 else 3.4e-6 * h.abs().max().item()
+    assert got.dtype == dtype and got.shape == exact.shape
+    assert ((got - exact).abs() <= torch.finfo(dtype).eps * exact.abs() + least * 2).all()
 
 
 def launched(way: str, training: bool, depth: int = 3, **options: object) -> list[str]:

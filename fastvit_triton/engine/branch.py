@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import choose, settings
-from ..kernels.argument import NextNorm, Normalized
+from ..kernels.argument import NextNorm, Normalized, Stream, completed
 from ..kernels.layer_norm import scaled
 from . import body as body_file
 from . import ways
@@ -65,36 +65,40 @@ class Branch(NamedTuple):
 
 def add_branches(x: Tensor, *branches: Branch, block: nn.Module | None = None) -> Tensor:
     """x [B, ..., D] plus each branch in turn; for the arguments see `add_branches_with_stats`."""
-    return add_branches_with_stats(x, *branches, block=block)[0]
+    return completed(add_branches_with_stats(x, *branches, block=block)[0])
 
 
 def add_branches_with_stats(
-    x: Tensor,
+    given: Tensor | Stream,
     *branches: Branch,
     block: nn.Module | None = None,
     stats: Given | None = None,
     next_norm: nn.Module | None = None,
-) -> Output:
-    """Adds each branch to x [B, ..., D] in turn.
+    lends: bool = False,
+) -> tuple[Tensor | Stream, Given | None]:
+    """Adds each branch to a residual stream in turn.
 
     Args:
-        x: [B, ..., D].
+        given: the stream [B, ..., D], or what the previous block lent.
         *branches: attention and MLP of each block in order; the two LayerNorms of a block are folded in one launch.
         block: the module that they belong to; it caches their sizes for `choose_way`.
         stats: from the previous block, see `engine.body.Body.run`.
         next_norm: the norm of the next block; None for no statistics.
+        lends: only the next block, which takes a `Stream`, reads the result.
 
     Returns:
-        [B, ..., D], and the next block's `stats` or None.
+        [B, ..., D], or a `Stream` if it is lent; and the next block's `stats` or None.
     """
+    stream, x = (given, given.x) if isinstance(given, Stream) else (None, given)
     if ways.state.inside_plain:
-        return _add_plainly(x, *branches), None
+        return _add_plainly(completed(given), *branches), None
     for i in range(0, len(branches), 2):
         pair = branches[i : i + 2]
         bodies = [_body(branch, x) for branch in pair]
         way = _way(block if len(branches) < 3 else None, x, pair, bodies)
         if way == "plain":
-            x = plainly(_add_plainly, x, *pair)
+            x = plainly(_add_plainly, x if stream is None else completed(stream), *pair)
+            stream = None
             stats = None
             continue
         if way in ("fused", "mixed") and x.stride(-1) != 1:
@@ -106,14 +110,23 @@ def add_branches_with_stats(
             parameters = [None if entry is None else entry.parameters for entry in entries]
             last = None if next_norm is None else norm_of(next_norm)
             late = _late_bias(pair[-1], bodies[-1], x) if len(pair) == 2 else None
-            norms = [norm if norm is None else NextNorm(norm, late if i else None) for i, norm in enumerate(parameters)]
+            if stream is not None and (late is None or None in parameters or not _accumulates(pair[0], bodies[0], x)):
+                x = completed(stream)
+                stream = None
+            ends = late, stream, lends
+            norms = [norm if norm is None else NextNorm(norm, *ends if i else ()) for i, norm in enumerate(parameters)]
             after = None if last is None else NextNorm(last)
         else:
             norms = fold_norms(x, *entries)
             after = (norms[0] or norms[-1]) if next_norm is not None or i + 2 < len(branches) else None
         readers = [*norms[1:], after]  # the norm that reads each branch's output
+        stats = stats if stream is None else stream
+        stream = None
         for branch, body, entry, norm, reader in zip(pair, bodies, entries, norms, readers, strict=True):
+            before = stats
             x, stats = _add(x, branch, body, norm, stats, reader, way, entry)
+        if lends and isinstance(before, Normalized) and before.late_bias is not None:  # x is a sum that this block made
+            return Stream(x, before.pending), None
     return x, None if next_norm is None else stats
 
 
@@ -146,25 +159,24 @@ def _scales(branch: Branch) -> tuple[int, int]:
     return (not readable or factors is not None) + (branch.layer_scale is not None), int(bool(drops))
 
 
-def _fc2_bias(parts: object) -> Tensor | None:
-    """Bias of fc2 if a mixed MLP may accumulate fc2 into the residual in place; None otherwise."""
-    if not isinstance(parts, MlpBody) or not isinstance(parts.act, str):
-        return None
-    bare = parts.last is None or is_identity(parts.last)
-    readable = all(is_readable(layer) for layer in (*parts.fc1, parts.fc2))
-    if bare and readable and all(map(is_inactive, parts.drops)) and parts.fc2.weight.dtype == parts.fc1[0].weight.dtype:
-        return parts.fc2.bias
-    return None
-
-
 def _late_bias(branch: Branch, body: Body | None, x: Tensor) -> Tensor | None:
     """Bias of fc2 that the previous branch adds in advance, so that fc2 can accumulate in place; else None."""
-    if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+    if not isinstance(body, MlpBody) or not isinstance(body.act, str) or not _accumulates(branch, body, x):
         return None
+    return body.fc2.bias if body.fc2.weight.dtype == body.fc1[0].weight.dtype else None
+
+
+def _accumulates(branch: Branch, body: Body | None, x: Tensor) -> bool:
+    """True if the last matmul of a mixed branch of x may write to the residual, as nothing but a bias follows it."""
+    if body is None or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+        return False
     if branch.post_norm is not None or any(_scales(branch)):
-        return None
+        return False
     bare = is_inactive(branch.drop) and has_sample_scale(branch.drop_path)  # draws no random numbers
-    return _fc2_bias(body) if bare else None
+    if not bare or not (body.last is None or is_identity(body.last)) or not all(map(is_inactive, body.drops)):
+        return False
+    between = getattr(body, "between", None)  # of an attention, which may read x
+    return not getattr(between, "takes_input", False) and all(is_readable(layer) for layer in body.layers())
 
 
 def _add_plainly(x: Tensor, *branches: Branch) -> Tensor:
@@ -219,7 +231,7 @@ def _add(
             entering = norm(x) if way == "plain" else normalize(x, norm) if entry is None else normalize_for(entry, x)
     else:
         entering = x
-        stats = stats if isinstance(stats, Normalized) == (way == "mixed") else None
+        stats = stats if isinstance(stats, (Normalized, Stream)) == (way == "mixed") else None
     if body is None:
         y = module(entering, **call or {})
         y = y[0] if isinstance(y, tuple) else y

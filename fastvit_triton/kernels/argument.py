@@ -93,13 +93,35 @@ class Normalized(NamedTuple):
         y: LN(x) [B, ..., D], in the matmul's dtype.
         mean: [M] fp32, for the backward pass, or None.
         rstd: [M] fp32.
-        late_bias: bias of the branch's last matmul if it was already added to x; the matmul then accumulates into x.
+        late_bias: bias of the branch's last matmul if it was already added to x, or to `pending`; the matmul then
+            accumulates into x.
+        pending: [D] fp32, what x lacks, see `Stream`; or None.
     """
 
     y: Tensor
     mean: Tensor | None
     rstd: Tensor | None
     late_bias: Tensor | None = None
+    pending: Tensor | None = None
+
+
+class Stream(NamedTuple):
+    """A residual stream that the next block may overwrite, in inference.
+
+    Attributes:
+        x: [B, ..., D], without biases of matmuls that accumulated into it.
+        pending: [D] fp32, the sum of these biases, to be added to each row; None for zero.
+    """
+
+    x: Tensor
+    pending: Tensor | None
+
+
+def completed(x: Tensor | Stream) -> Tensor:
+    """The residual stream [B, ..., D] with all biases."""
+    if not isinstance(x, Stream):
+        return x
+    return x.x if x.pending is None else (x.x + x.pending).to(x.x.dtype)
 
 
 class NextNorm(NamedTuple):
@@ -108,10 +130,14 @@ class NextNorm(NamedTuple):
     Attributes:
         norm: parameters of the LayerNorm.
         late_bias: bias [D] to add to the sum after the norm, or None; see `Normalized`.
+        stream: the residual if the matmul is to accumulate into it; else None.
+        lends: the sum may stay without its biases, which `Normalized` hands on as `pending`.
     """
 
     norm: Norm
     late_bias: Tensor | None = None
+    stream: Stream | None = None
+    lends: bool = False
 
 
 class Reader(NamedTuple):

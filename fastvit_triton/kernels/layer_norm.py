@@ -18,7 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import choose
-from .argument import Norm, Normalized, expect_addable, expect_norm, expect_rows, expect_scales, is_autocast_on
+from .argument import (
+    NextNorm,
+    Norm,
+    Normalized,
+    Stream,
+    expect_addable,
+    expect_norm,
+    expect_rows,
+    expect_scales,
+    is_autocast_on,
+)
 from .backend import kernels_available
 from .launch import cdiv, launch, whole_row_blocks
 from .layer_norm_backward import bwd_op, row_blocks
@@ -194,14 +204,16 @@ def merge_stats(
 
 @jit(do_not_specialize=["M", "rows_per_image"])
 def _fwd_kernel(
-    x_ptr, residual_ptr, layer_scale_ptr, scale_ptr, weight_ptr, bias_ptr, late_bias_ptr, sum_ptr, y_ptr, mean_ptr,
-    rstd_ptr,
+    x_ptr, residual_ptr, layer_scale_ptr, scale_ptr, pending_ptr, branch_bias_ptr, weight_ptr, bias_ptr, late_bias_ptr,
+    sum_ptr, next_pending_ptr, y_ptr, mean_ptr, rstd_ptr,
     M, rows_per_image, eps, D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, RMS: tl.constexpr,
+    HAS_SCALE: tl.constexpr, STREAM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, RMS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M whole rows. Equations (1) to (3), or only the sum of (3) where y_ptr is None.
 
+    STREAM: s = x + pending + branch_bias without a residual, see `argument.Stream`; s + late_bias is stored, or
+        what x lacks of it.
     RMS: RMSNorm instead, with μ = 0.
     """
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -217,9 +229,21 @@ def _fwd_kernel(
             x *= tl.load(scale_ptr + m // rows_per_image, mask=in_m, other=0.0).to(tl.float32)[:, None]
         x += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
         x = x.to(sum_ptr.dtype.element_ty).to(tl.float32)  # LN reads the rounded sum, as in PyTorch
-        stored = x
-        if late_bias_ptr is not None:
-            stored += tl.load(late_bias_ptr + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
+    pending = tl.zeros([BLOCK_D], tl.float32)
+    if STREAM:
+        if pending_ptr is not None:
+            pending += tl.load(pending_ptr + d, mask=in_d, other=0.0)
+        if branch_bias_ptr is not None:
+            pending += tl.load(branch_bias_ptr + d, mask=in_d, other=0.0).to(tl.float32)
+        x += pending[None, :]
+    stored = x
+    if late_bias_ptr is not None:
+        late_bias = tl.load(late_bias_ptr + d, mask=in_d, other=0.0).to(tl.float32)
+        stored += late_bias[None, :]
+        pending += late_bias
+    if next_pending_ptr is not None:
+        tl.store(next_pending_ptr + d, pending, mask=d < tl.where(tl.program_id(0) == 0, D, 0))
+    elif sum_ptr is not None:
         tl.store(sum_ptr + at, stored.to(sum_ptr.dtype.element_ty), mask=inside)
     if y_ptr is not None:
         mean = tl.zeros([BLOCK_M], tl.float32)
@@ -250,19 +274,10 @@ def write_stats(x: Tensor, mean: Tensor, rstd: Tensor, eps: float, rms: bool) ->
 def _fwd(x, residual, weight, bias, eps, layer_scale, sample_scale, normed_dtype, rms):
     """(s, y, mean, rstd); s is empty without a residual. mean and rstd are [M] fp32."""
     s, y, mean, rstd = _fwd_fake(x, residual, weight, bias, eps, layer_scale, sample_scale, normed_dtype, rms)
-    x = x.contiguous()
+    norm = Norm(weight, bias, eps, "rms_norm" if rms else "layer_norm")
     residual = None if residual is None else residual.contiguous()
-    M = mean.numel()
-    D = x.shape[-1]
-    blocks = row_blocks(x.shape[-1])
-    if M:
-        launch(
-            _fwd_kernel, (cdiv(M, blocks["BLOCK_M"]),),
-            x, residual, layer_scale, sample_scale, weight, bias, None, s, y, mean, rstd, M, cdiv(M, x.shape[0]), eps,
-            D=D, HAS_RESIDUAL=residual is not None, HAS_LAYER_SCALE=layer_scale is not None,
-            HAS_SCALE=sample_scale is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, RMS=rms,
-            **blocks,
-        )  # fmt: skip
+    ends = None, None if residual is None else s, None, y, mean, rstd
+    _launch(x.contiguous(), residual, layer_scale, sample_scale, None, None, norm, *ends)
     return s, y, mean, rstd
 
 
@@ -306,10 +321,7 @@ def add_and_normalize(
     """
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
-    D = x.shape[-1]
-    blocks = row_blocks(x.shape[-1])
-    M = x.numel() // D
-    s = x
+    s = None
     normed = None
     mean = None
     rstd = None
@@ -317,18 +329,44 @@ def add_and_normalize(
         s = torch.empty_like(x, dtype=output_dtype(x, layer_scale, residual))
     if norm is not None:
         normed = torch.empty_like(x, dtype=dtype)
-        mean, rstd = (x.new_empty(M, dtype=torch.float32) for _ in range(2)) if save else (None, None)
+        if save:
+            mean, rstd = (x.new_empty(math.prod(x.shape[:-1]), dtype=torch.float32) for _ in range(2))
+    _launch(x, residual, layer_scale, sample_scale, None, None, norm, late_bias, s, None, normed, mean, rstd)
+    return x if s is None else s, None if normed is None else Normalized(normed, mean, rstd, late_bias)
+
+
+def normalize_stream(stream: Stream, branch_bias: Tensor | None, next_norm: NextNorm) -> tuple[Tensor, Normalized]:
+    """Norm of a residual stream into which a branch accumulated without its bias [D], in one launch, without gradients.
+
+    The late bias is added to a new sum [B, ..., D], which is returned; if the stream is lent, to `pending` instead.
+    """
+    x = stream.x
+    normed = torch.empty_like(x)
+    late_bias = next_norm.late_bias
+    pending = x.new_empty(x.shape[-1:], dtype=torch.float32) if next_norm.lends else None
+    s = torch.empty_like(x) if pending is None and late_bias is not None else None
+    ends = late_bias, s, pending, normed, None, None
+    _launch(x, None, None, None, stream.pending, branch_bias, next_norm.norm, *ends)
+    return x if s is None else s, Normalized(normed, None, None, late_bias, pending)
+
+
+def _launch(
+    x, residual, layer_scale, sample_scale, pending, branch_bias, norm, late_bias, s, next_pending, y, mean, rstd
+):  # fmt: skip
+    """Launches `_fwd_kernel` on contiguous tensors."""
+    D = x.shape[-1]
+    blocks = row_blocks(D)
     weight, bias, eps = (None, None, 0.0) if norm is None else norm[:3]
-    if M:
+    if M := math.prod(x.shape[:-1]):
         launch(
             _fwd_kernel, (cdiv(M, blocks["BLOCK_M"]),),
-            x, residual, layer_scale, sample_scale, weight, bias, late_bias, s, normed, mean, rstd,
-            M, cdiv(M, x.shape[0]), eps,
+            x, residual, layer_scale, sample_scale, pending, branch_bias, weight, bias, late_bias,
+            s, next_pending, y, mean, rstd, M, cdiv(M, x.shape[0]), eps,
             D=D, HAS_RESIDUAL=residual is not None, HAS_LAYER_SCALE=layer_scale is not None,
-            HAS_SCALE=sample_scale is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+            HAS_SCALE=sample_scale is not None, STREAM=pending is not None or branch_bias is not None,
+            HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
             RMS=norm is not None and norm.kind == "rms_norm", **blocks,
         )  # fmt: skip
-    return s, None if normed is None else Normalized(normed, mean, rstd, late_bias)
 
 
 _fwd_op = register(

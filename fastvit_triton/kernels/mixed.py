@@ -1,19 +1,22 @@
 """The mixed way of `linear` and `mlp`: a cuBLAS matmul, and one pass for the operations around it.
 
 Math      equations (1) to (3) of `linear`; LN(y) for the next matmul, by equation (2) of `layer_norm`.
-Kernels   cuBLAS; PyTorch's activation, or in inference that of cuBLASLt, which writes act(x Wᵀ + b) in one launch; a
-          Triton pass for LayerScale, stochastic depth, residual and the next LayerNorm, which writes the dtype of the
-          next matmul, so that autocast casts nothing.
+Kernels   cuBLAS; a Triton pass for the activation, or in inference cuBLASLt's, which writes act(x Wᵀ + b) in one
+          launch; a Triton pass for LayerScale, stochastic depth, residual and the next LayerNorm, which writes the
+          dtype of the next matmul, so that autocast casts nothing.
 Backward  that of `linear`.
 Saved     as in `linear`: x, the pre-activation if there is an activation, row statistics in fp32, and under autocast
           the weight that was cast.
 Cost      values per token moved outside the matmuls of a ViT block of width C: 16 C in inference, 8 C with cuBLASLt's
-          activation; eager PyTorch 18 C.
+          activation, 4 C if the matmuls accumulate into the stream; eager PyTorch 18 C.
+Stream    in a sequence of blocks in inference, proj and fc2 accumulate in place without their biases, whose sum the
+          passes of LayerNorm add to what they read: see `argument.Stream`.
 GELU      cuBLASLt's is the tanh form. In bfloat16 inference it also stands for erf's: in the norm over normal values it
           differs by 2e-4, a tenth or less of the rounding of the result, 2.6e-3. In float16 rounding is 3e-4, so erf's
           stays.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import launch
-from .activation import apply_activation
-from .argument import NextNorm, Norm, Normalized
-from .layer_norm import add_and_normalize, output_dtype, scaled
+from .activation import GATED, activate, gate_of
+from .argument import NextNorm, Norm, Normalized, Stream
+from .launch import cdiv
+from .layer_norm import add_and_normalize, normalize_stream, output_dtype, scaled
+from .tile import jit, tl
 
 EPILOGUES = {"relu": False, "gelu_tanh": True}  # activations of cuBLASLt → `use_gelu` of torch._addmm_activation
 FASTER_ON = ("sm_90", "sm_100")  # by published measurements; slower on sm_120
@@ -33,12 +38,12 @@ class MixedCall(NamedTuple):
     """Arguments of a mixed call that a fused one does not have.
 
     Attributes:
-        normed: LN(x) from the call that produced x, or None.
+        normed: LN(x) from the call that produced x; x as a `Stream`; or None.
         next_norm: the norm of the next call, to apply to the output; or None.
         dtype: of the matmul.
     """
 
-    normed: Normalized | None
+    normed: Normalized | Stream | None
     next_norm: NextNorm | None
     dtype: torch.dtype
 
@@ -71,12 +76,19 @@ def forward(
 
     Returns:
         (y [..., F], pre-activation, mean and rstd of x for the backward pass, then the fields of `Normalized` for y, or
-        four None without a next norm).
+        as many None without a next norm).
     """
     normed: Any = call.normed
     dtype = call.dtype
+    next_norm = call.next_norm
+    if next_norm is not None and next_norm.stream is not None:
+        _accumulate(x, weight, residual)
+        return _outputs(x, *normalize_stream(next_norm.stream, bias, next_norm))
+    if norm is not None and isinstance(normed, Stream):
+        _, normed = normalize_stream(normed, None, NextNorm(norm))
     if norm is None and normed is not None and normed.late_bias is not None:
-        return _added_in_place(x, weight, residual)
+        _accumulate(x, weight, residual)
+        return _outputs(x, residual)
     if norm is not None and (normed is None or normed.y.dtype != dtype):
         _, normed = add_and_normalize(x, None, None, None, norm, dtype, save)
     with torch.autocast(x.device.type, enabled=False):
@@ -88,10 +100,9 @@ def forward(
             h = pre = h.view(*operand.shape[:-1], -1)
         else:
             h = pre = F.linear(operand, weight, bias)
-            h = h if activation is None else apply_activation(h, activation)
+            h = h if activation is None else _activated(h, activation)
     next_normed = None
     pre = pre.flatten(0, -2) if save and activation is not None else h.new_empty(0)
-    next_norm = call.next_norm
     if next_norm is not None and not torch.is_autocast_enabled(x.device.type):
         next_norm = next_norm if output_dtype(h, layer_scale, residual) == dtype else None  # the matmul's dtype
     if residual is not None and not (next_norm is layer_scale is sample_scale is None):
@@ -103,7 +114,38 @@ def forward(
         h = h if residual is None else h + residual
     mean, rstd = (None, None) if norm is None else normed[1:3]
     none = h.new_empty(0, dtype=torch.float32)
-    return h, pre, none if mean is None else mean, none if rstd is None else rstd, *(next_normed or (None,) * 4)
+    return h, pre, none if mean is None else mean, none if rstd is None else rstd, *(next_normed or (None,) * 5)
+
+
+@jit(do_not_specialize=["M"])
+def _activation_kernel(
+    h_ptr, y_ptr, M, F, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr
+):  # fmt: skip
+    """One program: a tile of act(h) [M, F]; of act(gate) · up for h [M, 2F] if GATED."""
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    inside = (m < M)[:, None] & (f < F)[None, :]
+    at = m[:, None] * (2 * F if GATED else F) + f[None, :]
+    y = activate(
+        tl.load(h_ptr + at, mask=inside, other=0.0).to(tl.float32), ACTIVATION, y_ptr.dtype.element_ty == tl.float32
+    )
+    if GATED:
+        y *= tl.load(h_ptr + at + F, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + m[:, None] * F + f[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+def _activated(h: Tensor, activation: str) -> Tensor:
+    """The activation of h, [..., F] or gated [..., 2F] → [..., F], in one launch, without gradients."""
+    gated = activation in GATED
+    F = h.shape[-1] // (2 if gated else 1)
+    y = h.new_empty(*h.shape[:-1], F)
+    if M := math.prod(h.shape[:-1]):
+        launch.launch(
+            _activation_kernel, (cdiv(M, 8), cdiv(F, 512)),
+            h, y, M, F, ACTIVATION=gate_of(activation), GATED=gated,
+            BLOCK_M=8, BLOCK_F=512, num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+    return y
 
 
 def has_epilogues(device: torch.device) -> bool:
@@ -117,8 +159,12 @@ def takes_tanh_for_erf(x: Tensor) -> bool:
     return not torch.is_grad_enabled() and has_epilogues(x.device) and launch.product_dtype(x) == torch.bfloat16
 
 
-def _added_in_place(x: Tensor, weight: Tensor, residual: Any) -> tuple[Tensor | None, ...]:
-    """`forward` of a branch's last matmul if its bias is already in the residual: one launch, no gradients."""
+def _accumulate(x: Tensor, weight: Tensor, residual: Any) -> None:
+    """Adds x Wᵀ to the residual in place: one launch, no gradients."""
     residual.view(-1, residual.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
+
+
+def _outputs(x: Tensor, y: Any, normed: Normalized | None = None) -> tuple[Tensor | None, ...]:
+    """What `forward` returns without gradients."""
     none = x.new_empty(0)
-    return residual, none, none, none, *(None,) * 4
+    return y, none, none, none, *(normed or (None,) * 5)

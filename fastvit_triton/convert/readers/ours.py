@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from ...engine import replay
 from ...engine.attention import attend, attention_body
-from ...engine.body import Body, Given, Output, normalize, project
+from ...engine.body import Body, Given, normalize, project
 from ...engine.branch import Branch, add_branches, add_branches_with_stats
 from ...engine.hooks import can_fuse, has_hooks
 from ...engine.leaves import Foreign
 from ...engine.ways import known_way, plainly
+from ...kernels.argument import Stream, completed
 from ...kernels.attention import attention
 from ...layers.attention import Attention
 from ...layers.block import Block
@@ -45,12 +46,20 @@ def post_norm_block(self: Foreign, x: Tensor) -> Tensor:
 
 @fused_method("outputs", "fastvit_triton.layers.block.Blocks")
 def outputs(
-    self: Foreign, x: Tensor, after: Sequence[Callable[[Tensor], Tensor]] = (), recompute: bool = False
+    self: Foreign,
+    x: Tensor,
+    after: Sequence[Callable[[Tensor], Tensor]] = (),
+    recompute: bool = False,
+    only_last: bool = False,
 ) -> Iterator[Tensor]:
-    """Yields the output of each block; each passes the row statistics of its output to the next block's norm."""
+    """Yields the output of each block; each passes the row statistics of its output to the next block's norm.
+
+    If only the last output is read, blocks may overwrite those before it.
+    """
     if recompute or not can_fuse(x) or nn.Module.__call__ is not CALL:
-        yield from type(self).outputs(self, x, after, recompute)
+        yield from type(self).outputs(self, x, after, recompute, only_last)
         return
+    flow: Tensor | Stream = x
     stats: Given | None = None
     blocks = list(self)
     changed = len(after)
@@ -59,12 +68,15 @@ def outputs(
     for i, block in enumerate(blocks):
         if chained[i]:
             next_norm = blocks[i + 1].norm1 if chained[i + 1] and i >= changed else None
-            x, stats = run_chained(block, x, stats, next_norm)
+            flow, stats = run_chained(block, flow, stats, next_norm, only_last and next_norm is not None)
         else:
-            x = block(x)
+            flow = block(completed(flow))
             stats = None
-        x = after[i](x) if i < changed else x
-        yield x
+        flow = after[i](completed(flow)) if i < changed else flow
+        if not only_last:
+            yield completed(flow)
+    if only_last:
+        yield completed(flow)
 
 
 def _is_chained(block: nn.Module) -> bool:
@@ -76,23 +88,30 @@ def _is_chained(block: nn.Module) -> bool:
     return type(block) in BRANCHES and attached and not has_hooks(block)
 
 
+def tensor_of(x: Tensor | Stream) -> Tensor:
+    """x [B, N, D], from which a `Stream` differs by its biases."""
+    return x.x if isinstance(x, Stream) else x
+
+
 def run_chained(
-    block: nn.Module, x: Tensor, stats: Given | None, next_norm: nn.Module | None
-) -> tuple[Tensor, Given | None]:
-    """(block(x), the statistics of its output for the next block's norm, or None)."""
-    way, settings = known_way(block, x)
+    block: nn.Module, x: Tensor | Stream, stats: Given | None, next_norm: nn.Module | None, lends: bool = False
+) -> tuple[Tensor | Stream, Given | None]:
+    """(block(x), the statistics of its output for the next block's norm, or None); see `add_branches_with_stats`."""
+    way, settings = known_way(block, tensor_of(x))
     if way == "plain":
-        return plainly(type(block).forward, block, x), None
+        return plainly(type(block).forward, block, completed(x)), None
     if way is None:
-        return _run(block, x, stats, next_norm)
-    return replay.call(settings, _run, block, x, stats, next_norm)
+        return _run(block, x, stats, next_norm, lends)
+    return replay.call(settings, _run, block, x, stats, next_norm, lends)
 
 
-def _run(block: nn.Module, x: Tensor, stats: Given | None, next_norm: nn.Module | None) -> Output:
-    if not is_fusable(block, x):
-        return plainly(type(block).forward, block, x), None
-    branches = BRANCHES[type(block)](block, x)
-    return add_branches_with_stats(x, *branches, block=block, stats=stats, next_norm=next_norm)
+def _run(
+    block: nn.Module, x: Tensor | Stream, stats: Given | None, next_norm: nn.Module | None, lends: bool
+) -> tuple[Tensor | Stream, Given | None]:
+    if not is_fusable(block, tensor_of(x)):
+        return plainly(type(block).forward, block, completed(x)), None
+    branches = BRANCHES[type(block)](block, tensor_of(x))
+    return add_branches_with_stats(x, *branches, block=block, stats=stats, next_norm=next_norm, lends=lends)
 
 
 @fused_body(
