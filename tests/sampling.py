@@ -27,7 +27,7 @@ def _parts(case: Any) -> tuple[tuple, tuple, str | None]:
     return values if isinstance(values, tuple) else (values,), tuple(marks), name
 
 
-def sampled(cases: Iterable[Any], step: int, one_in: int = 2) -> list[Any]:
+def sampled(cases: Iterable[Any], step: int, one_in: int = 3) -> list[Any]:
     """Parameters for `pytest.mark.parametrize`, of which all but each step-th are marked full.
 
     Args:

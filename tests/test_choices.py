@@ -37,7 +37,7 @@ from fastvit_triton.expected.gpus import Gpu, gpu_by_name, gpus, table
 from fastvit_triton.expected.trace import tracing
 from fastvit_triton.kernels import choose, depthwise, launch, layer_norm, linear, mixed, mlp, settings
 from fastvit_triton.kernels.activation import NAMES, apply_activation
-from fastvit_triton.kernels.argument import NextNorm, Norm, Reader, Stream, completed
+from fastvit_triton.kernels.argument import Lent, NextNorm, Norm, Reader
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.settings import forcing
@@ -671,8 +671,8 @@ def test_blocks_overwrite_what_only_they_read(change, calls, monkeypatch):
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     change(net.blocks)
-    wide, found, real = copy.deepcopy(net.eval()).double(), [], mixed.normalize_stream
-    monkeypatch.setattr(mixed, "normalize_stream", lambda *given: found.append(given) or real(*given))
+    wide, found, real = copy.deepcopy(net.eval()).double(), [], mixed.normalize_lent
+    monkeypatch.setattr(mixed, "normalize_lent", lambda *given: found.append(given) or real(*given))
     image = torch.randn(1, 3, 32, 32)
     with torch.no_grad():
         truth, baseline = (all_of(*given) for given in ((wide, image.double()), (net, image)))
@@ -707,11 +707,11 @@ def test_norm_of_a_stream(way):
     pending, bias = (None if way == "no bias" else t for t in (pending, bias))
     late = None if way == "pending" else late
     with interpreting():
-        s, normed = layer_norm.normalize_stream(Stream(x, pending), bias, NextNorm(norm, late, lends=lent))
+        s, normed = layer_norm.normalize_lent(x, Lent(pending), bias, NextNorm(norm, late, lends=lent))
     full = x.double() + sum(t.double() for t in (pending, bias) if t is not None)
     want = torch.nn.functional.layer_norm(full, (24,), weight.double(), shift.double(), 1e-6)
     after = full if late is None else full + late
-    got = completed(Stream(s, normed.pending))
+    got = Lent(normed.pending).complete(s)
     for one, exact in ((normed.y, want), (got, after)):
         assert (one - exact).abs().max() <= 4 * torch.finfo(torch.float32).eps * exact.abs().max()
     assert (s is x) == lent and (normed.pending is not None) == lent

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 FILE = Path(__file__).with_name("turn")
 TURN = int(os.environ.get("FASTVIT_TURN") or FILE.read_text())
 RECENT = 4 * 3600  # seconds before the newest commit in which a change counts as new
-LIMIT = 4400  # CPU seconds of a run in turn, so that .ci/run takes 40 minutes on two cores
+LIMIT = 3600  # CPU seconds of a run in turn, so that .ci/run takes 40 minutes on two cores
 
 
 def in_turn(name: str, one_in: int, turn: int = TURN) -> bool:
@@ -72,9 +72,9 @@ def code(source: str) -> str:
 
 
 def runs(item: pytest.Item, turn: int = TURN) -> bool:
-    """True for a test that is not marked full or is in turn: each second one, or each third of `full(one_in=3)`."""
+    """True for a test that is not marked full or is in turn: each third one, or one in as many as its mark says."""
     mark = item.get_closest_marker("full")
-    return mark is None or in_turn(item.nodeid, mark.kwargs.get("one_in", 2), turn)
+    return mark is None or in_turn(item.nodeid, mark.kwargs.get("one_in", 3), turn)
 
 
 def whole_files() -> dict[str, bool]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..kernels import linear as linear_file
 from ..kernels.activation import apply_activation
-from ..kernels.argument import NextNorm, Norm, Normalized, Stream
+from ..kernels.argument import Lent, NextNorm, Norm, Normalized
 from ..kernels.fold import packed
 from ..kernels.launch import product_dtype
 from ..kernels.layer_norm import MAX_D, layer_norm, scaled
@@ -26,7 +26,7 @@ from .hooks import can_fuse, has_hooks
 from .leaves import Layer, entry_of, is_inactive, is_readable, norm_of, width_of
 
 Before = FoldedNorm | Norm
-Given = Tensor | Normalized | Stream
+Given = Tensor | Normalized | Lent
 Drop = Callable[[Tensor], Tensor]  # a dropout
 Output = tuple[Tensor, Given | None]  # the result, and what the norm of the next branch reads instead of it
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import choose, settings
-from ..kernels.argument import NextNorm, Normalized, Stream, completed
+from ..kernels.argument import Lent, NextNorm, Normalized
 from ..kernels.layer_norm import scaled
 from . import body as body_file
 from . import ways
@@ -65,40 +65,38 @@ class Branch(NamedTuple):
 
 def add_branches(x: Tensor, *branches: Branch, block: nn.Module | None = None) -> Tensor:
     """x [B, ..., D] plus each branch in turn; for the arguments see `add_branches_with_stats`."""
-    return completed(add_branches_with_stats(x, *branches, block=block)[0])
+    return add_branches_with_stats(x, *branches, block=block)[0]
 
 
 def add_branches_with_stats(
-    given: Tensor | Stream,
+    x: Tensor,
     *branches: Branch,
     block: nn.Module | None = None,
     stats: Given | None = None,
     next_norm: nn.Module | None = None,
     lends: bool = False,
-) -> tuple[Tensor | Stream, Given | None]:
-    """Adds each branch to a residual stream in turn.
+) -> Output:
+    """Adds each branch to x [B, ..., D] in turn.
 
     Args:
-        given: the stream [B, ..., D], or what the previous block lent.
+        x: [B, ..., D]; overwritten if `stats` says that it was lent.
         *branches: attention and MLP of each block in order; the two LayerNorms of a block are folded in one launch.
         block: the module that they belong to; it caches their sizes for `choose_way`.
         stats: from the previous block, see `engine.body.Body.run`.
         next_norm: the norm of the next block; None for no statistics.
-        lends: only the next block, which takes a `Stream`, reads the result.
+        lends: only the next block, which gets `stats`, reads the result: it may be lent.
 
     Returns:
-        [B, ..., D], or a `Stream` if it is lent; and the next block's `stats` or None.
+        [B, ..., D], and the next block's `stats` or None.
     """
-    stream, x = (given, given.x) if isinstance(given, Stream) else (None, given)
     if ways.state.inside_plain:
-        return _add_plainly(completed(given), *branches), None
+        return _add_plainly(completed(x, stats), *branches), None
     for i in range(0, len(branches), 2):
         pair = branches[i : i + 2]
         bodies = [_body(branch, x) for branch in pair]
         way = _way(block if len(branches) < 3 else None, x, pair, bodies)
         if way == "plain":
-            x = plainly(_add_plainly, x if stream is None else completed(stream), *pair)
-            stream = None
+            x = plainly(_add_plainly, completed(x, stats), *pair)
             stats = None
             continue
         if way in ("fused", "mixed") and x.stride(-1) != 1:
@@ -110,24 +108,30 @@ def add_branches_with_stats(
             parameters = [None if entry is None else entry.parameters for entry in entries]
             last = None if next_norm is None else norm_of(next_norm)
             late = _late_bias(pair[-1], bodies[-1], x) if len(pair) == 2 else None
-            if stream is not None and (late is None or None in parameters or not _accumulates(pair[0], bodies[0], x)):
-                x = completed(stream)
-                stream = None
-            ends = late, stream, lends
+            lent = stats if isinstance(stats, Lent) else None
+            if lent is not None and (late is None or None in parameters or not _accumulates(pair[0], bodies[0], x)):
+                x = lent.complete(x)
+                stats = None
+                lent = None
+            ends = late, lent, lends and len(branches) == 2
             norms = [norm if norm is None else NextNorm(norm, *ends if i else ()) for i, norm in enumerate(parameters)]
             after = None if last is None else NextNorm(last)
         else:
+            x = completed(x, stats)
             norms = fold_norms(x, *entries)
             after = (norms[0] or norms[-1]) if next_norm is not None or i + 2 < len(branches) else None
         readers = [*norms[1:], after]  # the norm that reads each branch's output
-        stats = stats if stream is None else stream
-        stream = None
         for branch, body, entry, norm, reader in zip(pair, bodies, entries, norms, readers, strict=True):
             before = stats
             x, stats = _add(x, branch, body, norm, stats, reader, way, entry)
-        if lends and isinstance(before, Normalized) and before.late_bias is not None:  # x is a sum that this block made
-            return Stream(x, before.pending), None
+        if lends and len(branches) == 2 and isinstance(before, Normalized) and before.late_bias is not None:
+            return x, Lent(before.pending)  # x is a sum that this block made
     return x, None if next_norm is None else stats
+
+
+def completed(x: Tensor, stats: Given | None) -> Tensor:
+    """x with all biases, if it was lent without them."""
+    return stats.complete(x) if isinstance(stats, Lent) else x
 
 
 def runs_plain(x: Tensor, *branches: Branch, block: nn.Module | None = None) -> bool:
@@ -231,7 +235,7 @@ def _add(
             entering = norm(x) if way == "plain" else normalize(x, norm) if entry is None else normalize_for(entry, x)
     else:
         entering = x
-        stats = stats if isinstance(stats, (Normalized, Stream)) == (way == "mixed") else None
+        stats = stats if isinstance(stats, (Normalized, Lent)) == (way == "mixed") else None
     if body is None:
         y = module(entering, **call or {})
         y = y[0] if isinstance(y, tuple) else y

@@ -95,7 +95,7 @@ class Normalized(NamedTuple):
         rstd: [M] fp32.
         late_bias: bias of the branch's last matmul if it was already added to x, or to `pending`; the matmul then
             accumulates into x.
-        pending: [D] fp32, what x lacks, see `Stream`; or None.
+        pending: [D] fp32, what x lacks, see `Lent`; or None.
     """
 
     y: Tensor
@@ -105,23 +105,18 @@ class Normalized(NamedTuple):
     pending: Tensor | None = None
 
 
-class Stream(NamedTuple):
-    """A residual stream that the next block may overwrite, in inference.
+class Lent(NamedTuple):
+    """What the next block must know of a residual stream x [B, ..., D] that it may overwrite, in inference.
 
     Attributes:
-        x: [B, ..., D], without biases of matmuls that accumulated into it.
-        pending: [D] fp32, the sum of these biases, to be added to each row; None for zero.
+        pending: [D] fp32, biases that matmuls left out, to be added to each row; None for zero.
     """
 
-    x: Tensor
     pending: Tensor | None
 
-
-def completed(x: Tensor | Stream) -> Tensor:
-    """The residual stream [B, ..., D] with all biases."""
-    if not isinstance(x, Stream):
-        return x
-    return x.x if x.pending is None else (x.x + x.pending).to(x.x.dtype)
+    def complete(self, x: Tensor) -> Tensor:
+        """The stream with all biases."""
+        return x if self.pending is None else (x + self.pending).to(x.dtype)
 
 
 class NextNorm(NamedTuple):
@@ -130,13 +125,13 @@ class NextNorm(NamedTuple):
     Attributes:
         norm: parameters of the LayerNorm.
         late_bias: bias [D] to add to the sum after the norm, or None; see `Normalized`.
-        stream: the residual if the matmul is to accumulate into it; else None.
+        lent: given if the matmul is to accumulate into the residual, which was lent; else None.
         lends: the sum may stay without its biases, which `Normalized` hands on as `pending`.
     """
 
     norm: Norm
     late_bias: Tensor | None = None
-    stream: Stream | None = None
+    lent: Lent | None = None
     lends: bool = False
 
 

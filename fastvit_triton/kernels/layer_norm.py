@@ -19,10 +19,10 @@ from torch import Tensor
 
 from . import choose
 from .argument import (
+    Lent,
     NextNorm,
     Norm,
     Normalized,
-    Stream,
     expect_addable,
     expect_norm,
     expect_rows,
@@ -212,7 +212,7 @@ def _fwd_kernel(
 ):  # fmt: skip
     """One program: BLOCK_M whole rows. Equations (1) to (3), or only the sum of (3) where y_ptr is None.
 
-    STREAM: s = x + pending + branch_bias without a residual, see `argument.Stream`; s + late_bias is stored, or
+    STREAM: s = x + pending + branch_bias without a residual, see `argument.Lent`; s + late_bias is stored, or
         what x lacks of it.
     RMS: RMSNorm instead, with μ = 0.
     """
@@ -335,18 +335,17 @@ def add_and_normalize(
     return x if s is None else s, None if normed is None else Normalized(normed, mean, rstd, late_bias)
 
 
-def normalize_stream(stream: Stream, branch_bias: Tensor | None, next_norm: NextNorm) -> tuple[Tensor, Normalized]:
-    """Norm of a residual stream into which a branch accumulated without its bias [D], in one launch, without gradients.
+def normalize_lent(x: Tensor, lent: Lent, branch_bias: Tensor | None, next_norm: NextNorm) -> tuple[Tensor, Normalized]:
+    """Norm of a stream [B, ..., D] into which a branch accumulated without its bias [D], in one launch, in inference.
 
-    The late bias is added to a new sum [B, ..., D], which is returned; if the stream is lent, to `pending` instead.
+    The late bias is added to a new sum, which is returned; if x is lent on, to `pending` instead.
     """
-    x = stream.x
     normed = torch.empty_like(x)
     late_bias = next_norm.late_bias
     pending = x.new_empty(x.shape[-1:], dtype=torch.float32) if next_norm.lends else None
     s = torch.empty_like(x) if pending is None and late_bias is not None else None
     ends = late_bias, s, pending, normed, None, None
-    _launch(x, None, None, None, stream.pending, branch_bias, next_norm.norm, *ends)
+    _launch(x, None, None, None, lent.pending, branch_bias, next_norm.norm, *ends)
     return x if s is None else s, Normalized(normed, None, None, late_bias, pending)
 
 

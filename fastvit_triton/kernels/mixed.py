@@ -9,8 +9,8 @@ Saved     as in `linear`: x, the pre-activation if there is an activation, row s
           the weight that was cast.
 Cost      values per token moved outside the matmuls of a ViT block of width C: 16 C in inference, 8 C with cuBLASLt's
           activation, 4 C if the matmuls accumulate into the stream; eager PyTorch 18 C.
-Stream    in a sequence of blocks in inference, proj and fc2 accumulate in place without their biases, whose sum the
-          passes of LayerNorm add to what they read: see `argument.Stream`.
+Lent      in a sequence of blocks in inference, proj and fc2 accumulate in place without their biases, whose sum the
+          passes of LayerNorm add to what they read: see `argument.Lent`.
 GELU      cuBLASLt's is the tanh form. In bfloat16 inference it also stands for erf's: in the norm over normal values it
           differs by 2e-4, a tenth or less of the rounding of the result, 2.6e-3. In float16 rounding is 3e-4, so erf's
           stays.
@@ -25,9 +25,9 @@ from torch import Tensor
 
 from . import launch
 from .activation import GATED, activate, gate_of
-from .argument import NextNorm, Norm, Normalized, Stream
+from .argument import Lent, NextNorm, Norm, Normalized
 from .launch import cdiv
-from .layer_norm import add_and_normalize, normalize_stream, output_dtype, scaled
+from .layer_norm import add_and_normalize, normalize_lent, output_dtype, scaled
 from .tile import jit, tl
 
 EPILOGUES = {"relu": False, "gelu_tanh": True}  # activations of cuBLASLt → `use_gelu` of torch._addmm_activation
@@ -38,12 +38,12 @@ class MixedCall(NamedTuple):
     """Arguments of a mixed call that a fused one does not have.
 
     Attributes:
-        normed: LN(x) from the call that produced x; x as a `Stream`; or None.
+        normed: LN(x) from the call that produced x; what it says of an x that is lent; or None.
         next_norm: the norm of the next call, to apply to the output; or None.
         dtype: of the matmul.
     """
 
-    normed: Normalized | Stream | None
+    normed: Normalized | Lent | None
     next_norm: NextNorm | None
     dtype: torch.dtype
 
@@ -81,11 +81,11 @@ def forward(
     normed: Any = call.normed
     dtype = call.dtype
     next_norm = call.next_norm
-    if next_norm is not None and next_norm.stream is not None:
+    if next_norm is not None and residual is not None and next_norm.lent is not None:
         _accumulate(x, weight, residual)
-        return _outputs(x, *normalize_stream(next_norm.stream, bias, next_norm))
-    if norm is not None and isinstance(normed, Stream):
-        _, normed = normalize_stream(normed, None, NextNorm(norm))
+        return _outputs(x, *normalize_lent(residual, next_norm.lent, bias, next_norm))
+    if norm is not None and isinstance(normed, Lent):
+        _, normed = normalize_lent(x, normed, None, NextNorm(norm))
     if norm is None and normed is not None and normed.late_bias is not None:
         _accumulate(x, weight, residual)
         return _outputs(x, residual)

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from ...engine import replay
 from ...engine.attention import attend, attention_body
-from ...engine.body import Body, Given, normalize, project
-from ...engine.branch import Branch, add_branches, add_branches_with_stats
+from ...engine.body import Body, Given, Output, normalize, project
+from ...engine.branch import Branch, add_branches, add_branches_with_stats, completed
 from ...engine.hooks import can_fuse, has_hooks
 from ...engine.leaves import Foreign
 from ...engine.ways import known_way, plainly
-from ...kernels.argument import Stream, completed
 from ...kernels.attention import attention
 from ...layers.attention import Attention
 from ...layers.block import Block
@@ -59,7 +58,6 @@ def outputs(
     if recompute or not can_fuse(x) or nn.Module.__call__ is not CALL:
         yield from type(self).outputs(self, x, after, recompute, only_last)
         return
-    flow: Tensor | Stream = x
     stats: Given | None = None
     blocks = list(self)
     changed = len(after)
@@ -68,15 +66,15 @@ def outputs(
     for i, block in enumerate(blocks):
         if chained[i]:
             next_norm = blocks[i + 1].norm1 if chained[i + 1] and i >= changed else None
-            flow, stats = run_chained(block, flow, stats, next_norm, only_last and next_norm is not None)
+            x, stats = run_chained(block, x, stats, next_norm, only_last and next_norm is not None)
         else:
-            flow = block(completed(flow))
+            x = block(x)
             stats = None
-        flow = after[i](completed(flow)) if i < changed else flow
+        x = after[i](x) if i < changed else x
         if not only_last:
-            yield completed(flow)
+            yield x
     if only_last:
-        yield completed(flow)
+        yield x
 
 
 def _is_chained(block: nn.Module) -> bool:
@@ -88,29 +86,22 @@ def _is_chained(block: nn.Module) -> bool:
     return type(block) in BRANCHES and attached and not has_hooks(block)
 
 
-def tensor_of(x: Tensor | Stream) -> Tensor:
-    """x [B, N, D], from which a `Stream` differs by its biases."""
-    return x.x if isinstance(x, Stream) else x
-
-
 def run_chained(
-    block: nn.Module, x: Tensor | Stream, stats: Given | None, next_norm: nn.Module | None, lends: bool = False
-) -> tuple[Tensor | Stream, Given | None]:
+    block: nn.Module, x: Tensor, stats: Given | None, next_norm: nn.Module | None, lends: bool = False
+) -> tuple[Tensor, Given | None]:
     """(block(x), the statistics of its output for the next block's norm, or None); see `add_branches_with_stats`."""
-    way, settings = known_way(block, tensor_of(x))
+    way, settings = known_way(block, x)
     if way == "plain":
-        return plainly(type(block).forward, block, completed(x)), None
+        return plainly(type(block).forward, block, x if stats is None else completed(x, stats)), None
     if way is None:
         return _run(block, x, stats, next_norm, lends)
     return replay.call(settings, _run, block, x, stats, next_norm, lends)
 
 
-def _run(
-    block: nn.Module, x: Tensor | Stream, stats: Given | None, next_norm: nn.Module | None, lends: bool
-) -> tuple[Tensor | Stream, Given | None]:
-    if not is_fusable(block, tensor_of(x)):
-        return plainly(type(block).forward, block, completed(x)), None
-    branches = BRANCHES[type(block)](block, tensor_of(x))
+def _run(block: nn.Module, x: Tensor, stats: Given | None, next_norm: nn.Module | None, lends: bool) -> Output:
+    if not is_fusable(block, x):
+        return plainly(type(block).forward, block, completed(x, stats)), None
+    branches = BRANCHES[type(block)](block, x)
     return add_branches_with_stats(x, *branches, block=block, stats=stats, next_norm=next_norm, lends=lends)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ...kernels.argument import Stream
+from ...kernels.argument import Lent
 from ..freeze import CachedFold, kept_folds, kept_indices
 from ..hooks import runs_known_code
 from .build import Plan
@@ -61,16 +61,16 @@ def record(
         known = all(runs_known_code(m, hooks_count=m is not module) for m in inside)
     if not known:
         return None
-    lent = {id(value.x) for value in inputs if isinstance(value, Stream)}  # the call may overwrite these
+    lent = tensors[0] if any(isinstance(value, Lent) for value in inputs) else None  # the call may overwrite it
     try:
-        leaves = {id(t): t.clone() if id(t) in lent else t.detach().requires_grad_(t.requires_grad) for t in tensors}
+        leaves = {id(t): t.clone() if t is lent else t.detach().requires_grad_(t.requires_grad) for t in tensors}
     except RuntimeError:  # an inference tensor that requires a gradient
         return None
-    if len(leaves) < len(tensors) or any(t.data_ptr() % 16 for t in tensors if id(t) in lent):
+    if len(leaves) < len(tensors) or (lent is not None and lent.data_ptr() % 16):
         return None
     inputs, named = tree_map_only(Tensor, lambda t: leaves[id(t)], (inputs, named))
     states = _random_states(device)
-    recorder = CallRecorder(device, [leaves[i] for i in lent])
+    recorder = CallRecorder(device, None if lent is None else leaves[id(lent)])
     try:
         guard = Guard(module, inside[1:])
         _refuse_tensors(guard, tensors)

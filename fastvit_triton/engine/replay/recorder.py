@@ -1,6 +1,6 @@
 """Records the launches and PyTorch operators of a call, and the memory that each reads and writes."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -61,7 +61,7 @@ class CallRecorder(launch.LaunchRecorder):
 
     Args:
         device: of all tensors.
-        owned: inputs that the call may write to.
+        owned: the input that the call may write to, or None.
 
     Attributes:
         steps: in order.
@@ -70,13 +70,14 @@ class CallRecorder(launch.LaunchRecorder):
         reserved: storage → tensor that was allocated uninitialized, and the number of steps before that.
     """
 
-    def __init__(self, device: torch.device, owned: Iterable[Tensor] = ()) -> None:
+    def __init__(self, device: torch.device, owned: Tensor | None = None) -> None:
         super().__init__()
         self.device = device
         self.draws = False
         self.steps: list[RecordedStep] = []
         self.reserved: dict[int, tuple[Tensor, int]] = {}
-        self._made = {storage_of(t) for t in owned}  # storages that the call allocated, or may write to
+        # storages that the call allocated, or may write to
+        self._made: set[int] = set() if owned is None else {storage_of(owned)}
         self._alive: list[object] = []  # so that the allocator does not reuse an address
 
     def __torch_dispatch__(self, function: OpOverload, kinds: object, arguments: tuple = (), named: dict | None = None):
