@@ -1,4 +1,4 @@
-"""Selects how a block runs ("fused", "mixed", "onednn" or "plain"): one cached lookup per call, see `kernels.choose`.
+"""Caches how each block runs ("fused", "mixed", "onednn" or "plain"), as `kernels.choose` decides.
 
 In a plain block the original modules run, and modules inside it do not select again. A block's sizes are read on its
 first call and cached. Modules that are replaced, hooked or patched later change what can be fused: every fused or mixed

@@ -1,8 +1,9 @@
 """Training utilities in plain PyTorch, for any `nn.Module`; `fastvit-triton train` combines them.
 
 A model, a recipe and the name of a data set go in; a folder with weights, logs and states to resume from comes out.
-`sources` opens data by name, `data` and `detection` give batches, `objective` has the loss, `step` an optimiser's step,
-`checkpoint` and `distributed` what is saved and shared.
+`sources` opens data by name, `data` and `detection` give batches, `loss` has the losses, which `objective` applies to a
+model and a batch and `build` finds for a recipe, `step` an optimiser's step, `checkpoint` and `distributed` what is
+saved and shared.
 
 Begin with `run`, which goes from settings to a run, then `loop`.
 """

@@ -1,4 +1,8 @@
-"""Fused forwards for transformers' models, which register on import, and our attention as functions of transformers."""
+"""Fused forwards for transformers' models, which register on import, and our attention as functions of transformers.
+
+`vit` has ViT, DeiT, DINOv2, DINOv3, CLIP and SigLIP, `blocks` their blocks; `plain`, `towers`, `rotary` and `packed`
+have vision towers of multimodal models; the others are named after what they hold.
+"""
 
 from . import (  # noqa: F401
     attention_interface,
