@@ -35,7 +35,7 @@ from fastvit_triton.expected.count import assumed, traced
 from fastvit_triton.expected.cuda_operators import as_on_cuda
 from fastvit_triton.expected.gpus import Gpu, gpu_by_name, gpus, table
 from fastvit_triton.expected.trace import tracing
-from fastvit_triton.kernels import choose, depthwise, launch, layer_norm, linear, mixed, mlp, settings
+from fastvit_triton.kernels import choose, depthwise, launch, layer_norm, linear, mixed, mlp, predicted, settings
 from fastvit_triton.kernels.activation import NAMES, apply_activation
 from fastvit_triton.kernels.argument import Lent, NextNorm, Norm, Reader
 from fastvit_triton.kernels.backend import using_backend
@@ -77,7 +77,7 @@ def vit(size: str, batch: int, tokens: int = 197) -> tuple[Branch, Branch]:
 
 def gpu_of(architecture: str) -> Gpu:
     """The GPU that stands for an architecture."""
-    return gpus()[choose._gpu_on(architecture, False, None)]
+    return gpus()[predicted._gpu_on(architecture, False, None)]
 
 
 def chosen(architecture: str, size: str, batch: int, training: bool = False) -> str:
@@ -197,8 +197,8 @@ def test_each_gpu_has_a_table(monkeypatch):
     assert listed == {key: dict(name=gpu.name, architecture=gpu.architecture) for key, gpu in gpus().items()}
     assert {path.stem for path in (launch.TUNED / "choices").glob("*.json")} == {*listed, "gpus"}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA L40S")
-    assert choose._gpu_on("sm_89", True, 0) == "l40s" and choose._gpu_on("sm_89", False, None) == "rtx4090"
-    assert choose._gpu_on("sm_75", False, None) == "h200"
+    assert predicted._gpu_on("sm_89", True, 0) == "l40s" and predicted._gpu_on("sm_89", False, None) == "rtx4090"
+    assert predicted._gpu_on("sm_75", False, None) == "h200"
 
 
 TABLE = {
@@ -213,10 +213,10 @@ TABLE = {
 def small_table(monkeypatch):
     """A table of a few rows for every GPU."""
     rows = {
-        n: row if isinstance(row, str) else {choose._span(k): steps for k, steps in row.items()}
+        n: row if isinstance(row, str) else {predicted._span(k): steps for k, steps in row.items()}
         for n, row in TABLE.items()
     }
-    monkeypatch.setattr(choose, "_table", functools.cache(lambda gpu: rows))
+    monkeypatch.setattr(predicted, "_table", functools.cache(lambda gpu: rows))
     return rows
 
 
@@ -237,7 +237,7 @@ def small_table(monkeypatch):
 def test_a_row_is_the_nearest_width_and_the_range_of_rows(small_table, width, rows, way, said):
     """Oracle: by hand, from the table above; widths are compared by their ratio."""
     name = "attention + mlp; inference; 16-bit; replayed"
-    assert choose._row("h200", name, width, rows) == (way, f"predicted: {name}, {said}")
+    assert predicted.row_of("h200", name, width, rows) == (way, f"predicted: {name}, {said}")
 
 
 def test_a_block_without_a_row_runs_as_its_branches_do(small_table):
@@ -252,7 +252,7 @@ def test_a_block_without_a_row_runs_as_its_branches_do(small_table):
     ):
         found, why = choose.predicted_way("h200", block, torch.bfloat16, False, "replayed")
         assert found == way and why.startswith("no predicted row: ")
-    assert choose._row("h200", "linear; inference; 16-bit", 768, 1) == (
+    assert predicted.row_of("h200", "linear; inference; 16-bit", 768, 1) == (
         None,
         "no predicted row: linear; inference; 16-bit",
     )
@@ -291,7 +291,7 @@ def test_committed_rows_are_those_of_the_model(gpu):
         *choices.op_points(gpus()[gpu], "layer_norm", (197, 768), choices.IMAGES[::4]),
     ]
     for point in points:
-        way, why = choose._row(gpu, point.name, point.width, point.rows)
+        way, why = predicted.row_of(gpu, point.name, point.width, point.rows)
         assert way is not None and way not in point.refused, why
         assert point.us[way] <= 1.02 * point.us["plain"], why
     committed = json.loads((launch.TUNED / "choices" / f"{gpu}.json").read_text())
@@ -829,7 +829,7 @@ def test_a_trace_reads_autocast(inside):
     l40s = targeting("sm_89"), settings.assuming("l40s")
     with l40s[0], l40s[1], nullcontext() if inside else autocast(), settings.observing(seen.append):
         y = torch.compile(call, backend="eager", fullgraph=True)(torch.zeros(2))
-    want = of_autocast(torch.empty(1), vit("Ti", *choose.TRACED), torch.bfloat16)
+    want = of_autocast(torch.empty(1), vit("Ti", *settings.TRACED), torch.bfloat16)
     assert {choice.way for choice in seen} == {want.way} == {"fused"} and y[0] == len("fused")
     assert seen[0].branches == want.branches
 

@@ -70,8 +70,8 @@ def test_exact_sizes_then_their_class_then_the_table(path):
 
 def test_ways_come_from_user_measurements_then_the_table(path, monkeypatch, tmp_path):
     """Oracle: by hand; 5 images of 197 tokens belong to the class 8 of 256."""
-    exact, near = choose.block_names(BLOCK, "inference")
-    assert "N=197 B=5" in exact and near == choose.block_names([b.rounded for b in BLOCK], "inference")[1]
+    exact, near = measured.block_names(BLOCK, "inference")
+    assert "N=197 B=5" in exact and near == measured.block_names([b.rounded for b in BLOCK], "inference")[1]
     assert choose.measured_way(GPU, (exact, near)) is None
     tables = tmp_path / "tables"
     shutil.copytree(launch.TUNED / "choices", tables / "choices")
@@ -96,7 +96,7 @@ def test_ways_come_from_user_measurements_then_the_table(path, monkeypatch, tmp_
     assert decides(replayed=True) == "measured" and decides() == "predicted:"  # the blocks of the table were replayed
     with settings.forcing("plain"):
         assert choose.way_of(torch.empty(1), BLOCK, False, False) == "plain"
-    assert choose.op_names("attention", 4, True, (3, 5, True)) == (
+    assert measured.op_names("attention", 4, True, (3, 5, True)) == (
         "attention training fp32 3,5,1", "attention training fp32 ~4,8,1",
     )  # fmt: skip
 
@@ -130,7 +130,7 @@ def test_ops_use_measured_choices(path):
     with launch.targeting("sm_90"):
         x = torch.empty(1, dtype=torch.bfloat16)
         for way in ("plain", "fused"):
-            ways = dict.fromkeys(choose.op_names("attention", 2, True, sizes), way)
+            ways = dict.fromkeys(measured.op_names("attention", 2, True, sizes), way)
             with measured.using(Measured(ways=ways)):
                 assert choose.prefers_kernel(x, "attention", *sizes) == (way == "fused")
 
@@ -277,7 +277,7 @@ def test_ways_on_a_cpu_by_phase(cpu_path):
         return dict(zip(("training", "inference", "frozen"), found, strict=True))
 
     PHASES = (True, None), (False, None), (False, "float32")
-    names = {phase: choose.block_names(branches, phase) for phase in onednn.PHASES}
+    names = {phase: measured.block_names(branches, phase) for phase in onednn.PHASES}
     assert set(ways().values()) == {"plain"} and not onednn.usable(x)
     cpu_path.write_text(cpu_content({names["training"][0]: "onednn"}))
     assert ways() == dict(training="onednn", inference="plain", frozen="plain") and onednn.usable(x)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastvit_triton import convert, create_model, optimize
 from fastvit_triton.convert import backend
-from fastvit_triton.kernels import choose, onednn, settings
+from fastvit_triton.kernels import onednn, settings
 from fastvit_triton.kernels.backend import using_backend
 
 CPU = torch.device("cpu")
@@ -129,7 +129,7 @@ def test_a_dynamic_batch_compiles_once():
 
 def test_symbolic_rows_count_as_traced_sizes():
     """Oracle: the rows for which the products of a static and of a dynamic graph pay."""
-    static, traced = math.prod(X) * 48, math.prod(choose.TRACED) * 24 * 48
+    static, traced = math.prod(X) * 48, math.prod(settings.TRACED) * 24 * 48
     for fewest, dynamic, count in (
         *((static, False, 1), (static + 1, False, 0), (static + 1, True, 1)),
         *((traced, True, 1), (traced + 1, True, 0)),
@@ -427,7 +427,7 @@ def test_a_failing_rewriting_changes_nothing(monkeypatch):
         seen.append(graph.code == before)
         return graph.forward
 
-    monkeypatch.setattr(choose, "product_refusal", fails)
+    monkeypatch.setattr(onednn, "product_refusal", fails)
     torch.compile(three_layers, backend=compiler, fullgraph=True)(torch.randn(X))
     assert seen == [True]
 

@@ -239,6 +239,7 @@ def forget() -> None:
     """Clears cached tables and files, which are read again when needed."""
     measured.forget()
     table.cache_clear()
+    measured_ways.cache_clear()
     _row.cache_clear()
 
 
@@ -272,9 +273,18 @@ def targeting(architecture: str) -> Iterator[None]:
 @functools.cache
 def table(architecture: str) -> dict[str, dict[str, int]]:
     """Launch parameters by row name, from tuned/<architecture>.json; empty if there is no such file."""
+    return {name: row["config"] for name, row in _committed(architecture).items() if "config" in row}
+
+
+@functools.cache
+def measured_ways(architecture: str) -> dict[str, str]:
+    """Measured ways in tuned/<architecture>.json: name of a branch and phase → way."""
+    return _committed(architecture).get("ways", {}).get("measured", {})
+
+
+def _committed(architecture: str) -> dict[str, Any]:
     path = TUNED / f"{architecture}.json"
-    rows = json.loads(path.read_text()) if path.exists() else {}
-    return {name: row["config"] for name, row in rows.items() if "config" in row}
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def architecture(device: torch.device) -> str:

@@ -194,7 +194,7 @@ def plan_sizes(
     sample_scale: Tensor | None,
     residual: Tensor | None,
 ) -> tuple[int, ...]:
-    """Arguments of "linear" in `choose.OPS` after the number of rows; of x only the dtype is used."""
+    """Arguments of "linear" in `predicted.OPS` after the number of rows; of x only the dtype is used."""
     has_norm = norm is not None and can_fold_norm(x)
     fold = has_norm and not isinstance(weight, Folded)
     ends = residual is not None, layer_scale is not None, sample_scale is not None

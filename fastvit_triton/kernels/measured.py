@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from . import tile
+from .sizes import Branch
 
 FORMAT = 1
 WAYS = {"gpu": ("plain", "mixed", "fused"), "cpu": ("plain", "onednn")}  # by the fact that names the processor
@@ -221,3 +222,17 @@ def names(name: str, sizes: tuple[int, ...]) -> tuple[str, ...]:
         return (name,)
     near = (1 << max(n - 1, 0).bit_length() for n in sizes)
     return f"{name} {','.join(map(str, sizes))}", f"{name} ~{','.join(map(str, near))}", name
+
+
+def block_names(branches: tuple[Branch, ...], phase: str) -> tuple[str, str]:
+    """Names of a block's shape in a phase (on a CPU one of `onednn.PHASES`): with exact and with rounded sizes."""
+    pair = branches, [branch.rounded for branch in branches]
+    exact, near = (f"{' + '.join(branch.name for branch in sizes)} {phase}" for sizes in pair)
+    return exact, f"~{near}"
+
+
+def op_names(op: str, size: int, training: bool, sizes: tuple[int, ...]) -> tuple[str, str]:
+    """As `block_names`, for an op with arguments of `size` bytes per value."""
+    phase = f"{'training' if training else 'inference'}{' fp32' if size == 4 else ''}"
+    exact, near, *_ = names(f"{op} {phase}", tuple(map(int, sizes)))
+    return exact, near

@@ -179,7 +179,7 @@ def plan_sizes(
     sample_scale: Tensor | None,
     residual: Tensor | None,
 ) -> tuple[int, ...]:
-    """Arguments of "mlp" in `choose.OPS` after the number of rows; of x only the dtype is used."""
+    """Arguments of "mlp" in `predicted.OPS` after the number of rows; of x only the dtype is used."""
     first = linear.plan_sizes(x, fc1_weight, norm, activation, layer_scale, sample_scale, residual)
     return *first[:2], fc2_weight.shape[1], *first[2:]
 

@@ -315,6 +315,28 @@ def unlisted(device: torch.device, dtype: torch.dtype) -> str | None:
     return None if listed else "no measurement says that oneDNN's products are faster on this CPU"
 
 
+def product_refusal(x: Tensor, weight: Tensor, training: bool) -> str | None:
+    """Why a linear layer of a captured graph stays PyTorch's; None if oneDNN's product replaces it.
+
+    Args:
+        x: [..., K]; for a symbolic number of rows, that of `settings.TRACED` is used, so that the choice adds no guard.
+        weight: [F, K].
+        training: True if gradients of its output are wanted.
+    """
+    dtype = launch.product_dtype(x)
+    reason = unlisted(x.device, dtype) or why_not(x.device, dtype)
+    if reason is None and not all(t.layout is torch.strided for t in (x, weight)):
+        reason = "it is not dense"
+    if reason is not None or forced():
+        return reason
+    if not all(isinstance(size, int) for size in weight.shape):
+        return "its weight has symbolic sizes"
+    rows = math.prod(x.shape[:-1] if all(isinstance(size, int) for size in x.shape) else settings.TRACED)
+    if pays(dtype, rows * math.prod(weight.shape), "training" if training else "inference"):
+        return None
+    return "no measurement says that oneDNN's product of this size is faster on this CPU"
+
+
 def usable(x: Tensor) -> bool:
     """True if products of x may run by oneDNN in this call, if they are large enough."""
     if x.device.type != "cpu" or torch.compiler.is_compiling():  # a trace cannot follow

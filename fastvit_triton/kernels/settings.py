@@ -19,6 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from . import backend, launch, measured
 from .sizes import WAYS
 
+TRACED = (256, 197)  # (images, tokens) assumed while tracing, so that choices do not depend on them
 forced: str | None = None  # way of every branch, see `forcing`
 assumed: str | None = None  # name of the GPU used instead of the device's, see `assuming`
 observer: Callable | None = None  # called with each choice, see `observing`

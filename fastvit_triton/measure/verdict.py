@@ -15,8 +15,8 @@ from ..convert.reporting import Report
 from ..expected.gpus import Gpu, gpu_by_name, gpus
 from ..expected.times import error_of_gain
 from ..kernels.backend import why_not
-from ..kernels.choose import gpu_on
 from ..kernels.launch import architecture
+from ..kernels.predicted import gpu_on
 
 if TYPE_CHECKING:
     from ..expected.count import Prediction

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ...kernels import choose, linear, mlp, onednn
+from ...kernels import linear, mlp, onednn
 from ...kernels.argument import Reader
 from ...kernels.backend import why_not
 from .activation_patterns import gated
@@ -197,7 +197,7 @@ class Rewriter:
             return "it reads a subclass of Tensor"
         outputs = [t for t in (node, *node.users) if value(t) is not None]
         with self.regions.modes(node):
-            return choose.product_refusal(value(x), value(source), any(value(t).requires_grad for t in outputs))
+            return onednn.product_refusal(value(x), value(source), any(value(t).requires_grad for t in outputs))
 
     def _insert(self, anchor: fx.Node, function: Callable, *args: Any, **kwargs: Any) -> fx.Node:
         """Inserts a call before the anchor, with its example value."""
