@@ -139,6 +139,7 @@ def _dry_run(args: argparse.Namespace) -> int:
             return subprocess.run(command, env=os.environ | more).returncode
     import torch
 
+    from ..measure.timeout import is_late
     from ..measure.tune import tune
 
     with pretending():
@@ -150,7 +151,7 @@ def _dry_run(args: argparse.Namespace) -> int:
         inputs, named_inputs = built.inputs(args.batch or batch, partial(torch.randn, dtype=torch.float16))
         tuned = tune(built.model, inputs[0] if inputs else named_inputs, args.train, args.seconds or DRY_SECONDS)
     _report(tuned, f"dry run: {args.model or 'a tiny model'} in Triton's interpreter", False)
-    late = any(_is_late(columns) for row in tuned.parts for columns in row["variants"].values())
+    late = any(is_late(columns) for row in tuned.parts for columns in row["variants"].values())
     done = "Steps were not reached in time; raise --seconds." if late else "Every step was executed."
     print_line(f"{done} Times in the interpreter are meaningless; nothing was saved.")
     return 0
@@ -184,6 +185,8 @@ def tiny_model(train: bool) -> NamedModel:
 
 def _report(tuned: "Tuned", title: str, timed: bool) -> None:
     """Prints the results for launch parameters, block variants and the whole model."""
+    from ..measure.timeout import is_late
+
     print_line(title)
     console = Console()
     if tuned.launches:
@@ -198,8 +201,8 @@ def _report(tuned: "Tuned", title: str, timed: bool) -> None:
             table.add_row(name, ratio, match, ", ".join(marks))
         console.print(table)
         for name, columns in row["variants"].items():
-            if "error" in columns and (timed or not _is_late(columns)):
-                print_line(f"{name}: {'not timed; raise --seconds' if _is_late(columns) else columns['error']}")
+            if "error" in columns and (timed or not is_late(columns)):
+                print_line(f"{name}: {'not timed; raise --seconds' if is_late(columns) else columns['error']}")
     for row in tuned.attention if timed else ():
         times = ", ".join(f"{name} {columns['us']:.0f} µs" for name, columns in row["variants"].items())
         print_line(f"attention {row['sizes']}: {times}")
@@ -209,19 +212,16 @@ def _report(tuned: "Tuned", title: str, timed: bool) -> None:
         table.add_row(name, *ms, f"{row['speedup']:.2f}" if timed and "speedup" in row else "-")
     console.print(table)
     for name, row in tuned.model.items():
-        if "error" in row and (timed or not _is_late(row)):
+        if "error" in row and (timed or not is_late(row)):
             print_line(f"{name}: {row['error']}")
     if timed:
         print_line(f"Saved in {tuned.path}; `fastvit-triton tune --show` lists it, --clear removes it.")
 
 
-def _is_late(columns: dict) -> bool:
-    """True for a variant that was not measured in time."""
-    return columns.get("error", "").startswith("TimedOut")
-
-
 def _report_launches(tuned: "Tuned", timed: bool, console: Console) -> None:
     """Prints the results for launch parameters."""
+    from ..measure.timeout import is_late
+
     table = Table("launches", "tried", "new", "speedup", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in tuned.launches:
         tried = sum("us" in candidate for candidate in row["tried"])
@@ -233,9 +233,9 @@ def _report_launches(tuned: "Tuned", timed: bool, console: Console) -> None:
     late = 0
     for row in tuned.launches:
         for candidate in row["tried"]:
+            late += is_late(candidate)
             why = candidate.get("error") or (None if candidate.get("match", True) else "wrong result")
-            late += (why or "").startswith("Timed")
-            if why is not None and not why.startswith("Timed"):
+            if why is not None and not is_late(candidate):
                 print_line(f"{row['row']}: rejected {_text(candidate['config'])}: {why}")
     if late:
         print_line(f"{late} candidates were not reached in time; raise --seconds.")

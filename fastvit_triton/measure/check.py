@@ -29,7 +29,7 @@ from ..kernels.settings import observing
 from .compare import Named, leaves
 from .libraries import MEDIUM, ModelCall, build_variant, medium_variant, optimized_variant
 from .machine import busy_machine
-from .timeout import Deadline, capturing
+from .timeout import Deadline, capturing, is_late
 from .timing import Timing
 from .variants import Case, Variant, compiled, measure, without_times
 
@@ -89,7 +89,7 @@ def run_stages(
         except KeyboardInterrupt:
             row["error"] = STOPPED
         row["seconds"] = round(clock() - begun, 1)
-        if _is_late(row):
+        if is_late(row):
             row["error"] = _not_in(stage.seconds)
         elif "error" in row and row["error"] != STOPPED:
             row["error"] = f"failed: {row['error']}"
@@ -105,10 +105,6 @@ def _ended(name: str, row: dict) -> str:
     if "skipped" in row:
         return f"{name}: skipped, because {row['skipped']}"
     return f"{name}: {row['said']} ({row['seconds']:.0f} of {row['budget']:.0f} s)"
-
-
-def _is_late(row: dict) -> bool:
-    return row.get("error", "").startswith("TimedOut")
 
 
 def _not_in(seconds: float) -> str:
@@ -281,7 +277,7 @@ def _why_missing(row: dict, budget: float) -> str | None:
     if "us" in row:
         rounds = "1 round" if row["rounds"] == 1 else f"{row['rounds']} rounds"
         return None if row["rounds"] >= FEWEST else f"was timed in {rounds} only, which says nothing"
-    if _is_late(row):
+    if is_late(row):
         return _not_in(budget)
     if why := row.get("error") or row.get("reason"):
         return f"was not measured: {why}" if why.endswith("is not installed") else f"failed: {why}"

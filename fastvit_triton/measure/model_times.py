@@ -11,12 +11,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..deploy.cuda_graph import can_capture, cuda_graph
 from ..deploy.warm_up import run
 from ..kernels import measured
-from ..kernels.backend import using_backend
 from ..kernels.measured import Measured
 from .model_parts import RecordedCall
 from .timeout import Deadline, capturing
-from .timing import Setup, samples_of, timing_columns
-from .variants import compiled
+from .timing import Setup, add_times, repeated, samples_of, timing_columns
+from .variants import compiled, with_backend
 
 BACKENDS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -37,24 +36,9 @@ def time_attention(calls: list[RecordedCall], after: Measured, device: torch.dev
         if kv_lens is not None or cu_seqlens is not None or columns or own:
             continue
 
-        def backend(
-            which: SDPBackend, index: int, q=q, k=k, v=v, bias=bias, scale=scale, causal=causal
-        ) -> Callable[[], object]:
-            def timed() -> Tensor:
-                with sdpa_kernel(which), torch.no_grad():
-                    return F.scaled_dot_product_attention(q, k, v, bias, is_causal=causal, scale=scale)
-
-            return timed
-
-        def ours(index: int, call=call) -> Callable[[], object]:
-            def timed() -> object:
-                with measured.using(after):
-                    return call()
-
-            return timed
-
-        steps: dict[str, Setup] = {name: partial(backend, which) for name, which in BACKENDS.items()}
-        steps = {"ours": ours, **steps}
+        theirs = torch.no_grad()(partial(F.scaled_dot_product_attention, q, k, v, bias, is_causal=causal, scale=scale))
+        steps = dict(ours=repeated(call, partial(measured.using, after)))
+        steps |= {name: repeated(theirs, partial(sdpa_kernel, which)) for name, which in BACKENDS.items()}
         samples, errors = samples_of(steps, device, deadline, seconds=0.1, rounds=(3, 30))
         columns = {name: timing_columns(taken, None) for name, taken in samples.items()}
         rows.append(dict(sizes=[*q.shape, k.shape[2]], count=call.count, variants=columns, errors=errors))
@@ -72,25 +56,23 @@ def time_model(
 ) -> dict[str, dict]:
     """Times the whole model; returns rows by variant, with "speedup" over eager PyTorch."""
 
-    def step(model: nn.Module, table: Measured, backend: str, index: int) -> Callable[[], object]:
-        def timed() -> object:
-            with measured.using(table), using_backend(backend):
-                return run(model, inputs, named, train)
-
-        return timed
+    def step(model: nn.Module, table: Measured, backend: str) -> Setup:
+        call = with_backend(backend, partial(run, model, inputs, named, train))
+        return repeated(call, partial(measured.using, table))
 
     (ours, theirs), (before, after) = models, tables
     errors: dict[str, str] = {}
-    steps: dict[str, Setup] = dict(eager=partial(step, theirs, before, "torch"))
-    steps |= dict(before=partial(step, ours, before, "auto"), after=partial(step, ours, after, "auto"))
+    steps = dict(eager=step(theirs, before, "torch"))
+    steps |= dict(before=step(ours, before, "auto"), after=step(ours, after, "auto"))
     if not train and not named and all(isinstance(x, Tensor) and x.dim() and can_capture(x) for x in inputs):
         with capturing(errors, "after, CUDA graph"), deadline, measured.using(after):
             graphed = cuda_graph(ours, inputs, batch_sizes=(len(inputs[0]),), max_graphs=1)
-            steps["after, CUDA graph"] = lambda index: partial(graphed, *inputs)
-    steps["torch.compile"] = partial(step, _Compiled(theirs), before, "torch")
+            steps["after, CUDA graph"] = repeated(partial(graphed, *inputs))
+    steps["torch.compile"] = step(_Compiled(theirs), before, "torch")
     samples, late = samples_of(steps, device, deadline, max(0.5 * deadline.left, 0.5), rounds=(3, 100), latency=True)
-    rows = {name: timing_columns(taken, samples.get("eager")) for name, taken in samples.items()}
-    return rows | {name: dict(error=text) for name, text in (errors | late).items()}
+    rows: dict[str, dict] = {}
+    add_times(rows, (samples, errors | late), "eager")
+    return rows
 
 
 class _Compiled(nn.Module):

@@ -78,6 +78,11 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no text'}"[:300]
 
 
+def is_late(row: dict[str, Any]) -> bool:
+    """True if the "error" of a row is that of `TimedOut`."""
+    return row.get("error", "").startswith(TimedOut.__name__)
+
+
 @contextlib.contextmanager
 def capturing(errors: dict[str, Any], name: str) -> Iterator[None]:
     """Context that catches an exception and stores it as one line in `errors[name]`."""

@@ -4,6 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +17,18 @@ HEAD_START = 1_000_000  # cycles, half a millisecond or more: an autograd engine
 
 # index of a set of inputs → the call to time, after any untimed work before it
 Setup = Callable[[int], Callable[[], object]]
+Context = Callable[[], AbstractContextManager]
+
+
+def repeated(function: Callable[[], object], context: Context = nullcontext, calls: int = 1) -> Setup:
+    """Set-up of samples that each call a function some times in a context."""
+
+    def timed() -> None:
+        with context():
+            for _ in range(calls):
+                function()
+
+    return lambda copy: timed
 
 
 @dataclass(frozen=True)
@@ -143,6 +156,21 @@ def timing_columns(taken: list[float], baseline: list[float] | None, calls: int 
         pairs = Timing.of([theirs / ours for theirs, ours in zip(baseline, taken, strict=True)])
         columns |= dict(speedup=round(pairs.us, 3), speedup_quartiles=[round(pairs.q1, 3), round(pairs.q3, 3)])
     return columns
+
+
+def add_times(
+    rows: dict[str, dict],
+    found: tuple[dict[str, list[float]], dict[str, str]],
+    baseline: str = "",
+    calls: int = 1,
+) -> dict[str, list[float]]:
+    """Adds timing columns or errors of variants, from what `samples_of` found, to their rows; returns the samples."""
+    samples, errors = found
+    for variant, taken in samples.items():
+        rows.setdefault(variant, {}).update(timing_columns(taken, samples.get(baseline), calls))
+    for variant, why in errors.items():
+        rows.setdefault(variant, {})["error"] = why
+    return samples
 
 
 def _gather(samples: dict[str, list[float]], clock: Clock) -> None:

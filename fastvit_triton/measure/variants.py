@@ -16,7 +16,7 @@ from ..kernels.compiling import Collector, CompiledLaunch
 from ..kernels.compiling import compiling as compiling_ahead
 from .compare import FACTOR, Named, Verdict, converted, cotangents, leaves, named_leaves, outcome, verdict
 from .timeout import Deadline, capturing
-from .timing import WARM_UP, Setup, peak_bytes, rate, samples_of, saved_bytes, timing_columns
+from .timing import WARM_UP, Setup, add_times, peak_bytes, rate, samples_of, saved_bytes
 
 _compiler = "inductor"
 
@@ -229,11 +229,10 @@ def measure(
         rows[variant.name] = row
         if is_timed:
             right[variant.name] = step_of(case, variant.call, sets, phase)
-    samples, failed = samples_of(right, device, deadline, seconds, rounds, copies, latency, warm_up)
-    for name, text in failed.items():
-        rows[name]["error"] = text
-    for name, times in samples.items():
-        rows[name] |= _timing_columns(case, times, samples.get(case.variants[0].name), phase)
+    found = samples_of(right, device, deadline, seconds, rounds, copies, latency, warm_up)
+    samples = add_times(rows, found, case.variants[0].name)
+    for row in rows.values():
+        row |= _rates(case, phase, row)
     return VariantTimes(rows, samples)
 
 
@@ -258,12 +257,9 @@ def rows_of(
         name = variant.name
         if is_timed:
             steps = {each.name: step_of(case, each.call, sets, phase) for each in (base, variant)}
-            samples, failed = sampler(steps, device, deadline, seconds, copies=copies, latency=latency)
-            if name in samples:
-                row |= _timing_columns(case, samples[name], samples.get(base.name), phase)
-            if name in failed:
-                row["error"] = failed[name]
-        yield row
+            found = sampler(steps, device, deadline, seconds, copies=copies, latency=latency)
+            add_times({base.name: {}, name: row}, found, base.name)
+        yield row | _rates(case, phase, row)
         if variant is base:
             yield from (_row(case, phase, other) for other in others if other.reason is not None)
 
@@ -327,11 +323,10 @@ def _memory(case: Case, call: Callable, arguments: dict, device: torch.device, p
     return columns
 
 
-def _timing_columns(case: Case, times: list[float], baseline: list[float] | None, phase: str) -> dict:
-    """Timing columns of a row, with rates if flops and bytes are known."""
-    columns = timing_columns(times, baseline)
-    if case.work and phase == "forward":
-        flops, nbytes = case.work
-        columns |= dict(flops=flops, tflops=round(rate(flops, columns["us"]), 2))
-        columns |= {} if nbytes is None else dict(bytes=nbytes, tbs=round(rate(nbytes, columns["us"]), 3))
-    return columns
+def _rates(case: Case, phase: str, row: dict) -> dict:
+    """Columns of rates for a row with a time, if flops and bytes are known."""
+    if case.work is None or phase != "forward" or "us" not in row:
+        return {}
+    flops, nbytes = case.work
+    columns = dict(flops=flops, tflops=round(rate(flops, row["us"]), 2))
+    return columns if nbytes is None else columns | dict(bytes=nbytes, tbs=round(rate(nbytes, row["us"]), 3))
