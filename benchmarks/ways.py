@@ -3,9 +3,8 @@
 `time_ways` times two blocks in each way, including host time, in inference or a training step.
 """
 
-import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -14,10 +13,10 @@ from torch import nn
 from fastvit_triton.kernels.choose import Choice
 from fastvit_triton.kernels.settings import forcing, observing
 from fastvit_triton.kernels.sizes import WAYS
-from fastvit_triton.measure.compare import Named, outcome, verdict
+from fastvit_triton.measure.model_parts import Part
 from fastvit_triton.measure.selftest import blocks_of
 from fastvit_triton.measure.timeout import Deadline
-from fastvit_triton.measure.timing import alternate
+from fastvit_triton.measure.timing import Context, alternate, repeated
 
 # (model, batch size), most important first
 MODELS = (
@@ -55,27 +54,21 @@ def time_ways(
     training: bool,
     device: torch.device,
     deadline: Deadline,
-    context: Callable[[], AbstractContextManager],
+    context: Context,
     dry: bool = False,
     **options: object,
 ) -> dict:
     """Times two blocks of a model in each way and compares their results with float32."""
     blocks, tokens, channels = blocks_of(name, device, **options)
     x = torch.randn(batch, tokens, channels, device=device).to(torch.bfloat16).requires_grad_(training)
-
-    def found(net: nn.Module, way: str, x: torch.Tensor) -> Named:
-        learning = dict(net.named_parameters()) | dict(x=x) if training else None
-        with context(), forcing(way):
-            return outcome(net, dict(x=x), learning)
-
     with context():
         shape, rule = chosen_way(blocks, x, training)
-    truth = found(copy.deepcopy(blocks).float(), "plain", x.detach().float().requires_grad_(training))
-    baseline = found(blocks, "plain", x)
-    said = {way: verdict(found(blocks, way, x), truth, baseline, torch.bfloat16) for way in WAYS}
+    part = Part(name, 1, (shape,), blocks, (x,), {})
+    contexts = {way: partial(_running, context, way) for way in WAYS}
+    compared = part.comparison(contexts["plain"], training)
+    said = {way: compared(contexts[way]) for way in WAYS}
     calls = 1 if dry else CALLS
-    along = torch.randn_like(x) if training else None
-    steps = {way: partial(_step, context, blocks, way, x, along, calls) for way in WAYS}
+    steps = {way: repeated(part.step(training), contexts[way], calls) for way in WAYS}
     timings, errors = alternate(steps, device, deadline, 0.3, (1, 1) if dry else (3, 60), latency=True)
     columns: dict[str, object] = dict(shape=shape, rule=rule) | {f"{way}_match": v.match for way, v in said.items()}
     columns |= {f"{way}_us": round(timing.us / calls, 1) for way, timing in timings.items()}
@@ -84,23 +77,8 @@ def time_ways(
     return columns | dict(way=min(right, key=lambda way: timings[way].us, default="plain"))
 
 
-def _step(
-    context: Callable[[], AbstractContextManager],
-    blocks: nn.Module,
-    way: str,
-    x: torch.Tensor,
-    along: torch.Tensor | None,
-    calls: int,
-    copy: int,
-) -> Callable[[], object]:
-    """A sample: calls of the blocks, without gradients, or with the gradients of `along`."""
-    learning = [x, *blocks.parameters()]
-
-    def timed() -> None:
-        with context(), forcing(way), torch.set_grad_enabled(along is not None):
-            for _ in range(calls):
-                y = blocks(x)
-                if along is not None:
-                    torch.autograd.grad(y, learning, along)
-
-    return timed
+@contextmanager
+def _running(context: Context, way: str) -> Iterator[None]:
+    """Context in which blocks run in this way on our kernels."""
+    with context(), forcing(way):
+        yield

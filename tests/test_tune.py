@@ -24,7 +24,6 @@ from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.op import REGISTERED
 from fastvit_triton.measure import kept, model_times, timing, tuning
-from fastvit_triton.measure.timing import Timing
 from fastvit_triton.measure.tune import Tuned, tune
 from fastvit_triton.measure.tuning import fastest
 
@@ -201,11 +200,12 @@ def test_candidates_that_do_not_compile_or_spill_are_left_out(invented, monkeypa
 @pytest.mark.fast
 def test_fastest():
     """Oracle: by hand: differences within the quartiles are noise; no choice without a time of the variant in use."""
-    near, far, used = Timing(9, 8, 10.5, 5), Timing(7, 6, 8, 5), Timing(10, 10, 11, 5)
-    assert fastest(dict(a=near, b=used), "b", "ab") == "b"
-    assert fastest(dict(a=far, b=used), "b", "ab") == "a"
-    assert fastest(dict(a=far), "b", "ab") is None and fastest(dict(a=far), "b", "a") == "a"
-    assert fastest({}, "b", "") is None
+    near, far, used = dict(us=9, q1=8, q3=10.5), dict(us=7, q1=6, q3=8), dict(us=10, q1=10, q3=11)
+    assert fastest(dict(a=near, b=used), "b") == "b"
+    assert fastest(dict(a=far, b=used), "b") == "a"
+    assert fastest(dict(a=far, b=dict(match=True)), "b") is None
+    assert fastest(dict(a=far, b=dict(match=False)), "b") == fastest(dict(a=far), "b") == "a"
+    assert fastest({}, "b") is None
 
 
 @pytest.mark.full

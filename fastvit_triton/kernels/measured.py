@@ -40,6 +40,10 @@ class Measured:
     rows: dict[str, dict[str, int]] = field(default_factory=dict)
     ways: dict[str, str] = field(default_factory=dict)
 
+    def with_ways(self, ways: dict[str, str]) -> "Measured":
+        """A copy with these ways in addition."""
+        return Measured(self.rows, self.ways | ways)
+
 
 NOTHING = Measured()
 _override: Measured | None = None  # used instead of all files, see `using`

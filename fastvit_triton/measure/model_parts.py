@@ -22,6 +22,7 @@ from ..kernels.patch_embed import patch_embed
 from ..kernels.settings import observing
 from .compare import Named, Verdict, outcome, verdict
 from .timeout import capturing
+from .timing import Context
 
 
 @dataclass
@@ -104,31 +105,46 @@ class Part:
                 return name
         return "plain"
 
-    def step(self, train: bool) -> None:
-        """Runs one call, if `train` with its backward pass."""
-        with torch.set_grad_enabled(train):
-            outputs = [t for t in self._outputs() if t.requires_grad]
-            learn = list(self._learning().values())
-            if train and outputs and learn:
-                torch.autograd.grad(outputs, learn, list(map(torch.ones_like, outputs)), allow_unused=True)
+    def step(self, train: bool) -> Callable[[], None]:
+        """A function that runs one call, if `train` with its backward pass."""
+        learn = list(self._learning().values())
+        along: list[Tensor] = []
+
+        def call() -> None:
+            with torch.set_grad_enabled(train):
+                outputs = [t for t in self._outputs() if t.requires_grad]
+                if train and outputs and learn:
+                    along[:] = along or map(torch.ones_like, outputs)
+                    torch.autograd.grad(outputs, learn, along, allow_unused=True)
+
+        return call
 
     def compare(self, tables: dict[str, Measured], train: bool) -> tuple[dict[str, Verdict], dict[str, str]]:
-        """Compares the results with each table to a wider dtype; the baseline is "plain", the part's original code.
+        """Compares the results with each table to a wider dtype; the baseline is "plain", the part's original code."""
+        verdicts: dict[str, Verdict] = {}
+        errors: dict[str, str] = {}
+        with capturing(errors, "plain"):
+            compared = self.comparison(partial(measured.using, tables["plain"]), train)
+            for name, table in tables.items():
+                with capturing(errors, name):
+                    verdicts[name] = compared(partial(measured.using, table))
+        return verdicts, errors
+
+    def comparison(self, plain: Context, train: bool) -> Callable[[Context], Verdict]:
+        """What compares the results in a context to a wider dtype; the baseline is the part's original code in `plain`.
 
         Dropout and stochastic depth are disabled.
         """
         dtype = self.autocast or _stream(self).dtype
-        verdicts: dict[str, Verdict] = {}
-        errors: dict[str, str] = {}
-        with capturing(errors, "plain"), _evaluating(self.call):
-            with using_backend("torch"):
-                truth = self._widened(torch.float64 if dtype == torch.float32 else torch.float32)._outcome(train)
-            with measured.using(tables["plain"]):
-                baseline = self._outcome(train)
-            for name, table in tables.items():
-                with capturing(errors, name), measured.using(table):
-                    verdicts[name] = verdict(self._outcome(train), truth, baseline, dtype)
-        return verdicts, errors
+
+        def results(context: Context) -> Named:
+            with _evaluating(self.call), context():
+                return self._outcome(train)
+
+        with _evaluating(self.call), using_backend("torch"):
+            truth = self._widened(torch.float64 if dtype == torch.float32 else torch.float32)._outcome(train)
+        baseline = results(plain)
+        return lambda context: verdict(results(context), truth, baseline, dtype)
 
     def _outputs(self) -> list[Tensor]:
         with torch.autocast(_stream(self).device.type, self.autocast, enabled=self.autocast is not None):
@@ -170,7 +186,7 @@ def parts_of(
             continue
         part.shapes, part.name, part.ways = block.shapes, type(part.call).__name__, ways
         if not on_cpu:
-            fused = Measured(table.rows, table.ways | dict.fromkeys(block.shapes, "fused"))
+            fused = table.with_ways(dict.fromkeys(block.shapes, "fused"))
             choices = []
             with capturing({}, part.name):  # if memory is insufficient, it is not fused
                 choices = _choices(part, fused, train)
@@ -187,7 +203,7 @@ def _stems(model: nn.Module, inputs: tuple, named: dict, train: bool, table: Mea
     shapes = next((choice.shapes for choice in choices if choice.name == "patch_embed"), None)
     if shapes is None:
         return
-    fused = Measured(table.rows, table.ways | dict.fromkeys(shapes, "fused"))
+    fused = table.with_ways(dict.fromkeys(shapes, "fused"))
     with measured.using(fused), torch.set_grad_enabled(train):
         calls = calls_of(lambda: model(*inputs, **named))
     for call in calls:
@@ -206,7 +222,7 @@ def _stem(
 def _choices(part: Part, table: Measured, train: bool) -> list[Choice]:
     choices: list[Choice] = []
     with measured.using(table), observing(choices.append):
-        part.step(train)
+        part.step(train)()
     return choices
 
 

@@ -10,7 +10,7 @@ Variants alternate; see `timing`.
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from .kept import add, held_in
 from .model_parts import Part, calls_of, parts_of
 from .model_times import time_attention, time_model
 from .timeout import Deadline
-from .timing import Timing, samples_of, timing_columns
+from .timing import Timing, add_times, repeated, samples_of
 from .tuning import fastest, rows_of, tune_launches
 
 SHARES = 0.45, 0.75  # fractions of the time at which steps 1 and 2 end
@@ -169,13 +169,14 @@ def _tune(
     with unchanged(model):
         after = before
         if calls:
-            progress = partial(_progress_of_launches, on_progress)
-            tuned.launches, after = tune_launches(calls, parts, before, train, device, first, progress)
+            tuned.launches, after = tune_launches(
+                calls, parts, before, train, device, first, lambda stage, done: on_progress(stage, SHARES[0] * done)
+            )
         for i, part in enumerate(parts):
             on_progress(f"ways of {part.name}", SHARES[0] + (SHARES[1] - SHARES[0]) * i / len(parts))
             row = _time_part(part, before, after, device, train, second.sooner(second.left / (len(parts) - i)))
             tuned.parts.append(row)
-            after = Measured(after.rows, after.ways | {shape: entry["way"] for shape, entry in row["entries"].items()})
+            after = after.with_ways({shape: entry["way"] for shape, entry in row["entries"].items()})
         on_progress("the whole model", SHARES[1])
         tuned.attention = time_attention(calls, after, device, deadline.sooner(0.2 * deadline.left))
         try:
@@ -183,10 +184,6 @@ def _tune(
         finally:
             tuned.keep()
     return tuned
-
-
-def _progress_of_launches(on_progress: Callable[[str, float], None], stage: str, done: float) -> None:
-    on_progress(stage, SHARES[0] * done)
 
 
 def _with_ways(
@@ -220,34 +217,20 @@ def _time_part(
     """Times a block or stem; returns its row. The best variant is the fastest correct one; ties keep the one in use."""
     kind = "CPU" if part.ways == WAYS["CPU"] else "GPU"
     repeats, seconds = SAMPLES[kind]
-    tables = {name: Measured(after.rows, after.ways | ways) for name, ways in part.variants().items()}
+    tables = {name: after.with_ways(ways) for name, ways in part.variants().items()}
     row: dict[str, Any] = dict(name=part.name, count=part.count, shapes=part.shapes, rule=part.rule(before, train))
     verdicts, errors = part.compare(tables, train)
-    steps = {
-        name: partial(_step, part, tables[name], train, repeats) for name, verdict in verdicts.items() if verdict.match
-    }
+    row["variants"] = variants = {name: verdict.columns() for name, verdict in verdicts.items()}
+    using = {name: partial(measured.using, tables[name]) for name, verdict in verdicts.items() if verdict.match}
+    steps = {name: repeated(part.step(train), table, repeats) for name, table in using.items()}
     samples, late = samples_of(steps, device, deadline, seconds, rounds=(3, 30), latency=True)
-    row["variants"] = {name: verdict.columns() for name, verdict in verdicts.items()}
-    for name, times in samples.items():
-        row["variants"][name] |= timing_columns(times, samples.get("plain"), repeats)
-    for name, text in (errors | late).items():
-        row["variants"].setdefault(name, {})["error"] = text
-    timings = {name: Timing.of([us / repeats for us in times]) for name, times in samples.items()}
-    compared = timings
-    # the clock and load of a CPU vary more than variants differ
+    add_times(variants, (samples, errors | late), "plain", repeats)
+    medians = {name: columns["us"] for name, columns in variants.items() if "us" in columns}
+    # the clock and load of a CPU vary more than variants differ, so these are compared by round
     if kind == "CPU" and (reference := samples.get(row["rule"])) is not None:
         pairs = {name: zip(times, reference, strict=True) for name, times in samples.items()}
-        compared = {name: Timing.of([us / before for us, before in pair]) for name, pair in pairs.items()}
-    row["way"] = best = fastest(compared, row["rule"], steps)
-    us = {name: timing.us for name, timing in timings.items()}
-    row["entries"] = {} if best is None else {s: dict(way=w, us=us) for s, w in part.variants()[best].items()}
+        ratios = {name: Timing.of([us / before for us, before in pair]) for name, pair in pairs.items()}
+        variants = variants | {name: asdict(ratio) for name, ratio in ratios.items()}
+    row["way"] = best = fastest(variants, row["rule"])
+    row["entries"] = {} if best is None else {s: dict(way=w, us=medians) for s, w in part.variants()[best].items()}
     return row
-
-
-def _step(part: Part, table: Measured, train: bool, repeats: int, index: int) -> Callable[[], object]:
-    def timed() -> None:
-        with measured.using(table):
-            for _ in range(repeats):
-                part.step(train)
-
-    return timed

@@ -1,11 +1,11 @@
 """Times candidate launch parameters on this GPU; the best are the fastest with correct results."""
 
 import json
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from .candidates import CANDIDATES, Config, candidates
 from .compare import Named, leaves, verdict
 from .model_parts import Part, RecordedCall
 from .timeout import Deadline, TimedOut, capturing
-from .timing import Setup, Timing, alternate
+from .timing import Setup, add_times, samples_of
 
 
 @dataclass
@@ -45,7 +45,9 @@ class Candidates:
                 by_text[text] = collected.launches
         return by_text
 
-    def time(self, device: torch.device, deadline: Deadline, **sampling: Any) -> dict:
+    def time(
+        self, device: torch.device, deadline: Deadline, seconds: float = 0.1, rounds: tuple[int, int] = (3, 30)
+    ) -> dict:
         """Times candidates that compile without register spills and whose results are correct."""
         current = next(iter(self.configs))
         errors = dict(self.errors)
@@ -67,15 +69,12 @@ class Candidates:
                     steps[text] = partial(_step, self.step, {self.row: config})
             if text == current and text in errors and self.truth is None:
                 break  # without those in use there is no reference
-        timings, late = alternate(steps, device, deadline, **dict(seconds=0.1, rounds=(3, 30)) | sampling)
-        for text, timing in timings.items():
-            tried[text] |= asdict(timing)
-        for text, why in (errors | late).items():
-            tried[text]["error"] = why
-        best = fastest(timings, current, steps)
+        samples, late = samples_of(steps, device, deadline, seconds, rounds)
+        add_times(tried, (samples, errors | late))
+        best = fastest(tried, current)
         row = dict(row=self.row, **self.facts, best=best and self.configs[best], tried=list(tried.values()))
         if best is not None:
-            row |= dict(us=timings[best].us, us_before=timings[current].us if current in timings else None)
+            row |= dict(us=tried[best]["us"], us_before=tried[current].get("us"))
         return row
 
 
@@ -86,7 +85,7 @@ def race(
     on_progress: Callable[[str, float], None] = lambda stage, done: None,
     **sampling: Any,
 ) -> list[dict]:
-    """Times the candidates of each row, while others compile, as `timing.alternate` does; returns a row for each."""
+    """Times the candidates of each row, while others compile, as `timing.samples_of` does; returns a row for each."""
     every = [(one, text, launch) for one in choices for text, group in one.launches().items() for launch in group]
     rows = []
     with compiling([launch for *_, launch in every]) as futures:
@@ -117,7 +116,7 @@ def tune_launches(
     for part in parts:
         ways = {name: ways for name, ways in part.variants().items() if not name.startswith("mixed")}
         old, new = (
-            part.compare({name: Measured(table.rows, table.ways | more) for name, more in ways.items()}, train)[0]
+            part.compare({name: table.with_ways(more) for name, more in ways.items()}, train)[0]
             for table in (before, after)
         )
         if any(said.match and not (name in new and new[name].match) for name, said in old.items()):
@@ -168,15 +167,16 @@ def candidates_for(row: str, arch: str) -> list[Config]:
     return [] if table_row is None else candidates(table_row, arch)
 
 
-def fastest(timings: dict[str, Timing], current: str, right: Container[str]) -> str | None:
+def fastest(rows: Mapping[str, Mapping[str, Any]], current: str) -> str | None:
     """The fastest variant, or the one in use unless the third quartile of the fastest lies below its first quartile.
 
-    None if there are no timings, or time ran out before the one in use, although `right`, was timed.
+    None if no row has a time, or time ran out before the one in use, although it matches, was timed.
     """
-    best = min(timings, key=lambda name: timings[name].us, default=None)
-    if best is None or current not in timings:
-        return None if current in right else best
-    return current if timings[best].q3 >= timings[current].q1 else best
+    timed = [name for name, row in rows.items() if "us" in row]
+    best = min(timed, key=lambda name: rows[name]["us"], default=None)
+    if best is None or current not in timed:
+        return None if rows.get(current, {}).get("match") else best
+    return current if rows[best]["q3"] >= rows[current]["q1"] else best
 
 
 def refuse_spills(compiled: Any) -> None:
