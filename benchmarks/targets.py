@@ -10,9 +10,9 @@ from fastvit_triton.kernels import OPS
 from fastvit_triton.kernels.compiling import Collector
 from fastvit_triton.kernels.launch import architecture, overriding
 from fastvit_triton.kernels.op import Op
-from fastvit_triton.measure.candidates import Config, candidates
+from fastvit_triton.measure.candidates import Config
 from fastvit_triton.measure.compare import Named, converted, leaves, named_leaves, outcome
-from fastvit_triton.measure.tuning import Candidates, by_text
+from fastvit_triton.measure.tuning import Candidates, by_text, to_try
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,7 @@ def candidates_of(target: Target, arch: str, call: Callable[[], object]) -> tupl
     name = next((n for n in used if n == target.row or n.startswith(f"{target.row}.")), None)
     if name is None:
         raise LookupError(f"{target.op} at {target.shape} reads {sorted(used)}, not {target.row}")
-    current = {k: v for k, v in used[name].items() if k != "enable_fp_fusion"}
-    return name, [current, *(c for c in candidates(target.row, arch) if c != current)]
+    return name, to_try(name, used[name], arch)
 
 
 def to_race(target: Target, dtype: torch.dtype, device: torch.device, most: int | None = None) -> Candidates:

@@ -12,6 +12,7 @@ from benchmarks.predict import compile_candidates, record_candidates
 from benchmarks.sass import GPUS
 from benchmarks.targets import Target
 from fastvit_triton.measure.candidates import CANDIDATES, candidates
+from fastvit_triton.measure.tuning import candidates_for
 
 
 def faults(target: Target, arch: str, stop: int | None = None) -> list[str]:
@@ -29,6 +30,15 @@ def test_lists_of_candidates_are_short(arch):
         found = candidates(row, arch)
         assert len(found) <= 12 and (found or "_whole." in row)
         assert len({json.dumps(config, sort_keys=True) for config in found}) == len(found), row
+
+
+@pytest.mark.fast
+def test_names_with_sizes_have_the_candidates_of_their_row():
+    """Oracle: the table's rows, one of which, "window.fwd.large", continues the name of another; and an unknown row."""
+    for row in CANDIDATES:
+        assert candidates_for(f"{row} 8,16", "sm_90") == candidates(row, "sm_90")
+    assert candidates_for("attention.fwd.128 8,16", "sm_90") == candidates("attention.fwd", "sm_90")
+    assert candidates_for("attention.forward", "sm_90") == []
 
 
 @pytest.mark.few(1)

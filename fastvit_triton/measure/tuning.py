@@ -145,8 +145,8 @@ def row_candidates(call: RecordedCall, arch: str) -> list[Candidates]:
 
     choices = []
     for row, used in call.rows.items():
-        current = {name: value for name, value in used.items() if name != "enable_fp_fusion"}
-        others = [c for c in candidates_for(row, arch) if c != current and c.get("BLOCK_F") != 0]  # 0: another op
+        current, *others = to_try(row, used, arch)
+        others = [c for c in others if c.get("BLOCK_F") != 0]  # 0: another op
         if call.op == "linear_fwd" and call.arguments[-1]:  # the shape of row statistics is fixed
             others = [c for c in others if c["BLOCK_F"] == current["BLOCK_F"]]
         if others:
@@ -160,11 +160,17 @@ def by_text(*configs: Config) -> dict[str, Config]:
     return {json.dumps(config): config for config in configs}
 
 
+def to_try(row: str, used: Config, arch: str) -> list[Config]:
+    """The launch parameters in use for a row, and the candidates."""
+    current = {name: value for name, value in used.items() if name != "enable_fp_fusion"}
+    return [current, *(c for c in candidates_for(row, arch) if c != current)]
+
+
 def candidates_for(row: str, arch: str) -> list[Config]:
     """The candidates for a row name that includes sizes and, for attention, the width."""
     name = row.partition(" ")[0]
-    table_row = next((key for key in CANDIDATES if name == key or name.startswith(f"{key}.")), None)
-    return [] if table_row is None else candidates(table_row, arch)
+    rows = [key for key in CANDIDATES if name == key or name.startswith(f"{key}.")]
+    return candidates(max(rows, key=len), arch) if rows else []  # "window.fwd.large" has its own
 
 
 def fastest(rows: Mapping[str, Mapping[str, Any]], current: str) -> str | None:
