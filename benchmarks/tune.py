@@ -12,8 +12,7 @@ blocks.
 import argparse
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from fastvit_triton.kernels import launch
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.compiling import CompiledLaunch, compiling
 from fastvit_triton.measure.timeout import Deadline, capturing
+from fastvit_triton.measure.timing import Context
 from fastvit_triton.measure.tuning import race
 
 from .result_file import ResultFile
@@ -30,7 +30,7 @@ from .targets import Target, targets, to_race
 from .tuned_tables import adopt, best_rows, write
 from .ways import MODELS, time_ways
 
-Context = Callable[[], AbstractContextManager]  # in which our kernels run
+DEVICE = torch.device("cuda", 0)
 
 
 def measure_ways(result: ResultFile, device: torch.device, context: Context) -> None:
@@ -95,10 +95,21 @@ def run(result: ResultFile, device: torch.device, context: Context) -> None:
                 result.add(dict(case=name, arch=arch, **row))
 
 
+def tried(arch: str, is_here: bool, result: ResultFile) -> Iterator[dict]:
+    """A row for each target with what was tried: timed on this GPU, or compiled for another architecture."""
+    if is_here:
+        run(result, DEVICE, partial(using_backend, "triton"))
+        yield from (row for row in result.rows if "tried" in row)
+    else:
+        from . import predict  # needs the compile report's packages
+
+        yield from (predict.predict_candidates(target, arch) for target in targets() if not result.deadline.over)
+
+
 def main() -> None:
     """Tunes, prints the result, and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    here = launch.architecture(torch.device("cuda", 0)) if torch.cuda.is_available() else "sm_90"
+    here = launch.architecture(DEVICE) if torch.cuda.is_available() else "sm_90"
     parser.add_argument("--arch", default=here, help="architecture of the table; predicted unless it is this GPU's")
     parser.add_argument("--seconds", type=float, default=300.0, help="start no new row after this time")
     parser.add_argument("--check", action="store_true", help="print the result and write nothing")
@@ -111,30 +122,20 @@ def main() -> None:
         except (OSError, ValueError) as error:
             parser.error(str(error))
         return
-    deadline, rows, here = Deadline(arguments.seconds), [], torch.cuda.is_available() and arguments.arch == here
-    kernels = partial(using_backend, "triton")
-    if not here:
-        from . import predict  # needs the compile report's packages
-    for target in () if arguments.ways else targets():
-        if deadline.over:
-            break
-        if here:
-            row = time_target(target, torch.bfloat16, torch.device("cuda", 0), deadline, kernels)
-        else:
-            row = predict.predict_candidates(target, arguments.arch)
-        print(row["row"], row["best"], *row["tried"], sep="\n  ")
-        rows.append(row)
-    best, provenance = best_rows(rows), "measured" if here else "predicted"
-    if not arguments.check:
-        print("taken:", *write(arguments.arch, best, provenance))
-    if here:
-        with tempfile.TemporaryDirectory() as folder:
-            result = ResultFile("ways", Path(folder), deadline)
-            measure_ways(result, torch.device("cuda", 0), partial(using_backend, "auto"))
-        ways = [row for row in result.rows if "way" in row]
+    rows, is_here = [], torch.cuda.is_available() and arguments.arch == here
+    with tempfile.TemporaryDirectory() as folder:
+        result = ResultFile("tuning", Path(folder), Deadline(arguments.seconds))
+        for row in () if arguments.ways else tried(arguments.arch, is_here, result):
+            print(row["row"], row["best"], *row["tried"], sep="\n  ")
+            rows.append(row)
         if not arguments.check:
-            write(arguments.arch, {}, provenance, ways=ways)
-        print(f"{len(ways)} ways")
+            print("taken:", *write(arguments.arch, best_rows(rows), "measured" if is_here else "predicted"))
+        if is_here:
+            measure_ways(result, DEVICE, partial(using_backend, "auto"))
+            ways = [row for row in result.rows if "way" in row]
+            if not arguments.check:
+                write(arguments.arch, {}, "measured", ways=ways)
+            print(f"{len(ways)} ways")
 
 
 if __name__ == "__main__":

@@ -14,13 +14,6 @@ from fastvit_triton.measure.candidates import Config
 from .result_file import write_text
 
 
-def with_rows(table: dict, found: dict[str, Config], provenance: str, **facts: object) -> tuple[dict, list[str]]:
-    """(table updated with launch parameters `found`, names of the rows written)."""
-    measured = {n for n, row in table.items() if provenance == "predicted" and row.get("provenance") == "measured"}
-    taken = {n: dict(config=c, provenance=provenance, **facts) for n, c in found.items() if n not in measured}
-    return table | taken, list(taken)
-
-
 def with_ways(table: dict, rows: Sequence[dict], **facts: object) -> dict:
     """The table updated with measured ways of blocks."""
     by_shape = {row["shape"]: row["way"] for row in reversed(rows)}
@@ -41,17 +34,19 @@ def write(
     ways: Sequence[dict] = (),
     **facts: object,
 ) -> list[str]:
-    """Writes launch parameters and measured ways into an architecture's table; returns the names of the rows written.
+    """Writes launch parameters `found`, and measured ways, into an architecture's table; returns the names written.
 
-    For the arguments see `with_rows` and `with_ways`. Clears the cached tables.
+    Clears the cached tables.
     """
     path = folder / f"{arch}.json"
-    table, taken = with_rows(json.loads(path.read_text()) if path.exists() else {}, found, provenance, **facts)
-    table = with_ways(table, ways, **facts)
+    table = json.loads(path.read_text()) if path.exists() else {}
+    kept = {n for n, row in table.items() if provenance == "predicted" and row.get("provenance") == "measured"}
+    taken = {n: dict(config=c, provenance=provenance, **facts) for n, c in found.items() if n not in kept}
+    table = with_ways(table | taken, ways, **facts)
     lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(table.items()))
     write_text(path, "{\n" + lines + "\n}\n")
     choose.forget()
-    return taken
+    return [*taken, *dict.fromkeys(row["shape"] for row in ways)]
 
 
 def best_rows(rows: Sequence[dict]) -> dict[str, Config]:
@@ -85,7 +80,7 @@ def adopt(path: Path, folder: Path = launch.TUNED) -> list[str]:
         )
     rows = [row for row in content["rows"] if "arch" in row]
     ways = [row for row in rows if "way" in row]
-    return _taken(rows[0]["arch"], best_rows(rows), ways, folder, source=path.name) if rows else []
+    return write(rows[0]["arch"], best_rows(rows), "measured", folder, ways, source=path.name) if rows else []
 
 
 def _adopt_exported(content: dict, source: str, folder: Path) -> list[str]:
@@ -98,8 +93,4 @@ def _adopt_exported(content: dict, source: str, folder: Path) -> list[str]:
     ways = [dict(shape=name, way=entry["way"]) for name, entry in content["ways"].items() if "~" in name]
     if not rows and not ways:
         raise ValueError("it has no entry for a class of sizes (a name with a ~)")
-    return _taken(arch, rows, ways, folder, gpu=gpu, source=source)
-
-
-def _taken(arch: str, rows: dict[str, Config], ways: Sequence[dict], folder: Path, **facts: object) -> list[str]:
-    return write(arch, rows, "measured", folder, ways, **facts) + list(dict.fromkeys(row["shape"] for row in ways))
+    return write(arch, rows, "measured", folder, ways, gpu=gpu, source=source)

@@ -405,6 +405,33 @@ def test_tuning_results_are_adopted(tmp_path):
 
 
 @pytest.mark.fast
+def test_tuning_writes_rows_before_ways_are_timed(tmp_path, monkeypatch, capsys):
+    """Oracle: the table, from rows of a stand-in for a GPU's; --check writes nothing, --ways times no candidate."""
+    table, seen = tmp_path / "sm_90.json", []
+
+    def ways(result, device, context):
+        seen.append(table.exists() and json.loads(table.read_text()).keys())
+        result.rows.append(dict(shape="c", way="mixed"))
+
+    def rows(result, device, context):
+        result.rows.append(dict(row="a", best={"X": 1}, tried=[dict(config={"X": 1})]))
+
+    monkeypatch.setattr(tune, "run", rows)
+    monkeypatch.setattr(tune, "measure_ways", ways)
+    monkeypatch.setattr(tune, "write", partial(tuned_tables.write, folder=tmp_path))
+    monkeypatch.setattr(tune, "ResultFile", lambda *given: SimpleNamespace(rows=[]))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launch, "architecture", lambda device: "sm_90")
+    for words, found in ((["--check"], False), (["--ways"], set()), ([], {"ways", "a"})):
+        monkeypatch.setattr("sys.argv", ["tune", *words])
+        tune.main()
+        assert seen.pop() == found and ("taken: a" in capsys.readouterr().out) == (words == [])
+    assert json.loads(table.read_text()) == {
+        "a": dict(config={"X": 1}, provenance="measured"), "ways": dict(measured=dict(c="mixed"))
+    }  # fmt: skip
+
+
+@pytest.mark.fast
 def test_overridden_launch_parameters_end_with_their_context():
     """Oracle: what `config` returns inside and outside; contexts nest, and the innermost one has precedence."""
     device, row = torch.device("cpu"), "linear.fwd.half"
