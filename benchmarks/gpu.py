@@ -28,7 +28,7 @@ import torch
 from fastvit_triton.kernels import launch
 from fastvit_triton.measure.machine import device_answers
 from fastvit_triton.measure.timeout import Deadline
-from fastvit_triton.measure.timing import alternate, rate
+from fastvit_triton.measure.timing import alternate, rate, repeated
 from fastvit_triton.measure.variants import compiling, rows_of
 
 from . import caches, op_cases
@@ -66,8 +66,7 @@ def drift(device: torch.device, dry: bool) -> dict[str, float]:
         matmul=partial(torch.mm, b, c),
         attention=partial(torch.nn.functional.scaled_dot_product_attention, q, k, v),
     )
-    steps = {name: lambda copy, call=call: call for name, call in calls.items()}
-    timings, errors = alternate(steps, device, Deadline(10), 0.6)
+    timings, errors = alternate({name: repeated(call) for name, call in calls.items()}, device, Deadline(10), 0.6)
     if errors:
         raise RuntimeError(f"the card cannot be measured: {errors}")
     us = {name: timing.us for name, timing in timings.items()}
