@@ -13,6 +13,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -20,17 +21,40 @@ import torch
 
 from fastvit_triton.kernels import launch
 from fastvit_triton.kernels.backend import using_backend
+from fastvit_triton.kernels.choose import Choice
 from fastvit_triton.kernels.compiling import CompiledLaunch, compiling
+from fastvit_triton.kernels.settings import forcing, observing
+from fastvit_triton.kernels.sizes import WAYS
+from fastvit_triton.measure.model_parts import Part
+from fastvit_triton.measure.selftest import blocks_of
 from fastvit_triton.measure.timeout import Deadline, capturing
-from fastvit_triton.measure.timing import Context
+from fastvit_triton.measure.timing import Context, alternate, repeated
 from fastvit_triton.measure.tuning import race
 
 from .result_file import ResultFile
 from .targets import Target, targets, to_race
 from .tuned_tables import adopt, best_rows, write
-from .ways import MODELS, time_ways
 
 DEVICE = torch.device("cuda", 0)
+# whose blocks are timed in each way: (model, batch size), most important first
+MODELS = (
+    ("vit_base_patch16_224", 256),
+    ("vit_small_patch16_224", 256),
+    ("vit_tiny_patch16_224", 256),
+    ("vit_large_patch16_224", 256),
+    ("vit_huge_patch14_224", 128),
+    ("vit_base_patch14_dinov2", 32),
+    ("vit_base_patch16_224", 64),
+    ("vit_base_patch16_224", 8),
+    ("vit_base_patch16_224", 1),
+    ("vit_small_patch16_224", 64),
+    ("vit_small_patch16_224", 8),
+    ("vit_small_patch16_224", 1),
+    ("vit_tiny_patch16_224", 64),
+    ("vit_tiny_patch16_224", 8),
+    ("vit_tiny_patch16_224", 1),
+)
+CALLS = 4  # per sample, so that the host can run ahead of the GPU as in a model
 
 
 def measure_ways(result: ResultFile, device: torch.device, context: Context) -> None:
@@ -47,6 +71,44 @@ def measure_ways(result: ResultFile, device: torch.device, context: Context) -> 
                 if wanted:
                     call = (name, 2 if result.dry else batch, training, device, result.deadline, context, result.dry)
                     result.add(dict(case=case, arch=arch, **time_ways(*call, **tiny if result.dry else {})))
+
+
+def time_ways(
+    name: str,
+    batch: int,
+    training: bool,
+    device: torch.device,
+    deadline: Deadline,
+    context: Context,
+    dry: bool = False,
+    **options: object,
+) -> dict:
+    """Times two blocks of a model in each way and compares their results with float32."""
+    blocks, tokens, channels = blocks_of(name, device, **options)
+    x = torch.randn(batch, tokens, channels, device=device).to(torch.bfloat16).requires_grad_(training)
+    choices: list[Choice] = []
+    with context(), observing(choices.append), torch.set_grad_enabled(training):
+        blocks(x)
+    first = next(choice for choice in choices if choice.branches)
+    part = Part(name, 1, first.shapes, blocks, (x,), {})
+
+    @contextmanager
+    def running(way: str) -> Iterator[None]:
+        with context(), forcing(way):
+            yield
+
+    contexts = {way: partial(running, way) for way in WAYS}
+    compared = part.comparison(contexts["plain"], training)
+    said = {way: compared(contexts[way]) for way in WAYS}
+    calls = 1 if dry else CALLS
+    steps = {way: repeated(part.step(training), contexts[way], calls) for way in WAYS}
+    timings, errors = alternate(steps, device, deadline, 0.3, (1, 1) if dry else (3, 60), latency=True)
+    columns: dict[str, object] = dict(shape=first.shapes[-1], rule=first.way)
+    columns |= {f"{way}_match": verdict.match for way, verdict in said.items()}
+    columns |= {f"{way}_us": round(timing.us / calls, 1) for way, timing in timings.items()}
+    columns |= {f"{way}_error": text for way, text in errors.items()}
+    right = [way for way in WAYS if said[way].match and way in timings]
+    return columns | dict(way=min(right, key=lambda way: timings[way].us, default="plain"))
 
 
 def compile_candidates(result: ResultFile, device: torch.device, context: Context) -> None:

@@ -27,7 +27,6 @@ from benchmarks import backtest, compare_commits, cpu, drop_in, model_runs, op_c
 from benchmarks.conftest import against_compile
 from benchmarks.result_file import ROOT, ResultFile
 from benchmarks.targets import targets, to_race
-from benchmarks.ways import time_ways
 from fastvit_triton.kernels import launch, onednn
 from fastvit_triton.kernels.sizes import WAYS
 from fastvit_triton.measure import timeout, timing, tuning
@@ -350,7 +349,7 @@ def test_ways_are_timed_and_compared():
     """Oracle: the PyTorch path, on which every way calls the modules; shapes are named as the plan looks them up."""
     tiny = dict(img_size=32, embed_dim=16, num_heads=2)
     for training in (False, True):
-        row = time_ways("vit_tiny_patch16_224", 2, training, CPU, Deadline(HANG), interpreting, True, **tiny)
+        row = tune.time_ways("vit_tiny_patch16_224", 2, training, CPU, Deadline(HANG), interpreting, True, **tiny)
         assert row["way"] in WAYS and row["rule"] == "fused"  # forced by the interpreter's switch
         assert row["shape"].startswith("~attention C=16 F=48 H=2 N=8 B=2 + mlp C=16 F=64 N=8 B=2")
         assert all(row[f"{way}_match"] and row[f"{way}_us"] > 0 for way in WAYS)
