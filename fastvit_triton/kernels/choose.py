@@ -9,7 +9,8 @@ Ways      fused: our kernels, with the LayerNorm folded into the first matmul.
 
 The first of these decides: a context (`settings.forcing`) or the backend switch; measurements on this GPU (see
 `measured`); a measured row "ways" in tuned/<architecture>.json; a predicted row (see `predicted`); plain. On a CPU:
-measurements on this machine; the row of this CPU in tuned/cpu.json; plain. All ways compute the same function.
+measurements on this machine; the row of this CPU in tuned/cpu.json; plain. All ways compute the same function, except
+that GELU may be its tanh form, see `mixed`.
 
 While a graph is traced, choices must not depend on the number of images or tokens, so those of `TRACED` are used. Mixed
 and plain are then both PyTorch operators, which the compiler fuses, and are called plain.
