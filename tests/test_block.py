@@ -189,6 +189,26 @@ def test_gradients_under_autocast(way, scales):
         assert (ours - exact).norm() <= budget
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "autocast"])
+def test_gradients_where_attention_sums_that_of_its_bias(dtype, monkeypatch):
+    """Oracle: float64 and the error of PyTorch's operators, as above; in the kernel that of keys is 0."""
+    torch.manual_seed(0)
+    made = create_model("vit_tiny_patch16_224", depth=2, **SIZES | dict(embed_dim=128)).train()  # two heads of 64
+    made.blocks[1].attn.qkv.bias.requires_grad_(False)
+    x, found = torch.randn(3, 3, 8, 8, dtype=dtype), {}
+    for name in ("mixed", "plain", "exact"):
+        net = copy.deepcopy(made).to(torch.float64 if name == "exact" else dtype)
+        with interpreting(), forcing("plain" if name == "exact" else name):
+            with torch.autocast("cpu", torch.float16, enabled=name != "exact" and dtype == torch.float32):
+                y = net(x.to(torch.float64 if name == "exact" else dtype))
+            y.to(torch.float64).square().sum().backward()
+        found[name] = {n: p.grad.double() for n, p in net.named_parameters() if p.grad is not None}
+    assert found["mixed"].keys() == found["exact"].keys() and "blocks.1.attn.qkv.bias" not in found["mixed"]
+    assert not found["mixed"]["blocks.0.attn.qkv.bias"].unflatten(0, (3, -1))[1].any()
+    for ours, plain, exact in zip(*(grads.values() for grads in found.values()), strict=True):
+        assert (ours - exact).norm() <= 2 * (plain - exact).norm() + torch.finfo(torch.float16).eps * exact.norm()
+
+
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("way", ["mixed", "fused"])
 def test_an_input_that_is_passed_on_has_the_gradients_of_all_readers(way, kind):

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import triton.language as tl
-from budget import converted, largest, leaves, outside, results
+from budget import assert_within_budget, converted, largest, leaves, outside, results
 from interpreter import interpreting, poisoned
 from sampling import sampled
 from triton import jit
@@ -16,7 +16,7 @@ from triton.runtime.errors import InterpreterError
 
 from benchmarks.launch_recorder import record
 from fastvit_triton import fold, kernels
-from fastvit_triton.kernels import OPS, attention, depthwise, layer_norm, linear, mlp, window
+from fastvit_triton.kernels import OPS, attention, attention_qkv, depthwise, layer_norm, linear, mlp, window
 from fastvit_triton.kernels.activation import ACTIVATIONS
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import TUNED
@@ -180,6 +180,33 @@ def test_folding_before_a_call_equals_folding_inside(layer):
     assert truth.keys() == got.keys()
     for name, want in truth.items():
         assert largest(got[name] - want) <= 64 * torch.finfo(torch.float32).eps * largest(want), name
+
+
+@pytest.mark.parametrize("learned", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("N, D, causal", [(197, 64, False), (70, 64, True), (50, 16, False), (0, 64, False)])
+def test_gradient_of_a_bias_in_packed_projections(N, D, causal, learned):
+    """Oracle: a bias that PyTorch adds, in float64, and with every gradient computed in float16 as the budget."""
+    generator = torch.Generator().manual_seed(0)
+    qkv, bias = (torch.randn(shape, generator=generator).half() for shape in ((3, N, 6 * D), (6 * D,)))
+
+    def added(qkv, bias):
+        return attention_qkv.reference(qkv + bias.to(qkv.dtype), 2, causal=causal)
+
+    def apart(qkv, bias):
+        return attention_qkv.run_with_bias(qkv + bias.detach().to(qkv.dtype), 2, None, causal, bias)
+
+    arguments = {"qkv": qkv.requires_grad_(), "bias": bias.to(learned).requires_grad_()}
+    truth = results(added, {n: converted(t, torch.float64) for n, t in arguments.items()})
+    own = results(added, arguments)
+    with interpreting(), poisoned():
+        got = results(apart, arguments)
+    if not N:
+        assert torch.equal(got["gradient of bias[0]"], torch.zeros(6 * D).double())
+        return
+    for found in (got, own, truth):
+        found["output"] = found.pop("output 0")
+    assert_within_budget(got, own, truth, torch.float16)
+    assert not got["gradient of bias[0]"].unflatten(0, (3, -1))[1].any() or D < 64  # summed in the kernel
 
 
 CUTS = {  # cu_seqlens for 9 tokens, max_seqlen, and the token ranges of the images after clamping

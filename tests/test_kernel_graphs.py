@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fastvit_triton as f
 from fastvit_triton import create_model
-from fastvit_triton.kernels import OPS, backend, fold, onednn, op
+from fastvit_triton.kernels import OPS, attention_qkv, backend, fold, onednn, op
 from fastvit_triton.kernels.argument import Norm
 from fastvit_triton.kernels.layer_norm import row_stats
 
@@ -62,6 +62,8 @@ def recorded(only=None):
         with torch.no_grad():
             for biases in ((None, None), (torch.randn(3).half(), None)):
                 fold.packed((torch.randn(3, 4).half(), torch.randn(2, 4).half()), biases)
+        if only is None:
+            attention_qkv.run_with_bias(randn(2, 5, 24).half(), 2, None, False, randn(24)).sum().backward()
         onednn.product_in_graph(randn(2, 5, 4), randn(3, 4), randn(3)).square().sum().backward()
 
     def kind(a):

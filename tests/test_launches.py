@@ -14,6 +14,7 @@ from torch import nn
 from benchmarks import launches, saved
 from benchmarks.launches import MODELS, PHASES, Setting, build, figures, parts, trace, violations
 from fastvit_triton import attention, linear, optimize
+from fastvit_triton.engine.attention import DenseHeads
 from fastvit_triton.expected.inductor import inductor_count
 from fastvit_triton.expected.trace import tracing
 from fastvit_triton.kernels import launch
@@ -81,6 +82,20 @@ def test_eager_training_by_hand():
     }
     expected |= {f"{attention}_backward": 3, "gelu": 1, "gelu_backward": 1, "add": 2 + 2, "stack": 1, "clone": 1}
     assert {name: n for name, n in block.items() if n} == expected
+
+
+@pytest.mark.fast
+def test_attention_sums_the_gradient_of_the_bias_of_its_projection(monkeypatch):
+    """Oracle: by hand: a pass over dqkv less, and fp32 sums of two blocks of keys are written and read instead."""
+    setting = Setting(BASE, 8, "training", "sm_90", depth=1)
+    with forcing("mixed"):
+        inside = trace(setting)[0]
+        monkeypatch.setattr(DenseHeads, "learns_bias", lambda *_: False)
+        apart = trace(setting)[0]
+    rows, images, F = 8 * 197, 8, 3 * 768
+    assert names(apart).count("sum") - names(inside).count("sum") == 1
+    assert names(inside).count("layer_norm._sum_kernel") - names(apart).count("layer_norm._sum_kernel") == 1
+    assert apart.count.nbytes - inside.count.nbytes == 2 * rows * F - 2 * 4 * 2 * images * F
 
 
 @pytest.mark.full

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels import attention_qkv as attention_qkv_file
 from ..kernels.argument import Norm, Varlen, Window
 from ..kernels.attention import attention
 from ..kernels.attention_qkv import Rope, attention_qkv, rotate
@@ -55,8 +56,15 @@ class DenseHeads:
             return Branch("window_attention", 0, 0, channels, width, width // 3, self.num_heads, keys=keys)
         return Branch("attention", 0, 0, channels, width, width // 3, self.num_heads)
 
-    def __call__(self, qkv: Tensor) -> Tensor:
-        """Attention without projections: [B, N, 3·H·d] → [B, N, H·d]."""
+    def learns_bias(self, x: Tensor, width: int) -> bool:
+        """See `engine.body.Body`."""
+        bare = self.bias is self.rope is self.norms is self.varlen is None
+        return bare and attention_qkv_file.learns_bias(x, self.num_heads, width // (3 * self.num_heads), self.causal)
+
+    def __call__(self, qkv: Tensor, qkv_bias: Tensor | None = None) -> Tensor:
+        """Attention without projections: [B, N, 3·H·d] → [B, N, H·d]; of `qkv_bias` only the gradient is computed."""
+        if qkv_bias is not None:
+            return attention_qkv_file.run_with_bias(qkv, self.num_heads, self.scale, self.causal, qkv_bias)
         q_norm, k_norm = (None, None) if self.norms is None else map(norm_of, self.norms)
         if self.varlen is not None:
             return self._attend_packed(qkv.flatten(0, -2), q_norm, k_norm).view(*qkv.shape[:-1], -1)

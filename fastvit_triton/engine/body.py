@@ -39,7 +39,8 @@ class Body(NamedTuple):
         projections: the linear layers that read x; none if `between` reads x itself.
         between: maps their concatenated outputs [B, ..., F] to the inputs of `proj`, [B, ..., K]; a function of these
             outputs alone or, if it has a true attribute `takes_input`, also of x and the way. If it has a method
-            `sizes`, a function of the body, that gives the sizes for the cost model.
+            `sizes`, a function of the body, that gives the sizes for the cost model. If it has a method `learns_bias`,
+            a function of x and F, which is true, it can be given the bias of the projections to compute its gradient.
         proj: last linear layer; None for none.
         num_heads: heads of attention; 0 for an MLP.
         keys: keys of each query; 0 if these are all tokens.
@@ -116,11 +117,15 @@ class Body(NamedTuple):
         if self.first is not None and norm is None:
             x, norm = fold_or_normalize(x, self.first, self.projections, way)
         residual = end.get("residual")
+        bias = None
         if residual is x and norm is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            h, end["residual"] = project_and_pass(x, self.projections, norm, stats, way)
+            h, end["residual"], bias = project_and_pass(x, self.projections, norm, stats, way, self.between)
         else:
             h = project(x, self.projections, norm, stats, way) if self.projections else x
-        h = self.between(h, x, way) if getattr(self.between, "takes_input", False) else self.between(h)
+        if bias is not None:
+            h = self.between(h, bias)
+        else:
+            h = self.between(h, x, way) if getattr(self.between, "takes_input", False) else self.between(h)
         return finish_with_stats(h, self.proj, self.last, self.drop, way=way, **end)
 
 
@@ -171,17 +176,23 @@ def project(
 
 
 def project_and_pass(
-    x: Tensor, layers: tuple[Layer, ...], norm: Before, stats: Given | None, way: str
-) -> tuple[Tensor, Tensor]:
-    """(`project`, x for the residual): the backward pass of the norm adds the gradient of this x."""
+    x: Tensor, layers: tuple[Layer, ...], norm: Before, stats: Given | None, way: str, reader: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(`project`, x for the residual, bias or None): the backward pass of the norm adds the gradient of this x.
+
+    The gradient of a bias that is returned is left to the reader of the result, which computes it with its own.
+    """
     if isinstance(norm, FoldedNorm):
         h, passed = linear_file.run(x, norm.folded, None, norm.bare, stats, passes_input=True)
-        return h, passed
+        return h, passed, None
     if way == "onednn" or not all(is_readable(layer) for layer in layers):
-        return project(x, layers, norm, stats, way), x
+        return project(x, layers, norm, stats, way), x, None
     weight, bias = packed(tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers))
+    learns = bias is not None and bias.requires_grad and hasattr(reader, "learns_bias")
+    left = bias if learns and reader.learns_bias(x, len(weight)) else None
+    bias = bias if left is None else left.detach()
     h, passed = linear_file.run(x, weight, bias, norm, stats, way=way, passes_input=True)
-    return h, passed
+    return h, passed, left
 
 
 def _project_on_cpu(x: Tensor, layers: tuple[Layer, ...]) -> Tensor:

@@ -510,7 +510,7 @@ class _Fn(torch.autograd.Function):
             return (None,) * 10
         *inputs, o, lse = ctx.saved_tensors
         learn_bias = ctx.needs_input_grad[3]
-        dq, dk, dv, dbias = bwd_op(do, *inputs, *ctx.sizes, o, lse, False, learn_bias, ctx.columns, ctx.causal)
+        dq, dk, dv, dbias, _ = bwd_op(do, *inputs, *ctx.sizes, o, lse, False, learn_bias, ctx.columns, ctx.causal)
         return dq, dk, dv, dbias if learn_bias else None, *[None] * 6
 
 

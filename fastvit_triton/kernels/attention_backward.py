@@ -7,13 +7,16 @@ Math      P = exp(S − L)                       recomputed, never stored       
           causal: P = 0 for the keys that a query does not see.
           dbias[g] = Σ dS over images b ≡ g (mod G), in order                    (8)
           d_row[:, i] = Σ dS over the keys in row i, d_column[:, j] likewise     (9)
+          dqkv_bias = (Σ dQ, 0, Σ dV), over images and tokens                    (10)
+          0 since a bias of keys adds the same number to all scores of a query.
 Kernels   If two blocks of keys cover all keys (197 ≤ 2·128), one program computes all gradients of a head, with five
           matrix products. Otherwise one kernel computes Δ and dQ and another dK and dV, with seven products. A third
           kernel computes dbias, or the sums of (9) as a product of dS with zeros and ones. No atomics: every run gives
           the same bits. A second form with one program per head has all of up to 256 keys at once, so that dQ is
           complete in registers, and copies by descriptors, the next queries while these are computed: on sm_90, for
           heads of 16, 32 or 64 channels in 16 bits, without a bias or mask, where a row "attention.bwd_whole" of
-          tuned/ says so.
+          tuned/ says so. The first kernel can also sum (10) within each block of keys; for other launches a pass over
+          dqkv does, where that of keys is rounding errors.
 Cost      2·B·H·Nq·Nk·(3·D + 2·Dv) flops with one program per head, 2·B·H·Nq·Nk·(4·D + 3·Dv) otherwise.
 Source    Dao, FlashAttention-2, arXiv:2307.08691, algorithm 2.
 """
@@ -55,6 +58,7 @@ from .attention_launch import (
 )
 from .descriptor import aligned
 from .launch import cdiv
+from .layer_norm_backward import sum_programs
 from .op import register
 from .tile import jit, tl
 
@@ -180,7 +184,7 @@ def _bwd_dkdv_kernel(
 
 @jit(do_not_specialize=["T"])
 def _bwd_kernel(
-    q_ptr, k_ptr, v_ptr, kv_lens_ptr, cu_seqlens_ptr, o_ptr, do_ptr, l_ptr, dq_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, kv_lens_ptr, cu_seqlens_ptr, o_ptr, do_ptr, l_ptr, dq_ptr, dk_ptr, dv_ptr, sums_ptr,
     q_strides, k_strides, v_strides, o_strides, do_strides, l_strides, dq_strides, dk_strides, dv_strides,
     H, Nq, Nk, T, tiles, scale, softmax_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
@@ -190,7 +194,8 @@ def _bwd_kernel(
     """One program: all gradients of one head, in five products. Loops over blocks of keys, and over queries in each.
 
     dQ of the first block of keys is stored in its final place and read back. Barriers stand wherever the layout of its
-    rows changes, so that it is read by the threads that wrote it.
+    rows changes, so that it is read by the threads that wrote it. Each block of keys writes its terms of equation (10)
+    if sums_ptr is not None; then D1 = 0 and D is a power of two.
     """
     keys = Nk  # rows to write, including those of masked keys
     offset = Nk - Nq if CAUSAL and not HAS_CU_SEQLENS else 0  # of the tensors, not of kv_lens
@@ -208,6 +213,8 @@ def _bwd_kernel(
     dk_ptr, dk_stride = head_pointer(dk_ptr, dk_strides, b, h, start, UNIT)
     dv_ptr, dv_stride = head_pointer(dv_ptr, dv_strides, b, h, start, UNIT)
     l_ptr += b * l_strides[0] + h * l_strides[1] + start
+    if sums_ptr is not None:
+        sums_ptr += (b * tl.cdiv(keys, BLOCK_N) * 3 * H + h) * D
     full = Nq // BLOCK_M * BLOCK_M
     for block in tl.range(0, keys, BLOCK_N, disable_licm=True):  # loop-invariant code motion would spill registers
         n = block + tl.arange(0, BLOCK_N)
@@ -215,24 +222,31 @@ def _bwd_kernel(
         v0, v1 = load_tiles(v_ptr, n, v_stride, Nk, Dv, V0, V1, True)  # [BLOCK_N, V0], [BLOCK_N, V1]
         dk0, dk1 = zero_tiles(BLOCK_N, D0, D1)
         dv0, dv1 = zero_tiles(BLOCK_N, V0, V1)
+        dq_sum = tl.zeros([D0], tl.float32)
         begin = 0
         if CAUSAL:  # the first block of keys stores dQ of all queries
             begin = tl.where(block > 0, first_query(block, offset) // BLOCK_M * BLOCK_M, 0)
         for first in tl.range(begin, full, BLOCK_M, disable_licm=True):
-            dk0, dk1, dv0, dv1 = dqkv_step(
+            dk0, dk1, dv0, dv1, dq_sum = dqkv_step(
                 k0, k1, v0, v1, q_ptr, o_ptr, do_ptr, l_ptr, dq_ptr, q_stride, o_stride, do_stride, dq_stride,
-                first + tl.arange(0, BLOCK_M), n, block > 0, offset, Nq, Nk, dk0, dk1, dv0, dv1, scale, softmax_scale,
-                D, D0, D1, Dv, V0, V1, HAS_KV_LENS, PRECISION, False, CAUSAL,
+                first + tl.arange(0, BLOCK_M), n, block > 0, offset, Nq, Nk, dk0, dk1, dv0, dv1, dq_sum, scale,
+                softmax_scale, D, D0, D1, Dv, V0, V1, HAS_KV_LENS, PRECISION, False, CAUSAL, sums_ptr is not None,
             )  # fmt: skip
         if TAIL > 0:
             tl.debug_barrier()
-            dk0, dk1, dv0, dv1 = dqkv_step(
+            dk0, dk1, dv0, dv1, dq_sum = dqkv_step(
                 k0, k1, v0, v1, q_ptr, o_ptr, do_ptr, l_ptr, dq_ptr, q_stride, o_stride, do_stride, dq_stride,
-                full + tl.arange(0, TAIL), n, block > 0, offset, Nq, Nk, dk0, dk1, dv0, dv1, scale, softmax_scale,
-                D, D0, D1, Dv, V0, V1, HAS_KV_LENS, PRECISION, True, CAUSAL,
+                full + tl.arange(0, TAIL), n, block > 0, offset, Nq, Nk, dk0, dk1, dv0, dv1, dq_sum, scale,
+                softmax_scale, D, D0, D1, Dv, V0, V1, HAS_KV_LENS, PRECISION, True, CAUSAL, sums_ptr is not None,
             )  # fmt: skip
         store_tiles(dk_ptr, dk0 * softmax_scale, dk1 * softmax_scale, n, dk_stride, keys, D, D0, D1)
         store_tiles(dv_ptr, dv0, dv1, n, dv_stride, keys, Dv, V0, V1)
+        if sums_ptr is not None:
+            at = sums_ptr + tl.arange(0, D)
+            tl.store(at, dq_sum)
+            tl.store(at + H * D, tl.zeros([D], tl.float32))
+            tl.store(at + 2 * H * D, tl.sum(dv0, 0))
+            sums_ptr += 3 * H * D
         tl.debug_barrier()
 
 
@@ -346,11 +360,16 @@ def _bwd_axes_kernel(
 
 
 def _bwd(
-    do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse, packed, learn_bias, columns=0, causal=False
-):
-    """(dq, dk, dv, dbias); with `packed`, dq is dqkv [B, N, 3, H, D]. Outputs that are not needed are empty."""
+    do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse, packed, learn_bias, columns=0, causal=False,
+    sum_dtype=None,
+):  # fmt: skip
+    """(dq, dk, dv, dbias, sums of equation (10) [3·H·D]); outputs that are not needed are empty.
+
+    With `packed`, dq is dqkv [B, N, 3, H, D], whose sums are computed in `sum_dtype` unless it is None.
+    """
     outputs = _bwd_fake(do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse, packed, learn_bias)
-    dq, dk, dv, dbias = outputs
+    dqkv, dk, dv, dbias, sums = outputs
+    dq = dqkv
     if cu_seqlens is not None:
         max_seqlen = min(max_seqlen, q.shape[2])
         for grad in (dq, dk, dv):
@@ -370,11 +389,18 @@ def _bwd(
         launches = prepared(_prepare, tensors, max_seqlen, scale, columns, causal, False)
     if any("delta" in prepared_launch.tensors for prepared_launch in launches):
         tensors["delta"] = torch.empty_like(lse)
+    tensors["sums"] = None
+    if sum_dtype is not None and (blocks := _summed_blocks(launches, *k.shape[2:])):
+        tensors["sums"] = torch.empty(len(q) * blocks, *dqkv.shape[2:], dtype=torch.float32, device=q.device)
     for prepared_launch in launches:
         start(prepared_launch, tensors)
     if learn_bias and not columns:
         dbias.copy_(tensors["dbias"].sum_to_size(bias.shape))
-    return outputs
+    if tensors["sums"] is not None:
+        sums = sum_programs(tensors["sums"], sum_dtype).flatten()
+    elif sum_dtype is not None:
+        sums = dqkv.flatten(2).flatten(0, 1).sum(0, dtype=sum_dtype)
+    return *outputs[:4], sums
 
 
 def _prepare(tensors, max_seqlen, scale, columns, causal, may_box=True):
@@ -418,21 +444,30 @@ def _prepare(tensors, max_seqlen, scale, columns, causal, may_box=True):
     return launches
 
 
+def _summed_blocks(launches, Nk, D):
+    """Blocks of keys whose terms of (10) these launches write; 0 if they write none, as sums would spill registers."""
+    if D != 64 or not launches or launches[0].kernel is not _bwd_kernel or launches[0].fixed["TAIL"] > 32:
+        return 0
+    return cdiv(Nk, launches[0].fixed["BLOCK_N"])
+
+
 def _bwd_fake(
-    do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse, packed, learn_bias, columns=0, causal=False
-):
+    do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse, packed, learn_bias, columns=0, causal=False,
+    sum_dtype=None,
+):  # fmt: skip
     B, H, N, D = q.shape
+    sums = q.new_empty(0) if sum_dtype is None else q.new_empty(3 * H * D, dtype=sum_dtype)
     dbias = q.new_empty(bias.shape, dtype=bias.dtype) if learn_bias else q.new_empty(0)
     if packed:
-        return q.new_empty(B, N, 3, H, D), q.new_empty(0), q.new_empty(0), dbias
+        return q.new_empty(B, N, 3, H, D), q.new_empty(0), q.new_empty(0), dbias, sums
     # in the order of the operand's axes, so that the gradient of a projection [B, N, H, D] is a view
-    return (*(torch.empty_like(t) if t.stride(-1) == 1 else t.new_empty(t.shape) for t in (q, k, v)), dbias)
+    return (*(torch.empty_like(t) if t.stride(-1) == 1 else t.new_empty(t.shape) for t in (q, k, v)), dbias, sums)
 
 
 bwd_op = register(
     "attention_bwd",
-    f"(Tensor do, {ARGUMENTS}, Tensor o, Tensor lse, bool packed, bool learn_bias, SymInt columns=0, bool causal=False)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor do, {ARGUMENTS}, Tensor o, Tensor lse, bool packed, bool learn_bias, SymInt columns=0, "
+    "bool causal=False, ScalarType? sum_dtype=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _bwd,
     _bwd_fake,
 )

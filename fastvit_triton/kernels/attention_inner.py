@@ -369,11 +369,14 @@ def _add_rows(
 @jit
 def dqkv_step(
     k0, k1, v0, v1, q_ptr, o_ptr, do_ptr, l_ptr, dq_ptr, q_stride, o_stride, do_stride, dq_stride, m, n, again, offset,
-    Nq, Nk, dk0, dk1, dv0, dv1, scale, softmax_scale,
+    Nq, Nk, dk0, dk1, dv0, dv1, dq_sum, scale, softmax_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    HAS_KV_LENS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_KV_LENS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """`dkdv_step`, plus dQᵀ = Kᵀ dSᵀ of this block of queries, added to dQ of earlier blocks of keys if `again`."""
+    """`dkdv_step`, plus dQᵀ = Kᵀ dSᵀ of this block of queries, added to dQ of earlier blocks of keys if `again`.
+
+    SUMS: its sum over queries is added to dq_sum; for D1 = 0.
+    """
     q0, q1 = load_tiles(q_ptr, m, q_stride, Nq, D, D0, D1, MASKED)
     do0, do1 = load_tiles(do_ptr, m, do_stride, Nq, Dv, V0, V1, MASKED)
     o0, o1 = load_tiles(o_ptr, m, o_stride, Nq, Dv, V0, V1, MASKED)
@@ -392,8 +395,10 @@ def dqkv_step(
     ds = (p * (dot_transposed(v0, v1, do0, do1, V1, PRECISION) - delta[None, :])).to(q0.dtype)  # (6)
     dk0, dk1 = add_product(ds, q0, q1, dk0, dk1, D1, PRECISION)
     dq = tl.dot(tl.trans(k0), ds, input_precision=PRECISION) * softmax_scale  # [D0, BLOCK_M]
+    if SUMS:
+        dq_sum += tl.sum(dq, 1)
     _add_rows(dq_ptr, dq, m, dq_stride, Nq, again, 0, D, D0, MASKED)
     if D1 > 0:
         dq1 = tl.dot(tl.trans(k1), ds, input_precision=PRECISION) * softmax_scale
         _add_rows(dq_ptr, dq1, m, dq_stride, Nq, again, D0, D, D1, MASKED)
-    return dk0, dk1, dv0, dv1
+    return dk0, dk1, dv0, dv1, dq_sum

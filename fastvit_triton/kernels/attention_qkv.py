@@ -107,8 +107,26 @@ def _varlen(qkv, num_heads, scale, q_norm, k_norm, rope, others, varlen, causal)
     return reference(qkv, num_heads, scale, q_norm, k_norm, rope, varlen=varlen, causal=causal)
 
 
+def learns_bias(x: Tensor, num_heads: int, D: int, causal: bool) -> bool:
+    """True if the plan selects `run_with_bias` for the tokens x [B, N, ...], with heads of D channels."""
+    lengths = (x.shape[1],) * 2
+    return kernels_available(x, D) and attention.prefers_kernel(x, num_heads, lengths, (D, D), True, True, causal)
+
+
+def run_with_bias(qkv: Tensor, num_heads: int, scale: float | None, causal: bool, qkv_bias: Tensor) -> Tensor:
+    """`attention_qkv` by the kernels, without argument checks or plan, with the gradient of a bias that qkv includes.
+
+    Args:
+        qkv: [B, N, 3·H·D], from which no gradient flows to the bias.
+        num_heads, scale, causal: as in `attention_qkv`.
+        qkv_bias: [3·H·D], the bias; only its gradient is computed.
+    """
+    return _apply(qkv, num_heads, scale, None, None, None, 0, None, None, causal, qkv_bias=qkv_bias)[0]
+
+
 def _apply(
-    qkv, num_heads, scale, q_norm, k_norm, rope, prefix_tokens, bias, kv_lens, causal, cu_seqlens=None, max_seqlen=0
+    qkv, num_heads, scale, q_norm, k_norm, rope, prefix_tokens, bias, kv_lens, causal, cu_seqlens=None, max_seqlen=0,
+    qkv_bias=None,
 ):  # fmt: skip
     """(o [B, N, H·D], L in base 2) by the kernels."""
     packed = cast(qkv)[0].unflatten(-1, (3, num_heads, -1))
@@ -122,6 +140,7 @@ def _apply(
         group_of(pairs, packed.shape[-1]), prefix_tokens, q_eps, k_eps,
         q_norm is not None and kind_of(q_norm) == "rms_norm", k_norm is not None and kind_of(k_norm) == "rms_norm",
         packed.shape[-1] ** -0.5 if scale is None else scale, max_seqlen, causal,
+        qkv_bias,
     )  # fmt: skip
     return o.transpose(1, 2).flatten(2), lse
 
@@ -420,12 +439,13 @@ class _Fn(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, bias, kv_lens, cu_seqlens,
-        group, prefix, q_eps, k_eps, q_rms, k_rms, scale, max_seqlen, causal,
+        group, prefix, q_eps, k_eps, q_rms, k_rms, scale, max_seqlen, causal, qkv_bias,
     ):  # fmt: skip
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         ctx.settings = (group, prefix, q_eps, k_eps, q_rms, k_rms)
         ctx.sizes = (max_seqlen, scale)
         ctx.causal = causal
+        ctx.sum_dtype = None if qkv_bias is None else qkv_bias.dtype
         qk = None
         if q_eps is not None or k_eps is not None or cos is not None:
             qk = _fwd_op(qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, *ctx.settings)
@@ -442,21 +462,25 @@ class _Fn(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do, _):
         if do is None:
-            return (None,) * 19
+            return (None,) * 20
         qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, qk, *masks, o, lse = ctx.saved_tensors
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         if qk is not None:
             q, k = qk.permute(2, 0, 3, 1, 4).unbind(0)
         learn_bias = ctx.needs_input_grad[7]
+        sum_dtype = ctx.sum_dtype if ctx.needs_input_grad[19] else None
         dnorms = [None] * 4
-        dqkv, _, _, dbias = attention.bwd_op(do, q, k, v, *masks, *ctx.sizes, o, lse, True, learn_bias, 0, ctx.causal)
+        dqkv, _, _, dbias, dqkv_bias = attention.bwd_op(
+            do, q, k, v, *masks, *ctx.sizes, o, lse, True, learn_bias, 0, ctx.causal, sum_dtype
+        )  # fmt: skip
         if qk is not None:
             dqkv, sums = _bwd_op(dqkv, qkv, q_norm_weight, k_norm_weight, cos, sin, *ctx.settings)
             norms = zip(
                 (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias), sums.flatten(0, 1).unbind(0), strict=True
             )
             dnorms = [None if t is None else dt.to(t.dtype) for t, dt in norms]
-        return dqkv, *dnorms, None, None, dbias if learn_bias else None, *[None] * 11
+        dbias = dbias if learn_bias else None
+        return dqkv, *dnorms, None, None, dbias, *[None] * 11, None if sum_dtype is None else dqkv_bias
 
 
 # norms of queries and of keys: weight (w), bias (b), RMSNorm (r), or None for no norm; cases use the index
