@@ -115,13 +115,14 @@ def _vit(model: str, dtype: str, precision: str = "highest") -> Iterator[Case]:
 
 
 def _blocks() -> Iterator[Case]:
-    """Two consecutive blocks, the second using the first's row statistics: the launches of training."""
+    """Two consecutive blocks, which hand on row statistics, or three mixed ones, which lend their outputs."""
 
     def build(
         model: str, dtype: str, autocast: bool, way: str = "fused", **options: float
     ) -> tuple[Callable, tuple, dict]:
         D, H, _, N = MODELS[model]
-        blocks = Blocks(*(Block(D, Attention(D, H), Mlp(D, 4 * D), **options) for _ in range(2)))
+        depth = 3 if way == "mixed" else 2
+        blocks = Blocks(*(Block(D, Attention(D, H), Mlp(D, 4 * D), **options) for _ in range(depth)))
         attach(blocks)
         blocks.to(getattr(torch, dtype))
 
@@ -133,16 +134,16 @@ def _blocks() -> Iterator[Case]:
 
     scaled = dict(init_values=1e-5, drop_path=0.1)
     for model in ("ViT-Ti/16", "ViT-B/16"):
-        yield Case(model, "two blocks", "bfloat16", partial(build, model, "bfloat16", False))
-        yield Case(f"{model}, mixed", "two blocks", "bfloat16", partial(build, model, "bfloat16", False, "mixed"))
+        yield Case(model, "blocks", "bfloat16", partial(build, model, "bfloat16", False))
+        yield Case(f"{model}, mixed", "blocks", "bfloat16", partial(build, model, "bfloat16", False, "mixed"))
     for dtype, autocast, kind in (("bfloat16", False, ""), ("float16", False, ""), ("float32", True, ", autocast")):
         for options, ends in (({}, ""), (scaled, ", LayerScale and drop path")):
             if ends or autocast or dtype == "float16":
                 name = f"ViT-B/16{ends}{kind}"
-                yield Case(name, "two blocks", dtype, partial(build, "ViT-B/16", dtype, autocast, **options))
+                yield Case(name, "blocks", dtype, partial(build, "ViT-B/16", dtype, autocast, **options))
             if dtype != "float16" and (ends or autocast):
                 build_mixed = partial(build, "ViT-B/16", dtype, autocast, "mixed", **options)
-                yield Case(f"ViT-B/16{ends}{kind}, mixed", "two blocks", dtype, build_mixed)
+                yield Case(f"ViT-B/16{ends}{kind}, mixed", "blocks", dtype, build_mixed)
 
 
 def _attentions() -> Iterator[Case]:

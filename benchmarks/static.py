@@ -224,7 +224,7 @@ def operations(rows: list[dict]) -> list[dict]:
         dict(case=c, op=o, phase=p, dtype=d, arch=a)
         | dict(predicted_us=round(t, 2), expected_us=round(e, 2), floor_us=f, ratio=round(t / f, 2))
         for (c, o, p, d, a), (t, e, f) in sums.items()
-        if f and (o, p) != ("two blocks", "backward")
+        if f and (o, p) != ("blocks", "backward")
     ]
 
 
