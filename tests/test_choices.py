@@ -645,6 +645,14 @@ def all_of(net: torch.nn.Module, image: torch.Tensor) -> dict[int, torch.Tensor]
     return dict(enumerate((features, *outputs)))
 
 
+def noted(monkeypatch: pytest.MonkeyPatch) -> list:
+    """Calls of `normalize_lent` from now on, when blocks lend float32 streams, too."""
+    calls, real = [], mixed.normalize_lent
+    monkeypatch.setattr(mixed, "normalize_lent", lambda *given: calls.append(given) or real(*given))
+    monkeypatch.setattr(mixed, "LENDS", (torch.float32,))
+    return calls
+
+
 def without_bias(layer: torch.nn.Linear) -> None:
     layer.bias = None
 
@@ -655,6 +663,8 @@ def without_bias(layer: torch.nn.Linear) -> None:
         (lambda blocks: None, 6),
         (lambda blocks: blocks[2].register_forward_hook(lambda *_: None), 2),
         (lambda blocks: blocks[2].norm2.register_forward_hook(lambda *_: None), 2),
+        (lambda blocks: blocks[2].attn.proj.register_forward_hook(lambda *_: None), 2),
+        (lambda blocks: setattr(blocks[2], "ls1", layers.LayerScale(32, 0.5)), 4),
         (lambda blocks: setattr(blocks[2], "ls2", layers.LayerScale(32, 0.5)), 2),
         (lambda blocks: setattr(blocks[2], "attn", Halved()), 2),
         (lambda blocks: without_bias(blocks[1].mlp.fc2), 2),
@@ -662,7 +672,7 @@ def without_bias(layer: torch.nn.Linear) -> None:
         (lambda blocks: without_bias(blocks[3].attn.qkv), 6),
         (lambda blocks: setattr(blocks[1].attn, "proj_drop", torch.nn.Dropout(0.5)), 6),
     ],
-    ids="none hook inner_hook layer_scale unknown fc2_bias proj_bias qkv_bias dropout".split(),
+    ids="none hook norm_hook proj_hook layer_scale1 layer_scale2 unknown fc2_bias proj_bias qkv_bias dropout".split(),
 )
 def test_blocks_overwrite_what_only_they_read(change, calls, monkeypatch):
     """Oracle: the modules in float64; calls by hand, two for each block that takes a stream; three calls in turn."""
@@ -671,8 +681,7 @@ def test_blocks_overwrite_what_only_they_read(change, calls, monkeypatch):
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     change(net.blocks)
-    wide, found, real = copy.deepcopy(net.eval()).double(), [], mixed.normalize_lent
-    monkeypatch.setattr(mixed, "normalize_lent", lambda *given: found.append(given) or real(*given))
+    wide, found = copy.deepcopy(net.eval()).double(), noted(monkeypatch)
     image = torch.randn(1, 3, 32, 32)
     with torch.no_grad():
         truth, baseline = (all_of(*given) for given in ((wide, image.double()), (net, image)))
@@ -692,10 +701,71 @@ def test_a_recording_that_fails_overwrites_nothing(monkeypatch):
         raise ReplayRefusal("for this test")
 
     monkeypatch.setattr(record, "_made", refuse)
+    calls = noted(monkeypatch)
     net, x = sequence(block(), block(), block()).eval(), torch.randn(2, 5, 32)
     with interpreting(), forcing("mixed"), torch.no_grad():
         first, *others = (net(x) for _ in range(3))
-    assert all(torch.equal(first, other) for other in others)
+    assert calls and all(torch.equal(first, other) for other in others)
+
+
+TRIPLES = itertools.product(("mixed", "fused", "plain"), repeat=3)
+
+
+@pytest.mark.parametrize(
+    "first, second, third", marked(TRIPLES, pytest.mark.full, lambda *ways: ways[:2] != ("mixed",) * 2)
+)
+def test_blocks_of_all_ways_follow_each_other(first, second, third, monkeypatch):
+    """Oracle: the modules in float64, for three calls in turn; each block, known by its width, has its way."""
+    widths = {32: first, 48: second, 64: third, 96: "mixed"}
+    monkeypatch.setattr(choose, "way_of", lambda x, branches, *_: widths[branches[-1].width])
+    torch.manual_seed(0)
+    net = layers.Blocks(*(layers.Block(32, layers.Attention(32, 2), layers.Mlp(32, width)) for width in widths)).eval()
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    x = torch.randn(2, 5, 32)
+    with torch.no_grad():
+        truth, baseline = dict(y=copy.deepcopy(net).double()(x.double())), dict(y=net(x))
+        attach(net)
+        calls = noted(monkeypatch)
+        with interpreting():
+            for _ in range(3):
+                assert verdict(dict(y=net(x)), truth, baseline, torch.float32).match
+    assert bool(calls) == (third == "mixed" or first == second == "mixed")
+
+
+def test_only_bfloat16_is_lent(monkeypatch):
+    """Oracle: the rule, also for FASTVIT_TRITON_EXACT."""
+    x = torch.zeros(2)
+    assert mixed.may_lend(x.bfloat16()) and not mixed.may_lend(x.half()) and not mixed.may_lend(x)
+    monkeypatch.setattr(settings, "exact", True)
+    assert not mixed.may_lend(x.bfloat16())
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_inference_leaves_what_parameters_need(converted):
+    """Oracle: all parameters require gradients before and after a mixed call without gradients."""
+    timm = pytest.importorskip("timm")
+    make = timm.create_model if converted else create_model
+    net = make("vit_tiny_patch16_224", img_size=32, embed_dim=32, num_heads=2, depth=2, num_classes=3).eval()
+    if converted:
+        optimize(net)
+    with interpreting(), forcing("mixed"), torch.no_grad():
+        for _ in range(3):
+            net(torch.randn(2, 3, 32, 32))
+    assert all(parameter.requires_grad for parameter in net.parameters())
+
+
+def test_a_subclass_may_override_outputs():
+    """Oracle: its method runs, with the arguments of the method of `Blocks`."""
+
+    class Own(layers.Blocks):
+        def outputs(self, x, after=(), recompute=False):
+            yield x + 1
+
+    net, x = Own(block()), torch.randn(2, 5, 32)
+    attach(net)
+    with torch.no_grad():
+        assert torch.equal(net(x), x + 1)
 
 
 @pytest.mark.parametrize("way", ["pending", "lent", "summed", "no bias"])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels import choose, settings
+from ..kernels import choose, mixed, settings
 from ..kernels.argument import Lent, NextNorm, Normalized
 from ..kernels.layer_norm import scaled
 from . import body as body_file
@@ -113,7 +113,8 @@ def add_branches_with_stats(
                 x = lent.complete(x)
                 stats = None
                 lent = None
-            ends = late, lent, lends and len(branches) == 2
+            lends &= len(branches) == 2 and mixed.may_lend(x)
+            ends = late, lent, lends
             norms = [norm if norm is None else NextNorm(norm, *ends if i else ()) for i, norm in enumerate(parameters)]
             after = None if last is None else NextNorm(last)
         else:
@@ -124,7 +125,7 @@ def add_branches_with_stats(
         for branch, body, entry, norm, reader in zip(pair, bodies, entries, norms, readers, strict=True):
             before = stats
             x, stats = _add(x, branch, body, norm, stats, reader, way, entry)
-        if lends and len(branches) == 2 and isinstance(before, Normalized) and before.late_bias is not None:
+        if lends and isinstance(before, Normalized) and before.late_bias is not None:
             return x, Lent(before.pending)  # x is a sum that this block made
     return x, None if next_norm is None else stats
 
@@ -167,7 +168,8 @@ def _late_bias(branch: Branch, body: Body | None, x: Tensor) -> Tensor | None:
     """Bias of fc2 that the previous branch adds in advance, so that fc2 can accumulate in place; else None."""
     if not isinstance(body, MlpBody) or not isinstance(body.act, str) or not _accumulates(branch, body, x):
         return None
-    return body.fc2.bias if body.fc2.weight.dtype == body.fc1[0].weight.dtype else None
+    bias = body.fc2.bias if body.fc2.weight.dtype == body.fc1[0].weight.dtype else None
+    return None if bias is None else bias.detach()  # a Function returns it, which would end its need of a gradient
 
 
 def _accumulates(branch: Branch, body: Body | None, x: Tensor) -> bool:

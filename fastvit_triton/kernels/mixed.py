@@ -9,8 +9,9 @@ Saved     as in `linear`: x, the pre-activation if there is an activation, row s
           the weight that was cast.
 Cost      values per token moved outside the matmuls of a ViT block of width C: 16 C in inference, 8 C with cuBLASLt's
           activation, 4 C if the matmuls accumulate into the stream; eager PyTorch 18 C.
-Lent      in a sequence of blocks in inference, proj and fc2 accumulate in place without their biases, whose sum the
-          passes of LayerNorm add to what they read: see `argument.Lent`.
+Lent      in a sequence of blocks in bfloat16 inference, proj and fc2 accumulate in place without their biases, whose
+          sum the passes of LayerNorm add to what they read: see `argument.Lent`. The stream is rounded without them,
+          so errors grow where biases cancel most of their products; float16 could overflow, and adds them at once.
 GELU      cuBLASLt's is the tanh form. In bfloat16 inference it also stands for erf's: in the norm over normal values it
           differs by 2e-4, a tenth or less of the rounding of the result, 2.6e-3. In float16 rounding is 3e-4, so erf's
           stays.
@@ -23,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import launch
+from . import launch, settings
 from .activation import GATED, activate, gate_of
 from .argument import Lent, NextNorm, Norm, Normalized
 from .launch import cdiv
@@ -31,6 +32,7 @@ from .layer_norm import add_and_normalize, normalize_lent, output_dtype, scaled
 from .tile import jit, tl
 
 EPILOGUES = {"relu": False, "gelu_tanh": True}  # activations of cuBLASLt → `use_gelu` of torch._addmm_activation
+LENDS = (torch.bfloat16,)
 FASTER_ON = ("sm_90", "sm_100")  # by published measurements; slower on sm_120
 
 
@@ -38,7 +40,7 @@ class MixedCall(NamedTuple):
     """Arguments of a mixed call that a fused one does not have.
 
     Attributes:
-        normed: LN(x) from the call that produced x; what it says of an x that is lent; or None.
+        normed: LN(x) from the call that produced x, a `Lent` if that lent x, or None.
         next_norm: the norm of the next call, to apply to the output; or None.
         dtype: of the matmul.
     """
@@ -152,6 +154,11 @@ def has_epilogues(device: torch.device) -> bool:
     """True if a matmul with its activation in cuBLASLt's epilogue is faster on this device than two launches."""
     on_gpu = device.type == "cuda" or launch.target is not None  # on a CPU the operator computes another GELU
     return on_gpu and launch.architecture(device) in FASTER_ON
+
+
+def may_lend(x: Tensor) -> bool:
+    """True if a block may hand on the stream x without its biases, see the header."""
+    return x.dtype in LENDS and not settings.exact
 
 
 def takes_tanh_for_erf(x: Tensor) -> bool:

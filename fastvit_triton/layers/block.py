@@ -1,6 +1,7 @@
 """Transformer blocks: attention and MLP as residual branches. Parameter names are timm's."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -71,16 +72,13 @@ class Blocks(Fusable, nn.Sequential):
 
     def forward(self, x: Tensor, after: Sequence[Callable[[Tensor], Tensor]] = (), recompute: bool = False) -> Tensor:
         """[B, N, D] → [B, N, D]; for the other arguments see `outputs`."""
-        for y in self.outputs(x, after, recompute, True):
+        own = type(self.outputs) is partial and type(self).outputs is OUTPUTS  # the fused one, see `attach`
+        for y in self.outputs(x, after, recompute, **dict(only_last=True) if own else {}):
             x = y
         return x
 
     def outputs(
-        self,
-        x: Tensor,
-        after: Sequence[Callable[[Tensor], Tensor]] = (),
-        recompute: bool = False,
-        only_last: bool = False,
+        self, x: Tensor, after: Sequence[Callable[[Tensor], Tensor]] = (), recompute: bool = False
     ) -> Iterator[Tensor]:
         """Yields the output [B, N, D] of each block in turn.
 
@@ -88,10 +86,11 @@ class Blocks(Fusable, nn.Sequential):
             x: [B, N, D].
             after: functions of the output of the first block, the second, and so on.
             recompute: compute each block again in the backward pass instead of storing its activations.
-            only_last: yield the output of the last block alone; where kernels run, it may overwrite those before.
         """
         for i, block in enumerate(self):
             x = recomputed(block, x) if recompute else block(x)
             x = after[i](x) if i < len(after) else x
-            if not only_last or i == len(self) - 1:
-                yield x
+            yield x
+
+
+OUTPUTS = Blocks.outputs  # a user may patch it

@@ -114,7 +114,8 @@ class Part:
             with torch.set_grad_enabled(train):
                 outputs = [t for t in self._outputs() if t.requires_grad]
                 if train and outputs and learn:
-                    along[:] = along or map(torch.ones_like, outputs)
+                    if not along:
+                        along.extend(map(torch.ones_like, outputs))
                     torch.autograd.grad(outputs, learn, along, allow_unused=True)
 
         return call

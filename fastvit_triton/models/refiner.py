@@ -136,13 +136,9 @@ class RefinedBlocks(Blocks):
     """A sequence of `RefinedBlock`."""
 
     def outputs(
-        self,
-        x: Tensor,
-        after: Sequence[Callable[[Tensor], Tensor]] = (),
-        recompute: bool = False,
-        only_last: bool = False,
+        self, x: Tensor, after: Sequence[Callable[[Tensor], Tensor]] = (), recompute: bool = False
     ) -> Iterator[Tensor]:
-        """Yields the output [B, N, D] of each block in turn; `after` is not supported, and `only_last` ignored."""
+        """Yields the output [B, N, D] of each block in turn; `after` is not supported."""
         maps = None
         for block in self:
             x, maps = recomputed(block, x, maps) if recompute else block(x, maps)

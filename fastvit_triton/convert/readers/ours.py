@@ -53,10 +53,10 @@ def outputs(
 ) -> Iterator[Tensor]:
     """Yields the output of each block; each passes the row statistics of its output to the next block's norm.
 
-    If only the last output is read, blocks may overwrite those before it.
+    If `only_last` is read, no other is yielded, and blocks may overwrite those before it.
     """
     if recompute or not can_fuse(x) or nn.Module.__call__ is not CALL:
-        yield from type(self).outputs(self, x, after, recompute, only_last)
+        yield from type(self).outputs(self, x, after, recompute)
         return
     stats: Given | None = None
     blocks = list(self)
