@@ -36,7 +36,7 @@ from fastvit_triton.expected.cuda_operators import as_on_cuda
 from fastvit_triton.expected.gpus import Gpu, gpu_by_name, gpus, table
 from fastvit_triton.expected.trace import tracing
 from fastvit_triton.kernels import choose, depthwise, launch, layer_norm, linear, mixed, mlp, predicted, settings
-from fastvit_triton.kernels.activation import NAMES, apply_activation
+from fastvit_triton.kernels.activation import GATED, NAMES, apply_activation
 from fastvit_triton.kernels.argument import Lent, NextNorm, Norm, Reader
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
@@ -791,15 +791,17 @@ def test_norm_of_a_stream(way):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("activation", NAMES)
 def test_activation_pass(activation, dtype):
-    """Oracle: PyTorch's in float64; budget: one rounding, and in 16 bits the polynomial's 3.4e-6 times up."""
+    """Oracle: PyTorch in float64; budget: one rounding, and, times up, 8 fp32 roundings of 1 and the polynomial."""
     torch.manual_seed(0)
     h = 3 * torch.randn(3, 5, 2 * 131).to(dtype)
     with interpreting():
         got = mixed._activated(h, activation)
     exact = apply_activation(h.double(), activation)
-    least = 8e-7 if dtype == torch.float32 else 3.4e-6 * h.abs().max().item()
+    largest = h.abs().max().item()
+    inner = 8 * torch.finfo(torch.float32).eps + (3.4e-6 if dtype == torch.float16 else 0.0)  # see `_normal_cdf`
     assert got.dtype == dtype and got.shape == exact.shape
-    assert ((got - exact).abs() <= torch.finfo(dtype).eps * exact.abs() + least * 2).all()
+    budget = torch.finfo(dtype).eps * exact.abs() + inner * (largest if activation in GATED else 1.0)
+    assert ((got - exact).abs() <= budget).all()
 
 
 def launched(way: str, training: bool, depth: int = 3, **options: object) -> list[str]:
