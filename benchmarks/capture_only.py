@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fastvit_triton import create_model, freeze, optimize, set_backend
-from fastvit_triton.convert import captured, modules
+from fastvit_triton.convert import captured, conversion
 from fastvit_triton.convert.example import arguments
 from fastvit_triton.expected.count import traced
 from fastvit_triton.expected.gpus import gpus
@@ -156,7 +156,7 @@ CASES = (
 def without_forwards(model: nn.Module) -> None:
     """Leaves a model of ours the forwards of its classes."""
     for module in model.modules():
-        for name in ("forward", *(name for name, _ in modules.METHODS.values())):
+        for name in ("forward", *(name for name, _ in conversion.METHODS.values())):
             module.__dict__.pop(name, None)
 
 
@@ -166,7 +166,7 @@ def converted(model: nn.Module, example: Any, readers: bool) -> None:
         optimize(model, example=example)
         return
     without_forwards(model)
-    with patch.object(modules, "_rows", return_value=()):
+    with patch.object(conversion, "_rows", return_value=()):
         optimize(model, example=example)
 
 

@@ -25,7 +25,7 @@ from fastvit_triton import (
     varlen_attention,
     window_attention,
 )
-from fastvit_triton.convert.modules import attach
+from fastvit_triton.convert.conversion import attach
 from fastvit_triton.kernels.argument import Norm
 from fastvit_triton.kernels.settings import forcing
 from fastvit_triton.layers.attention import Attention

@@ -24,7 +24,7 @@ from unittest.mock import patch
 from torch import nn
 
 from fastvit_triton import optimize
-from fastvit_triton.convert import forwards, modules, third_party  # registers the forwards
+from fastvit_triton.convert import conversion, forwards, third_party  # registers the forwards
 from fastvit_triton.convert.forwards import FORWARDS, INNER
 from fastvit_triton.convert.recognition import KNOWN, Unreadable, fingerprint, recognised
 
@@ -32,7 +32,7 @@ from . import coverage
 from .result_file import as_json, origin, write_text
 
 PACKAGES = ("timm", "transformers", "vit_pytorch")
-assert modules.LEFT is not None
+assert conversion.LEFT is not None
 
 
 def main() -> None:

@@ -129,7 +129,7 @@ def task(name: str) -> dict[str, list[tuple[str, str]]]:
     where = {
         n: path for path, ns in imported(ROOT / "fastvit_triton/__init__.pyi", "fastvit_triton").items() for n in ns
     }
-    late = {"optimize": "modules", "revert": "modules", "report": "backend"}  # convert imports them on first use
+    late = {"optimize": "conversion", "revert": "conversion", "report": "backend"}  # convert imports them on first use
     where |= {n: f"fastvit_triton.convert.{module}" for n, module in late.items()}
     return {heading: [(n, where[n]) for n in names.split()] for heading, names in API[name].items()}
 

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastvit_triton import optimize, revert, warmup
 from fastvit_triton.convert import backend as compile_backend
-from fastvit_triton.convert import candidates, captured, modules
+from fastvit_triton.convert import candidates, captured, conversion
 from fastvit_triton.convert import capture as capture_file
 from fastvit_triton.engine.freeze import PROGRAMS
 from fastvit_triton.engine.replay.calls import Recorded
@@ -144,7 +144,7 @@ def test_a_module_of_the_users_in_a_known_block_is_captured(kernels, no_graphs):
         part.attn = UnmaskedAttention().to(dtype)
     model.requires_grad_(not kernels)
     original, x = copy.deepcopy(model), torch.randn(2, 7, D, dtype=dtype)
-    assert {row.why for row in optimize(model).rows if row.path == "0.attn"} == {modules.NEEDS_EXAMPLE}
+    assert {row.why for row in optimize(model).rows if row.path == "0.attn"} == {conversion.NEEDS_EXAMPLE}
     report = {row.path: row for row in optimize(model.eval(), example=x).rows}
     assert report["0"].became == "fused pre-norm block" and report["0.attn"].within == "0"
     assert report["0.attn"].became.startswith("fused captured module (")

@@ -25,7 +25,7 @@ from benchmarks import choices
 from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, layers, optimize
 from fastvit_triton.convert.backend import compiling
-from fastvit_triton.convert.modules import attach
+from fastvit_triton.convert.conversion import attach
 from fastvit_triton.engine import ways
 from fastvit_triton.engine.replay import record
 from fastvit_triton.engine.replay.recorder import ReplayRefusal

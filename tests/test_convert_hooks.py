@@ -322,7 +322,7 @@ def test_a_failed_optimize_changes_nothing(earlier, place, error, monkeypatch, r
         else:
             optimize(model)
             before = facts(model)
-            ours = "fastvit_triton.convert.modules.is_our_forward"
+            ours = "fastvit_triton.convert.conversion.is_our_forward"
             monkeypatch.setattr(ours, lambda forward: fail() and hooks.is_our_forward(forward))
             revert(model)
     monkeypatch.undo()

@@ -4,21 +4,27 @@ A model goes in; its modules get fused forwards, and a `Report` says what each b
 have readers in `readers`, registered by `forwards`; blocks that no reader knows are captured from an example
 (`capture`, `captured`) and rewritten by the patterns of `graph`, as the backend's graphs are.
 
-Begin with `modules`, where a conversion starts; then `forwards` and `readers`, or `backend` and `graph`.
+Begin with `conversion`, where a conversion starts; then `forwards` and `readers`, or `backend` and `graph`.
 """
 
 import importlib
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-# Imported on first use: the backend imports Dynamo, and `modules` imports every family.
-_PUBLIC = {"optimize": "modules", "revert": "modules", "report": "backend", "Report": "reporting", "Row": "reporting"}
+# Imported on first use: the backend imports Dynamo, and `conversion` imports every family.
+_PUBLIC = {
+    "optimize": "conversion",
+    "revert": "conversion",
+    "report": "backend",
+    "Report": "reporting",
+    "Row": "reporting",
+}
 
 __all__ = ["Report", "Row", "optimize", "report", "revert"]
 
 if TYPE_CHECKING:
     from .backend import report
-    from .modules import optimize, revert
+    from .conversion import optimize, revert
     from .reporting import Report, Row
 
 

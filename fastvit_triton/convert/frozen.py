@@ -11,8 +11,8 @@ from ..engine.hooks import is_our_forward
 from ..kernels import onednn
 from ..kernels.backend import why_not
 from . import on_cpu
+from .conversion import engine_layers, folded_norms
 from .flop_shares import stated_input
-from .modules import engine_layers, folded_norms
 
 BYTES = {"bf16": (2, 2), "int8": (1, 8)}  # of a packed weight, and of an output's bias, in int8 and its scale
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
-from ..convert.modules import attach
+from ..convert.conversion import attach
 from . import (
     attention_conv,
     botnet,
