@@ -10,9 +10,11 @@ import statistics
 from collections import defaultdict
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit_triton
 from benchmarks import backtest, official_speed
@@ -44,6 +46,7 @@ from fastvit_triton.expected.times import (
 )
 from fastvit_triton.expected.trace import tracing
 from fastvit_triton.expected.work import GpuWork, work_of, work_of_events
+from fastvit_triton.kernels.settings import forcing
 from fastvit_triton.measure import expected
 
 RESULT = TABLE.parents[1] / "results" / "backtest.json"
@@ -121,6 +124,41 @@ def test_work_of_any_number_of_images(monkeypatch):
         found = {(kernel.at_batch(7), n) for kernel, n in getattr(few, mode)}
         want = {(GpuWork(*kernel[:4]), n) for kernel, n in getattr(many, mode)}
         assert found == want and len(found) > 5, mode
+
+
+@pytest.mark.parametrize(
+    "name, options, training, again",
+    [
+        ("vit_tiny_patch16_224", dict(num_heads=2), False, 0),
+        ("vit_tiny_patch16_224", dict(num_heads=2, embed_dim=64), False, 0),  # an MLP in one launch
+        ("vit_tiny_patch16_224", dict(num_heads=3), True, 2),  # the scores again
+        (
+            "vit_tiny_patch16_224",
+            dict(num_heads=2),
+            True,
+            6,
+        ),  # heads of 96: in two kernels, which both compute S and dP
+        ("swin_tiny_patch4_window7_224", dict(window_size=7), False, 0),
+    ],
+)
+def test_our_kernels_have_the_flops_of_the_operators(name, options, training, again):
+    """Oracle: PyTorch's counter of flops, for the same model; `again`: flops per score and channel in addition."""
+    with torch.device("meta"):
+        model = timm.create_model(name, depths=(1, 1, 1, 1), **options) if "swin" in name else timm.create_model(
+            name, depth=1, img_size=64, **options)  # fmt: skip
+        images = torch.empty(2, 3, *model.patch_embed.img_size, dtype=torch.bfloat16)
+    model = model.bfloat16().train(training)
+    with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
+        y = model(images)
+        if training:
+            y.sum().backward()
+    fastvit_triton.optimize(model)
+    with forcing("fused"):
+        events = traced(model, gpus()["h200"], training, (images,), {}).events
+    kinds = {one.kind for one, _ in work.ours(events)}
+    assert {"fused product", "fused attention"} <= kinds and ("fused attention backward" in kinds) == training
+    more = again * 2 * 17**2 * 192
+    assert sum(one.flops * n for one, n in work.ours(events)) == counter.get_total_flops() + more
 
 
 def test_flops_and_bytes_by_hand():
@@ -375,7 +413,11 @@ def test_what_a_conversion_is_expected_to_gain():
     error = error_of_gain("vit_tiny_patch16_224")
     assert f"× torch.compile (± {100 * error:.0f} %)" in str(expected(fastvit_triton.optimize(named), gpu="a100"))
     assert next(model.parameters()).dtype == torch.float32 and not next(model.parameters()).is_meta
-    assert "autocast to float16" in str(expected(report, gpu="h100", amp="float16"))
+    found_amp = expected(report, gpu="h100", amp="float16", batch=512)
+    with torch.autocast("cpu", torch.float16):
+        one = predict(copy.deepcopy(model), gpus()["h100"], False, torch.empty(512, 1, 8, 8, device="meta"))
+    assert "autocast to float16" in str(found_amp) and found_amp.ours_ms == pytest.approx(one.ours_us()[1] / 1e3)
+    assert found_amp.compile_ms[0] > expected(report, gpu="h100", batch=512).compile_ms[0]  # its residual has 32 bits
     for words, sentence in (
         (dict(gpu="gtx970"), "gpu is gtx970; use one of"),
         (dict(batch=0), "batch is 0; use an integer of at least 1"),

@@ -104,10 +104,13 @@ def sequence(*blocks: layers.Block) -> layers.Blocks:
 @pytest.mark.fast
 @pytest.mark.parametrize("size", SIZES)
 def test_the_first_table_of_rates(size):
-    """Oracle: by hand, from the published rates, for inference with 64 images and more; sm_90 has GELU in BLAS."""
-    fused = {"sm_89": SIZES, "sm_80": ("Ti", "S"), "sm_90": ()}
+    """Oracle: by hand, from the published rates, for inference with 64 images and more.
+
+    The mixed way leaves GELU to BLAS on sm_90, to our kernel elsewhere; then only small matmuls are faster as ours.
+    """
+    fused = {"sm_89": ("Ti", "S"), "sm_80": (), "sm_90": ()}
     for architecture, batch in itertools.product(fused, (64, 256)):
-        want = "fused" if size in fused[architecture] and (size, batch) != ("L", 64) else "mixed"
+        want = "fused" if size in fused[architecture] else "mixed"
         gpu, sizes = gpu_of(architecture), vit(size, batch)
         times = {way: blocks.block_us(gpu, sizes, way, False, True) for way in WAYS}
         assert min(times, key=times.get) == want, (architecture, batch, times)
@@ -303,7 +306,7 @@ def test_ranges_of_rows_lose_least():
     rng = random.Random(0)
     for _ in range(20):
         points = [
-            choices.Point("row", 64, rows, {way: 1 + rng.random() for way in WAYS}, frozenset(), 1)
+            choices.Point("row", 64, rows, *({way: 1 + rng.random() for way in WAYS} for _ in range(2)), frozenset(), 1)
             for rows in rng.sample(range(1, 50), 6)
         ]
         points.sort(key=lambda point: point.rows)
@@ -558,7 +561,7 @@ def test_weights_stored_for_depthwise_are_not_copied(monkeypatch):
     x, stored = torch.empty(1, 56, 56, 64, dtype=torch.bfloat16), torch.empty(9, 64, dtype=torch.bfloat16)
     stored = stored.t().unflatten(1, (3, 3)).unsqueeze(1)
     rows = []
-    monkeypatch.setattr(choose, "_row", lambda gpu, *row: rows.append(row) or ("fused", ""))
+    monkeypatch.setattr(choose, "row_of", lambda gpu, *row: rows.append(row) or ("fused", ""))
     with targeting("sm_90"):
         for weight in (stored, stored.contiguous()):
             assert depthwise._kernel_is_chosen(x, weight, x[0, 0, 0], 1, None, False)

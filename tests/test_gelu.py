@@ -16,9 +16,12 @@ from fastvit_triton import create_model, optimize, revert
 from fastvit_triton.engine.mlp import asks_for_exact_gelu
 from fastvit_triton.expected.cuda_operators import as_on_cuda
 from fastvit_triton.expected.trace import tracing
-from fastvit_triton.kernels import mixed, settings
+from fastvit_triton.kernels import measured, mixed, settings
 from fastvit_triton.kernels.launch import targeting
+from fastvit_triton.kernels.measured import Measured, op_names
 from fastvit_triton.kernels.settings import forcing
+from fastvit_triton.measure.compare import verdict
+from fastvit_triton.measure.model_parts import calls_of
 
 IN_BLAS = "_addmm_activation"
 SHARE = 0.1  # of bfloat16's rounding error: what `docs/ways.md` promises
@@ -82,6 +85,45 @@ def test_a_layer_without_bias_keeps_erf():
     made = block()
     made.mlp.fc1.bias = None
     assert IN_BLAS not in events_of(made)
+
+
+def names_of(options: dict, **row: str) -> set[str]:
+    """`events_of` a block, with the way of its op "linear" in place of the table's row."""
+    shape = op_names("linear", options.get("dtype", torch.bfloat16).itemsize, False, (10, 32, 128, 0, 0, 1, 0, 0, 0))
+    with measured.using(Measured(ways=dict.fromkeys(shape, row["linear"])) if row else measured.NOTHING):
+        return events_of(block(options.get("dtype", torch.bfloat16)), **options)
+
+
+def test_a_row_decides_whether_our_kernel_computes_the_activation():
+    """Oracle: the launches of fc1 and its activation, by the row of "linear" that is measured, else predicted."""
+    ours, apart = {"linear._fwd_kernel"}, {"mixed._activation_kernel"}
+    kinds = ours | apart
+    for options in (dict(arch="sm_80"), dict(arch="sm_89", dtype=torch.float16)):
+        assert names_of(options) & kinds == ours
+        assert names_of(options, linear="plain") & kinds == apart
+        assert names_of(options, linear="fused") & kinds == ours
+    assert names_of(dict(arch="sm_80", grad=True), linear="fused") & kinds == apart  # the pre-activation is saved
+    assert not names_of(dict(arch="sm_90"), linear="fused") & kinds  # cuBLASLt's
+    assert names_of(dict(arch="sm_80", dtype=torch.float32)) & kinds == apart  # IEEE float32
+
+
+@pytest.mark.parametrize("mlp", [timm.layers.Mlp, timm.layers.SwiGLU], ids=lambda mlp: mlp.__name__)
+def test_a_mixed_block_computes_the_same_with_either_kernel(mlp):
+    """Oracle: the block in float64; the baseline is PyTorch's operators in float16."""
+    torch.manual_seed(0)
+    made = timm.models.vision_transformer.Block(32, 2, mlp_layer=mlp).half().eval()
+    x = torch.randn(2, 5, 32).half()
+    with torch.no_grad():
+        truth, baseline = dict(y=copy.deepcopy(made).double()(x.double())), dict(y=made(x))
+        optimize(made)
+        got: dict[str, torch.Tensor] = {}
+        for way in ("fused", "plain"):
+            shapes = [op_names("linear", 2, False, (10, 32, F, 0, 0, p, 0, 0, 0)) for F, p in ((128, 1), (256, 2))]
+            table = Measured(ways=dict.fromkeys((name for names in shapes for name in names), way))
+            with interpreting(), forcing("mixed"), measured.using(table):
+                ops = {call.op for call in calls_of(lambda: got.update(y=made(x)))}
+            assert verdict(got, truth, baseline, torch.float16).match
+            assert ("linear_fwd" in ops) == (way == "fused")
 
 
 def test_exact_gelu_is_asked_for_by_model_and_by_variable(monkeypatch):

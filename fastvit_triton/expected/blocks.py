@@ -19,6 +19,7 @@ LEAST_US, LEAST_PRODUCT_US = 2.5, 5.0  # minimum time of a launch, and of a matm
 PASS = 0.85  # fraction of the copy bandwidth of elementwise passes and of our LayerNorm
 NORMS = {"norm": "forward", "norm backward": "backward"}  # kinds of launches of PyTorch's LayerNorm
 TILES = {(128, 256): 1.0, (128, 128): 0.93, (64, 128): 0.82, (64, 64): 0.65}  # tile of a matmul → fraction of its rate
+NEVER = (1e-9,) * 3  # rates of what does not run
 NARROW = 384  # bytes of a row up to which one launch computes an MLP; see `mlp`
 
 
@@ -89,7 +90,7 @@ def launches(gpu: Gpu, branches: tuple[Branch, ...], way: str, training: bool, f
 
 def compiled_us(gpu: Gpu, branches: tuple[Branch, ...], training: bool) -> float:
     """Expected microseconds under torch.compile: as mixed with PyTorch's attention, and nothing in BLAS's epilogues."""
-    slow = gpu._replace(fused_attention_tflops=(1e-9, 1e-9), architecture="")
+    slow = gpu._replace(fused_attention_tflops=NEVER[:2], fused_product=NEVER, architecture="")
     branches = tuple(branch._replace(layer_scale=0) for branch in branches)  # without equation (10) of our backward
     return block_us(slow, branches, "mixed", training, False) + (0.0 if training else _saved_us(gpu, branches))
 
@@ -173,6 +174,12 @@ def in_one_kernel(D: int, keys: int, itemsize: int, bias: bool = False) -> bool:
     return itemsize == 2 and D * itemsize <= 128 and D & (D - 1) == 0 and keys <= 256 and not bias
 
 
+def _sums_bias(b: Branch) -> bool:
+    """True if our backward kernel also sums the gradient of the bias of queries, keys and values."""
+    bare = b.kind == "attention" and b.inner == 64 * b.heads
+    return bare and in_one_kernel(64, b.keys_per_query, b.itemsize, b.decomposed > 0)
+
+
 def bias_values(branch: Branch) -> int:
     """Number of scores, and so of values of a bias of every query and key."""
     return branch.images * branch.heads * branch.tokens * branch.keys_per_query
@@ -235,20 +242,26 @@ def forward(
     if attention:
         core = _faster_attention(gpu, b) if way == "mixed" else [attention_launch(b, False)]
         core += [one_pass(b, bias_values(b))] * (b.decomposed and way == "plain")
+    entering = [product(b, M, b.width, C)]
     if way == "mixed":
-        core = conv or ([] if _activates_in_blas(gpu, b, training) else core)
+        core = conv or core
+        if b.kind == "mlp" and not training:
+            entering, core = _hidden(gpu, b, entering[0], core[0]), []
     else:
         copies = [one_pass(b, 2 * M * C)] * 2 if b.kind == "window_attention" else []  # into windows and back
         core += conv + copies
     in_place = _adds_in_place(b, way, first, last, training)
     end = [] if in_place else _end(b, way, last)
-    return [*norm, product(b, M, b.width, C), *core, product(b, M, C, b.inner, extra=M * C * in_place), *end]
+    return [*norm, *entering, *core, product(b, M, C, b.inner, extra=M * C * in_place), *end]
 
 
-def _activates_in_blas(gpu: Gpu | None, b: Branch, training: bool) -> bool:
-    """True if the first matmul of a mixed MLP applies the activation, as `kernels.mixed` does GELU and ReLU."""
-    fast = gpu is not None and gpu.architecture in FASTER_ON
-    return fast and b.kind == "mlp" and b.width == b.inner and b.itemsize == 2 and not training
+def _hidden(gpu: Gpu | None, b: Branch, by_blas: Launch, activation: Launch) -> list[Launch]:
+    """The launches of the first matmul and the activation of a mixed MLP in inference, see `kernels.mixed`."""
+    assert gpu is not None, "the choice depends on the GPU"
+    if gpu.architecture in FASTER_ON and b.width == b.inner and b.itemsize == 2:  # GELU and ReLU
+        return [by_blas]
+    ours = product(b, *by_blas.size, ours=True, extra=by_blas.size[0] * (b.inner - b.width))
+    return min([by_blas, activation], [ours], key=lambda launches: sum(launch_us(gpu, one) for one in launches))
 
 
 def _norm(b: Branch, way: str) -> list[Launch]:
@@ -321,6 +334,8 @@ def _backward(gpu: Gpu, b: Branch, way: str) -> list[Launch]:
     middle = [one_pass(b, 2 * M * (b.width + b.inner))]
     if attention:
         middle = _faster_attention(gpu, b, True)
+        if way == "mixed" and middle[0].kind == "fused attention" and _sums_bias(b):
+            sums[1] = small
     scaled = [one_pass(b, 2 * M * C)] if b.scales > b.layer_scale else []
     if b.layer_scale:  # equation (10) of `linear_backward` reads and writes matrices in fp32 and in the weight's dtype
         weight, fp32 = C * b.inner, 4 / b.itemsize

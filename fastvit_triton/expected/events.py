@@ -51,6 +51,7 @@ class Event:
         writes: its results.
         flops: of products.
         size: of a launch of ours, see `launched.size`.
+        launch_flops: of a launch of ours, also where `flops` are counted for the whole operator.
         region: number of the region of a captured graph that it belongs to, see `convert.region`; 0 if to none.
     """
 
@@ -63,6 +64,7 @@ class Event:
     flops: int = 0
     size: tuple[int, int, int, int] = (0, 0, 0, 0)
     region: int = 0
+    launch_flops: int = 0
 
     @property
     def nbytes(self) -> int:

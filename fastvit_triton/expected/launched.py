@@ -95,10 +95,16 @@ def _window_work(launch: Launched) -> KernelWork:
     dq = 5 if a["PRECISION"] == "ieee" else 3  # in fp32 Q Kᵀ and dO Vᵀ are computed twice
     pair = 2 * {"_fwd_kernel": 2, "_bwd_kernel": 5 if one else 4, "_bwd_dq_kernel": dq, "_bwd_dbias_kernel": 2}[kernel]
     rows, columns = (math.ceil(a["N"] / a[block]) for block in ("BLOCK_M", "BLOCK_N"))
-    windows = a["windows"] if "runs" in a else launch.programs // (a["heads"] * a["tiles"])
+    windows = _windows(launch)
     passes = windows / a.get("runs", windows) * {"_bwd_kernel": rows, "_bwd_dbias_kernel": 1}.get(kernel, columns)
     flops = pair * windows * a["heads"] * a["N"] ** 2 * a["D"]
     return KernelWork(flops, pair * a["BLOCK_M"] * a["BLOCK_N"] * a["WIDTH"] * passes, passes)
+
+
+def _windows(launch: Launched) -> int:
+    """Windows of all images."""
+    a = launch.values
+    return a["windows"] if "runs" in a else launch.programs // (a["heads"] * a["tiles"])
 
 
 def _attention_work(launch: Launched) -> KernelWork:
@@ -165,6 +171,8 @@ def size(launch: Launched) -> tuple[int, int, int, int]:
     forward = ("_fwd_kernel", "_fwd_whole_kernel", "_fwd_tma_kernel")
     if name.startswith("attention.") and name.removeprefix("attention.") in (*forward, *_OVER):
         return int(heads_of(launch)), *sequence(launch), a["D"]
-    if name == "window._fwd_kernel":
-        return launch.programs // a["tiles"], a["N"], a["N"], a["D"]
+    if name == "patch_embed._bwd_weight_kernel":
+        return 1, a["D"], a["K"], a["M"]
+    if name in ("window._fwd_kernel", "window._bwd_kernel", "window._bwd_dq_kernel"):
+        return _windows(launch) * a["heads"], a["N"], a["N"], a["D"]
     return 0, 0, 0, 0

@@ -183,8 +183,7 @@ class _Tracer(TorchDispatchMode):
         tensors = {(t.data_ptr(), t.shape): t for t in _tensors(arguments)}
         module = kernel.fn.__module__.rsplit(".", 1)[-1].removesuffix("_backward")
         one = launched.Launched.of(f"{module}.{kernel.fn.__name__}", kernel, grid, arguments, fixed)
-        flops = 0 if self.op in OUR_FLOPS else int(launched.work(one).flops)  # else counted for the whole operator
-        self._add(one.name, tensors.values(), (), flops, ours=True, size=launched.size(one))
+        self._add(one.name, tensors.values(), (), int(launched.work(one).flops), ours=True, size=launched.size(one))
 
     def _add(
         self,
@@ -197,8 +196,9 @@ class _Tracer(TorchDispatchMode):
     ) -> None:
         reads, writes = (tuple(map(self._piece, tensors)) for tensors in (read, written))
         launches = 1 if ours else _launches(name, reads, writes)
-        region = settings.region or 0
-        self.trace.events.append(Event(name, self.op, ours, launches, reads, writes, flops, size, region))
+        counted = 0 if ours and self.op in OUR_FLOPS else flops  # else counted for the whole operator
+        facts = counted, size, settings.region or 0, flops * ours
+        self.trace.events.append(Event(name, self.op, ours, launches, reads, writes, *facts))
 
     def _allocate(self, t: Tensor) -> Tensor:
         """Counts the memory of a new tensor until it is freed; returns the tensor."""

@@ -69,18 +69,21 @@ KINDS = {  # kind → what it is
 # Kind whose time is not modelled → the kind whose constants stand in for it. UpSampleBilinear2d.cu gives each output
 # pixel of a channels-first map to one thread, which loops over all images and channels.
 UNMODELLED = {"interpolation": "pass"}
-OURS = {  # kernel → kind, and flops for each element of its four-dimensional size
-    "linear._fwd_kernel": ("fused product", 2.0),
-    "mlp._fwd_kernel": ("fused product", 4.0),
-    "patch_embed._fwd_kernel": ("fused product", 2.0),
-    "attention._fwd_kernel": ("fused attention", 4.0),
-    "attention._fwd_whole_kernel": ("fused attention", 4.0),
-    "attention._fwd_tma_kernel": ("fused attention", 4.0),
-    "attention._bwd_kernel": ("fused attention backward", 10.0),
-    "attention._bwd_tma_kernel": ("fused attention backward", 10.0),
-    "attention._bwd_dq_kernel": ("fused attention backward", 6.0),
-    "attention._bwd_dkdv_kernel": ("fused attention backward", 8.0),
-    "window._fwd_kernel": ("fused attention", 4.0),
+OURS = {  # kernel → kind
+    "linear._fwd_kernel": "fused product",
+    "mlp._fwd_kernel": "fused product",
+    "patch_embed._fwd_kernel": "fused product",
+    "patch_embed._bwd_weight_kernel": "fused product",
+    "attention._fwd_kernel": "fused attention",
+    "attention._fwd_whole_kernel": "fused attention",
+    "attention._fwd_tma_kernel": "fused attention",
+    "attention._bwd_kernel": "fused attention backward",
+    "attention._bwd_tma_kernel": "fused attention backward",
+    "attention._bwd_dq_kernel": "fused attention backward",
+    "attention._bwd_dkdv_kernel": "fused attention backward",
+    "window._fwd_kernel": "fused attention",
+    "window._bwd_kernel": "fused attention backward",
+    "window._bwd_dq_kernel": "fused attention backward",
 }
 
 
@@ -173,10 +176,10 @@ def growing(events: Iterable[Event], *inputs: Tensor) -> set[int]:
 
 def _launch(event: Event) -> GpuWork:
     """The work of a launch of ours."""
-    kind, flops = OURS.get(event.name, ("fused pass", 0.0))
-    if not flops:
-        return GpuWork(kind, float(event.nbytes))
-    return GpuWork(kind, float(event.nbytes), flops * math.prod(event.size), event.size)
+    kind = OURS.get(event.name)
+    if kind is None:
+        return GpuWork("fused pass", float(event.nbytes))
+    return GpuWork(kind, float(event.nbytes), float(event.launch_flops), event.size)
 
 
 def _is_product(kernel: Kernel) -> bool:

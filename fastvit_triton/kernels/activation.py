@@ -39,6 +39,11 @@ def gate_of(activation: str | None) -> str | None:
     return activation if activation is None else GATED.get(activation, activation)
 
 
+def passes_of(activation: str | None) -> int:
+    """Passes of PyTorch's operators for an activation: 0, 1, or 2 if it is gated."""
+    return 0 if activation is None else 2 if activation in GATED else 1
+
+
 def apply_activation(h: Tensor, activation: str, up: Tensor | None = None) -> Tensor:
     """The activation of h; act(gate) · up for a gated one, whose gate and up are the halves of h, or h and `up`."""
     if activation not in GATED:

@@ -3,7 +3,9 @@
 Ways      fused: our kernels, with the LayerNorm folded into the first matmul.
           mixed: BLAS matmuls, and one pass for the operations between them: activation; LayerScale, stochastic depth,
           residual and the next LayerNorm. Attention by the kernel that is expected to be faster. In inference without
-          LayerScale, the last matmul of a block adds to the residual in place, and no pass follows it.
+          LayerScale, the last matmul of a block adds to the residual in place, and no pass follows it. In inference,
+          where BLAS does not compute the activation, the row of the op "linear" says whether our kernel computes fc1
+          with it.
           plain: PyTorch's modules, operator by operator.
           onednn: on a CPU, oneDNN's products.
 
@@ -27,10 +29,7 @@ from torch import Tensor
 from . import backend, launch, measured, onednn, predicted, settings
 from .launch import measured_ways
 from .measured import block_names, op_names
-from .predicted import KEEP_DTYPE, gpu_on, op_row, predicted_way
-from .predicted import OPS as OPS  # read by benchmarks.choices, as the next two
-from .predicted import block_row as block_row
-from .predicted import row_of as _row
+from .predicted import KEEP_DTYPE, gpu_on, op_row, predicted_way, row_of
 from .settings import TRACED
 from .sizes import Branch
 
@@ -222,20 +221,29 @@ def prefers_kernel(x: Tensor, op: str, *sizes: int) -> bool:
 def _prefers(device: torch.device, dtype: torch.dtype, training: bool, op: str, sizes: tuple) -> bool:
     if settings.forced is not None or backend.backend() == "triton":
         return settings.forced not in ("plain", "onednn")
+    return _op_way(device, dtype, training, op, sizes) == "fused"
+
+
+def runs_in_mixed(x: Tensor, op: str, sizes: tuple[int, ...]) -> bool:
+    """True if a mixed call without gradients runs our kernel for an op, whether or not the way is forced."""
+    return _op_way(x.device, x.dtype, False, op, sizes) == "fused"
+
+
+def _op_way(device: torch.device, dtype: torch.dtype, training: bool, op: str, sizes: tuple) -> str:
     key = (device, dtype, training, op, sizes, *settings.choices(device.type))
     way = _choices.get(key)
     if way is None or settings.observer is not None:
         choice = _choose_op(device, dtype, training, op, sizes)
         way = choice.way
         _remember(key, choice)
-    return way == "fused"
+    return way
 
 
 def _choose_op(device: torch.device, dtype: torch.dtype, training: bool, op: str, sizes: tuple) -> Choice:
     shapes = op_names(op, dtype.itemsize, training, sizes)
     found = None if launch.is_ieee(dtype) else measured_way(device, shapes)
     if found is None:
-        way, why = _row(gpu_on(device), *op_row(op, dtype, training, sizes))
+        way, why = row_of(gpu_on(device), *op_row(op, dtype, training, sizes))
         found = way or "plain", why
     return Choice(op, *found, shapes, ())
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import check, choose, cpu, fold, layer_norm, mixed, onednn, rms_norm
-from .activation import GATED, activate, apply_activation, gate_of
+from .activation import GATED, activate, apply_activation, gate_of, passes_of
 from .argument import NextNorm, Norm, Normalized, NormLike, Pair, Reader, expect_bool_or_reader, kind_of
 from .backend import kernels_available
 from .fold import Folded
@@ -155,7 +155,7 @@ def run(
     assert not isinstance(weight, onednn.PackedWeight)
     grad = torch.is_grad_enabled()
     if way == "mixed":
-        call = mixed.MixedCall(stats, return_stats if isinstance(return_stats, NextNorm) else None, product_dtype(x))
+        call = mixed_call(x, stats, return_stats)
         operand = x
         stats = None
         eps = 0.0 if norm is None else norm[2]
@@ -180,6 +180,11 @@ def run(
     return (y, handed_on(next_stats, call)) if return_stats else y
 
 
+def mixed_call(x: Tensor, normed: Any, next_norm: bool | NextNorm) -> mixed.MixedCall:
+    """Arguments of a mixed call of `linear` or `mlp`, from its `stats` and `return_stats`."""
+    return mixed.MixedCall(normed, next_norm if isinstance(next_norm, NextNorm) else None, product_dtype(x), fwd_op)
+
+
 def handed_on(next_stats: list[Any], call: mixed.MixedCall | None) -> Tensor | Normalized | None:
     """`stats` for the next call from a Function's outputs: row statistics, or `Normalized` from `mixed`."""
     return next_stats[0] if call is None or next_stats[0] is None else Normalized(*next_stats)
@@ -199,11 +204,6 @@ def plan_sizes(
     fold = has_norm and not isinstance(weight, Folded)
     ends = residual is not None, layer_scale is not None, sample_scale is not None
     return *product_shape(weight), has_norm, fold, passes_of(activation), *ends
-
-
-def passes_of(activation: str | None) -> int:
-    """Passes of PyTorch's operators for an activation: 0, 1, or 2 if it is gated."""
-    return 0 if activation is None else 2 if activation in GATED else 1
 
 
 def reads_stats(asked: bool | Reader, x: Tensor, residual: Tensor | None, width: int) -> bool:

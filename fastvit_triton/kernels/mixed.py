@@ -1,14 +1,14 @@
 """The mixed way of `linear` and `mlp`: a cuBLAS matmul, and one pass for the operations around it.
 
 Math      equations (1) to (3) of `linear`; LN(y) for the next matmul, by equation (2) of `layer_norm`.
-Kernels   cuBLAS; a Triton pass for the activation, or in inference cuBLASLt's, which writes act(x Wᵀ + b) in one
-          launch; a Triton pass for LayerScale, stochastic depth, residual and the next LayerNorm, which writes the
-          dtype of the next matmul, so that autocast casts nothing.
+Kernels   cuBLAS; a Triton pass for the activation, or in inference one launch for act(x Wᵀ + b), by cuBLASLt or, where
+          `choose` has a row for it, by `linear`; a Triton pass for LayerScale, stochastic depth, residual and the next
+          LayerNorm, which writes the dtype of the next matmul, so that autocast casts nothing.
 Backward  that of `linear`.
 Saved     as in `linear`: x, the pre-activation if there is an activation, row statistics in fp32, and under autocast
           the weight that was cast.
-Cost      values per token moved outside the matmuls of a ViT block of width C: 16 C in inference, 8 C with cuBLASLt's
-          activation, 4 C if the matmuls accumulate into the stream; eager PyTorch 18 C.
+Cost      values per token moved outside the matmuls of a ViT block of width C: 16 C in inference, 8 C with the
+          activation in one launch, 4 C if the matmuls accumulate into the stream; eager PyTorch 18 C.
 Lent      in a sequence of blocks in bfloat16 inference, proj and fc2 accumulate in place without their biases, whose
           sum the passes of LayerNorm add to what they read: see `argument.Lent`. The stream is rounded without them,
           so errors grow where biases cancel most of their products; float16 could overflow, and adds them at once.
@@ -18,14 +18,15 @@ GELU      cuBLASLt's is the tanh form. In bfloat16 inference it also stands for 
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import launch, settings
-from .activation import GATED, activate, gate_of
+from . import choose, launch, settings
+from .activation import GATED, activate, gate_of, passes_of
 from .argument import Lent, NextNorm, Norm, Normalized
 from .launch import cdiv
 from .layer_norm import add_and_normalize, normalize_lent, output_dtype, scaled
@@ -43,11 +44,13 @@ class MixedCall(NamedTuple):
         normed: LN(x) from the call that produced x, a `Lent` if that lent x, or None.
         next_norm: the norm of the next call, to apply to the output; or None.
         dtype: of the matmul.
+        product: `linear_fwd`, which computes a matmul and its activation in one launch.
     """
 
     normed: Normalized | Lent | None
     next_norm: NextNorm | None
     dtype: torch.dtype
+    product: Callable
 
 
 def forward(
@@ -100,6 +103,9 @@ def forward(
             rows = operand.reshape(-1, operand.shape[-1])
             h = torch._addmm_activation(bias, rows, weight.t(), use_gelu=EPILOGUES[activation])
             h = pre = h.view(*operand.shape[:-1], -1)
+        elif not save and activation is not None and _computes_activation(operand, weight, activation):
+            nothing = (None, None, None, False, False)
+            h = pre = call.product(operand, weight, bias, None, None, None, 0.0, activation, *nothing)[0]
         else:
             h = pre = F.linear(operand, weight, bias)
             h = h if activation is None else _activated(h, activation)
@@ -154,6 +160,13 @@ def has_epilogues(device: torch.device) -> bool:
     """True if a matmul with its activation in cuBLASLt's epilogue is faster on this device than two launches."""
     on_gpu = device.type == "cuda" or launch.target is not None  # on a CPU the operator computes another GELU
     return on_gpu and launch.architecture(device) in FASTER_ON
+
+
+def _computes_activation(x: Tensor, weight: Tensor, activation: str) -> bool:
+    """True if `linear` is expected to compute act(x Wᵀ + b) faster than a BLAS matmul and a pass."""
+    F, K = weight.shape
+    sizes = (math.prod(x.shape[:-1]), K, F, 0, 0, passes_of(activation), 0, 0, 0)
+    return x.numel() > 0 and weight.is_contiguous() and choose.runs_in_mixed(x, "linear", sizes)
 
 
 def may_lend(x: Tensor) -> bool:

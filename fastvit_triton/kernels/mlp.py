@@ -37,7 +37,7 @@ from .argument import (
 from .attention_inner import dot_transposed, load_tiles, zero_tiles
 from .backend import constant, kernels_available
 from .fold import Folded
-from .launch import cdiv, config, launch, product_dtype, split_tiles
+from .launch import cdiv, config, launch, split_tiles
 from .linear import apply_epilogue, apply_norm_and_bias
 from .mlp_backward import bwd_op
 from .op import Op, expect, make_randn, once_differentiable, register
@@ -153,7 +153,7 @@ def run(
         y = cpu.mlp(x, fc1, fc2, norm, activation, layer_scale, sample_scale, residual, save == "input")
         return (y, None) if return_stats else y
     if way == "mixed":
-        call = mixed.MixedCall(stats, return_stats if isinstance(return_stats, NextNorm) else None, product_dtype(x))
+        call = linear.mixed_call(x, stats, return_stats)
         operand = x
         stats = None
         eps = 0.0 if norm is None else norm[2]

@@ -48,10 +48,12 @@ def predicted_way(
 
 
 def block_row(branches: tuple[Branch, ...], dtype: torch.dtype, training: bool, mode: str) -> str:
-    """Name of a block's row: kind, phase, dtype and surroundings; in training also whether branches are scaled."""
+    """Name of a block's row: kind, phase, whether branches are scaled, dtype and surroundings."""
     phase = "training" if training else "inference"
-    if training and any(branch.scales for branch in branches):
-        phase += " with LayerScale" if any(branch.layer_scale for branch in branches) else " with stochastic depth"
+    if any(branch.layer_scale for branch in branches):
+        phase += " with LayerScale"
+    elif training and any(branch.scales for branch in branches):
+        phase += " with stochastic depth"
     of = "autocast" if any(branch.wide for branch in branches) else _named(dtype)
     return f"{kind_of_block(branches)}; {phase}; {of}; {mode}"
 

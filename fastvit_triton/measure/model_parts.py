@@ -1,9 +1,10 @@
 """Finds what can be tuned in a model: launches of our ops, and blocks and stems that can run in several ways."""
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -23,6 +24,12 @@ from ..kernels.settings import observing
 from .compare import Named, Verdict, outcome, verdict
 from .timeout import capturing
 from .timing import Context
+
+OPS_OF = {"mixed": ("attention", "linear"), "fused": ("attention",)}  # way of a block → ops with a choice of their own
+ARMS = {  # of these ops → their ways
+    "attention": {"our attention": "fused", "SDPA": "plain"},
+    "linear": {"our fc1": "fused", "BLAS": "plain"},
+}
 
 
 @dataclass
@@ -79,7 +86,7 @@ class Part:
     inputs: tuple  # positional inputs
     named: dict  # keyword inputs
     autocast: torch.dtype | None = None  # autocast's dtype in the model; None if it is off
-    attention: tuple[str, ...] = ()  # names of its attention's shape, whose kernel is a separate choice; empty for none
+    ops: dict[str, tuple[str, ...]] = field(default_factory=dict)  # op of `ARMS` → names of its shape
     ways: tuple[str, ...] = ("mixed", "fused")  # of a block, besides plain
 
     def variants(self) -> dict[str, dict[str, str]]:
@@ -88,12 +95,12 @@ class Part:
         if not isinstance(self.call, nn.Module):
             return variants | {"fused": dict.fromkeys(self.shapes, "fused")}
         for way in self.ways:
-            ways = dict.fromkeys(self.shapes, way)
-            if not self.attention:
-                variants[way] = ways
-                continue
-            for end, kernel in (("our attention", "fused"), ("SDPA", "plain")):
-                variants[f"{way}, {end}"] = ways | dict.fromkeys(self.attention, kernel)
+            ops = [op for op in self.ops if op in OPS_OF.get(way, ())]
+            for kernels in itertools.product(*(ARMS[op].items() for op in ops)):
+                ways = dict.fromkeys(self.shapes, way)
+                for op, (_, kernel) in zip(ops, kernels, strict=True):
+                    ways |= dict.fromkeys(self.ops[op], kernel)
+                variants[", ".join([way, *(name for name, _ in kernels)])] = ways
         return variants
 
     def rule(self, table: Measured, train: bool) -> str:
@@ -186,12 +193,11 @@ def parts_of(
         if block is None:
             continue
         part.shapes, part.name, part.ways = block.shapes, type(part.call).__name__, ways
-        if not on_cpu:
-            fused = table.with_ways(dict.fromkeys(block.shapes, "fused"))
+        for way, ops in () if on_cpu else OPS_OF.items():
             choices = []
-            with capturing({}, part.name):  # if memory is insufficient, it is not fused
-                choices = _choices(part, fused, train)
-            part.attention = next((choice.shapes for choice in choices if choice.name == "attention"), ())
+            with capturing({}, part.name):  # if memory is insufficient, it does not run in this way
+                choices = _choices(part, table.with_ways(dict.fromkeys(block.shapes, way)), train)
+            part.ops |= {choice.name: choice.shapes for choice in choices if choice.name in ops}
     parts = [part for part in by_key.values() if part.shapes]
     return [*sorted(parts, key=lambda part: -part.count), *_stems(model, inputs, named, train, table)]
 
