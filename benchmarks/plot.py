@@ -269,7 +269,7 @@ def training_table(results: Results) -> str:
             if row is not None and SHOWN_GPUS[key] in results.ways["gpu"]:
                 cells.append(f"{row['plain_us'] / row[f'{choice.way}_us']:.2f}* ({choice.way})")
                 continue
-            times = {way: max(block_us(gpu, block, way, True, False), host_us(way, 2, True, True)) for way in WAYS}
+            times = {way: max(block_us(gpu, block, way, True, False, 1), host_us(way, 2, True, True)) for way in WAYS}
             cells.append(f"{times['plain'] / times[choice.way]:.2f} ({choice.way})")
         lines.append(f"| {name}, batch 64 | {' | '.join(cells)} |")
     return "\n".join(lines)

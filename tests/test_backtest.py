@@ -139,6 +139,7 @@ def test_work_of_any_number_of_images(monkeypatch):
             6,
         ),  # heads of 96: in two kernels, which both compute S and dP
         ("swin_tiny_patch4_window7_224", dict(window_size=7), False, 0),
+        ("swin_tiny_patch4_window7_224", dict(window_size=7), True, 2),
     ],
 )
 def test_our_kernels_have_the_flops_of_the_operators(name, options, training, again):
@@ -157,7 +158,8 @@ def test_our_kernels_have_the_flops_of_the_operators(name, options, training, ag
         events = traced(model, gpus()["h200"], training, (images,), {}).events
     kinds = {one.kind for one, _ in work.ours(events)}
     assert {"fused product", "fused attention"} <= kinds and ("fused attention backward" in kinds) == training
-    more = again * 2 * 17**2 * 192
+    scores = (64 * 96 + 16 * 192 + 4 * 384 + 768) * 49**2 if "swin" in name else 192 * 17**2  # times channels
+    more = again * 2 * scores
     assert sum(one.flops * n for one, n in work.ours(events)) == counter.get_total_flops() + more
 
 

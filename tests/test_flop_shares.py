@@ -385,7 +385,7 @@ def test_our_models_have_rows_for_their_blocks():
     assert found.rows[0].path == "patch_embed" and found.rows[0].why.startswith("predicted: patch_embed")
     (why,) = {row.why for row in found.rows[1:]}
     assert re.fullmatch(
-        "predicted: attention [+] mlp; inference; .*; attention plain; linear plain", why
+        "predicted: attention [+] mlp; inference; .*; attention plain; fc1 plain", why
     )  # inside the blocks' way
 
 

@@ -114,7 +114,7 @@ def test_the_fastest_is_saved_and_used(invented, monkeypatch, train):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("way", ["plain", pytest.param("mixed, SDPA", marks=pytest.mark.full)])
+@pytest.mark.parametrize("way", ["plain", "mixed, SDPA, BLAS", "mixed, SDPA, our fc1"])
 def test_any_way_can_be_chosen(invented, monkeypatch, way):
     """Oracle: the invented times."""
     monkeypatch.setattr(Invented, "us", by_name(**{way: 2.0, "fused": 5.0}))

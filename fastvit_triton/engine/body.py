@@ -309,7 +309,7 @@ def normalize(x: Tensor, norm: nn.Module) -> Tensor:
     bound = "forward" in norm.__dict__
     # a trace that calls what is bound to one instance holds for no other block
     traced = bound and torch.compiler.is_compiling() and not has_hooks(norm)
-    weights = norm_of(norm) if can_fuse(x) else None
+    weights = norm_of(norm) if (traced or not bound) and can_fuse(x) else None
     if weights is None:
         return type(norm).forward(norm, x) if traced else norm(x)
     return layer_norm(x, *weights[:3]) if weights.kind == "layer_norm" else rms_norm(x, weights.weight, weights.eps)

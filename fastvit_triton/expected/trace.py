@@ -197,7 +197,7 @@ class _Tracer(TorchDispatchMode):
         reads, writes = (tuple(map(self._piece, tensors)) for tensors in (read, written))
         launches = 1 if ours else _launches(name, reads, writes)
         counted = 0 if ours and self.op in OUR_FLOPS else flops  # else counted for the whole operator
-        facts = counted, size, settings.region or 0, flops * ours
+        facts = counted, size, settings.region or 0, flops if ours else 0
         self.trace.events.append(Event(name, self.op, ours, launches, reads, writes, *facts))
 
     def _allocate(self, t: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def has_ways(x: Tensor) -> bool:
 class Choice(NamedTuple):
     """How the branches of a block, or an op, run, and why."""
 
-    name: str  # kinds of the branches, "attention + mlp", or name of the op
+    name: str  # kinds of the branches, "attention + mlp"; name of the op; or "fc1" of a mixed block
     way: str  # "fused", "mixed", "onednn" or "plain"
     # "asked for", "empty" (there are no tokens), or "measured" or "predicted", with the row that decided
     why: str
@@ -224,18 +224,21 @@ def _prefers(device: torch.device, dtype: torch.dtype, training: bool, op: str, 
     return _op_way(device, dtype, training, op, sizes) == "fused"
 
 
-def runs_in_mixed(x: Tensor, op: str, sizes: tuple[int, ...]) -> bool:
-    """True if a mixed call without gradients runs our kernel for an op, whether or not the way is forced."""
-    return _op_way(x.device, x.dtype, False, op, sizes) == "fused"
+def computes_fc1(x: Tensor, sizes: tuple[int, ...]) -> bool:
+    """True if a mixed call without gradients runs our kernel for fc1, by its row of "linear", also in a forced way."""
+    return _op_way(x.device, x.dtype, False, "linear", sizes, "fc1") == "fused"
 
 
-def _op_way(device: torch.device, dtype: torch.dtype, training: bool, op: str, sizes: tuple) -> str:
+def _op_way(
+    device: torch.device, dtype: torch.dtype, training: bool, op: str, sizes: tuple, name: str | None = None
+) -> str:
+    """The way of an op, which an observer is told by this name."""
     key = (device, dtype, training, op, sizes, *settings.choices(device.type))
     way = _choices.get(key)
     if way is None or settings.observer is not None:
         choice = _choose_op(device, dtype, training, op, sizes)
         way = choice.way
-        _remember(key, choice)
+        _remember(key, choice._replace(name=name or op))
     return way
 
 

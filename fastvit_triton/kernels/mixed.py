@@ -2,8 +2,8 @@
 
 Math      equations (1) to (3) of `linear`; LN(y) for the next matmul, by equation (2) of `layer_norm`.
 Kernels   cuBLAS; a Triton pass for the activation, or in inference one launch for act(x Wᵀ + b), by cuBLASLt or, where
-          `choose` has a row for it, by `linear`; a Triton pass for LayerScale, stochastic depth, residual and the next
-          LayerNorm, which writes the dtype of the next matmul, so that autocast casts nothing.
+          the row of `linear` says so, by `linear`; a Triton pass for LayerScale, stochastic depth, residual and the
+          next LayerNorm, which writes the dtype of the next matmul, so that autocast casts nothing.
 Backward  that of `linear`.
 Saved     as in `linear`: x, the pre-activation if there is an activation, row statistics in fp32, and under autocast
           the weight that was cast.
@@ -166,7 +166,7 @@ def _computes_activation(x: Tensor, weight: Tensor, activation: str) -> bool:
     """True if `linear` is expected to compute act(x Wᵀ + b) faster than a BLAS matmul and a pass."""
     F, K = weight.shape
     sizes = (math.prod(x.shape[:-1]), K, F, 0, 0, passes_of(activation), 0, 0, 0)
-    return x.numel() > 0 and weight.is_contiguous() and choose.runs_in_mixed(x, "linear", sizes)
+    return x.numel() > 0 and weight.is_contiguous() and choose.computes_fc1(x, sizes)
 
 
 def may_lend(x: Tensor) -> bool:

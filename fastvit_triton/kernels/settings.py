@@ -105,6 +105,8 @@ def is_observed() -> bool:
 def forcing(way: str) -> contextlib.AbstractContextManager[None]:
     """Context in which every branch runs in this way if possible, and ops run our kernels unless it is "plain".
 
+    What is an op of its own inside a mixed branch, fc1 with its activation, still runs as its row says.
+
     Raises:
         ValueError: the way is not "fused", "mixed", "onednn" or "plain".
     """

@@ -25,10 +25,10 @@ from .compare import Named, Verdict, outcome, verdict
 from .timeout import capturing
 from .timing import Context
 
-OPS_OF = {"mixed": ("attention", "linear"), "fused": ("attention",)}  # way of a block → ops with a choice of their own
+OPS_OF = {"mixed": ("attention", "fc1"), "fused": ("attention",)}  # way of a block → ops with a choice of their own
 ARMS = {  # of these ops → their ways
     "attention": {"our attention": "fused", "SDPA": "plain"},
-    "linear": {"our fc1": "fused", "BLAS": "plain"},
+    "fc1": {"our fc1": "fused", "BLAS": "plain"},
 }
 
 
@@ -197,7 +197,7 @@ def parts_of(
             choices = []
             with capturing({}, part.name):  # if memory is insufficient, it does not run in this way
                 choices = _choices(part, table.with_ways(dict.fromkeys(block.shapes, way)), train)
-            part.ops |= {choice.name: choice.shapes for choice in choices if choice.name in ops}
+            part.ops = {choice.name: choice.shapes for choice in choices[::-1] if choice.name in ops} | part.ops
     parts = [part for part in by_key.values() if part.shapes]
     return [*sorted(parts, key=lambda part: -part.count), *_stems(model, inputs, named, train, table)]
 
