@@ -118,24 +118,16 @@ def choose(
 ) -> Choice:
     """The choice for a block's branches on a GPU, from the dtype of the matmuls and the settings; see `way_of`."""
     shapes = block_names(branches, "training" if training else "inference")
-    choice = partial(Choice, _kinds(branches), shapes=shapes, branches=branches)
+    choice = partial(Choice, " + ".join(b.kind for b in branches), shapes=shapes, branches=branches)
     if forced is not None or switch == "triton":
         return choice("plain" if forced == "onednn" else forced or "fused", "asked for")
-    if not _has_tokens(branches):
+    if not all(b.images * b.tokens for b in branches):
         return choice("plain", "empty")
     found = None if launch.is_ieee(dtype) else measured_way(device, shapes, replayed or traced)
     if found is None:
         mode = "compiled" if traced else "replayed" if replayed else "called"
         found = predicted_way(gpu_on(device), branches, dtype, training, mode)
     return choice(*found, replayed=replayed)
-
-
-def _kinds(branches: tuple[Branch, ...]) -> str:
-    return " + ".join(branch.kind for branch in branches)
-
-
-def _has_tokens(branches: tuple[Branch, ...]) -> bool:
-    return all(branch.images * branch.tokens for branch in branches)
 
 
 def _choose_on_cpu(
@@ -147,11 +139,11 @@ def _choose_on_cpu(
     """
     phase = "training" if training else "frozen" if frozen else "inference"
     shapes = block_names(branches, phase)
-    choice = partial(Choice, _kinds(branches), shapes=shapes, branches=branches)
+    choice = partial(Choice, " + ".join(b.kind for b in branches), shapes=shapes, branches=branches)
     packed = phase == "frozen" and frozen != "float32" and dtype == torch.float32 and settings.forced is None
     if traced:  # oneDNN's operator does not enter a graph here
         return choice("plain", "asked for")
-    if not _has_tokens(branches):
+    if not all(b.images * b.tokens for b in branches):
         return choice("plain", "empty")
     if settings.forced is not None or packed or onednn.forced():
         return choice("onednn" if packed or onednn.forced() else "plain", "asked for")
@@ -221,7 +213,7 @@ def prefers_kernel(x: Tensor, op: str, *sizes: int) -> bool:
 def _prefers(device: torch.device, dtype: torch.dtype, training: bool, op: str, sizes: tuple) -> bool:
     if settings.forced is not None or backend.backend() == "triton":
         return settings.forced not in ("plain", "onednn")
-    return _op_way(device, dtype, training, op, sizes) == "fused"
+    return _op_way(device, dtype, training, op, sizes, op) == "fused"
 
 
 def computes_fc1(x: Tensor, sizes: tuple[int, ...]) -> bool:
@@ -229,16 +221,14 @@ def computes_fc1(x: Tensor, sizes: tuple[int, ...]) -> bool:
     return _op_way(x.device, x.dtype, False, "linear", sizes, "fc1") == "fused"
 
 
-def _op_way(
-    device: torch.device, dtype: torch.dtype, training: bool, op: str, sizes: tuple, name: str | None = None
-) -> str:
-    """The way of an op, which an observer is told by this name."""
+def _op_way(device: torch.device, dtype: torch.dtype, training: bool, op: str, sizes: tuple, name: str) -> str:
+    """The way of an op, of which an observer is told under this name."""
     key = (device, dtype, training, op, sizes, *settings.choices(device.type))
     way = _choices.get(key)
     if way is None or settings.observer is not None:
         choice = _choose_op(device, dtype, training, op, sizes)
         way = choice.way
-        _remember(key, choice._replace(name=name or op))
+        _remember(key, choice._replace(name=name))
     return way
 
 
