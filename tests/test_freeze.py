@@ -481,3 +481,24 @@ def test_a_failed_optimize_keeps_the_folds(frozen):
     with pytest.raises(ValueError):
         optimize(tower, freeze=True, filter_fn=lambda module, path: int(path))
     assert freeze_file.is_frozen(tower) == frozen
+
+
+def test_compiled_code_does_not_depend_on_other_frozen_models():
+    """Oracle: the number of compilations: the end of another frozen model does not compile anew."""
+    norm, compiled = torch.nn.LayerNorm(4), []
+
+    def call(x):
+        return freeze_file.derived(norm, "sum", (x,), lambda: x + 1)
+
+    def backend(graph, examples):
+        compiled.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    run = torch.compile(call, backend=backend, fullgraph=True)
+    other = freeze(model())
+    with torch.no_grad():
+        run(torch.ones(3))
+        del other
+        gc.collect()
+        assert torch.equal(run(torch.ones(3)), torch.full((3,), 2.0)) and len(compiled) == 1

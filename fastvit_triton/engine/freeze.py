@@ -278,8 +278,10 @@ def packed_weight(layers: tuple, x: Tensor, layer_scale: Tensor | None = None) -
 
 def keeps(owner: nn.Module, *sources: Tensor | None) -> bool:
     """True if `derived` caches a tensor computed from these: the owner is frozen, and they are not being trained."""
+    if torch.compiler.is_compiling():  # first, as Dynamo would guard on all modules that are frozen
+        return False
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in sources)
-    return owner in _frozen and not (torch.compiler.is_compiling() or owner.training or learns)
+    return owner in _frozen and not (owner.training or learns)
 
 
 def _same_dtype(x: Tensor, weights: tuple[Tensor, ...]) -> bool:
