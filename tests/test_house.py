@@ -49,10 +49,7 @@ EXCUSED = {  # (file, module that it imports against the direction) → why
     ("layers/embed.py", "fastvit_triton.engine.leaves"): "the same",
 }
 LATE = {  # the same for modules that one of its functions imports
-    (
-        "convert/conversion.py",
-        "fastvit_triton.measure.tune",
-    ): "optimize(tune=…) calls the public function",
+    ("convert/conversion.py", "fastvit_triton.measure.tune"): "optimize(tune=…) calls the public function",
 }
 BANNED = ("make_block_ptr", "tl.advance", "atomic_", "globals()[", "except Exception", "TODO")
 

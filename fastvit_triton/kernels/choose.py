@@ -222,7 +222,7 @@ def computes_fc1(x: Tensor, sizes: tuple[int, ...]) -> bool:
 
 
 def _op_way(device: torch.device, dtype: torch.dtype, training: bool, op: str, sizes: tuple, name: str) -> str:
-    """The way of an op, of which an observer is told under this name."""
+    """The way of an op; observers see the choice as `name`."""
     key = (device, dtype, training, op, sizes, *settings.choices(device.type))
     way = _choices.get(key)
     if way is None or settings.observer is not None:
