@@ -18,7 +18,7 @@ import itertools
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,10 +155,13 @@ def _our_models() -> Iterator[tuple[str, nn.Module, tuple, dict]]:
 
 
 def sizes() -> tuple[list[tuple[Branch, ...]], list[tuple[str, tuple[int, ...]]]]:
-    """The blocks of choices_sizes.json, and its ops with those of a grid that have each combination of epilogues."""
+    """The blocks of choices_sizes.json; its ops, fc1 of each block, and a grid with each combination of epilogues."""
     content = json.loads(SIZES.read_text())
     listed = [tuple(Branch(*fields) for fields in block) for block in content["blocks"]]
-    return listed, list(dict.fromkeys([*((op, tuple(rest)) for op, *rest in content["ops"]), *_grid()]))
+    mlps = [b for block in listed for b in block if b.kind == "mlp"]
+    asked = [(op, tuple(rest)) for op, *rest in content["ops"] if op != "fc1"]
+    asked += [("fc1", (b.tokens, b.channels, b.width, 1 + (b.width > b.inner))) for b in mlps]  # 2 passes if gated
+    return listed, list(dict.fromkeys([*asked, *_grid()]))
 
 
 def _grid() -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -204,14 +207,10 @@ def block_points(gpu: Gpu, block: tuple[Branch, ...], images: Iterable[int]) -> 
 
 def _of_block(gpu: Gpu, block: tuple[Branch, ...], dtype: str, training: bool, modes: Iterable[str]) -> Iterator[Point]:
     exact = dtype == DTYPES[-1]
-    gpu = (
-        gpu._replace(fused_product=blocks.NEVER) if exact else gpu
-    )  # as `refusal`, so a mixed block has no such launch
+    if exact:  # as `refusal`, so that a mixed block has no matmul of ours
+        gpu = gpu._replace(fused_product=blocks.NEVER)
     every = {way: blocks.launches(gpu, block, way, training, False) for way in WAYS}
-    us, most_us = (
-        {way: sum(blocks.launch_us(gpu, one, ratio) for one in launches) for way, launches in every.items()}
-        for ratio in (1, 0)
-    )
+    us, most_us = _times(gpu, every)
     refused = {w for w, launches in every.items() if blocks.refusal(launches, every["plain"], training, exact)}
     rows = block[0].images * block[0].tokens
     for mode in modes:
@@ -226,20 +225,24 @@ def _of_block(gpu: Gpu, block: tuple[Branch, ...], dtype: str, training: bool, m
         yield Point(name, block[0].channels, rows, *both, frozenset(refused), block[0].images)
 
 
+def _times(gpu: Gpu, every: Mapping[str, list[blocks.Launch]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Microseconds of the launches of each way, by expected and by pessimistic rates of our matmuls."""
+    expected, pessimistic = (
+        {way: sum(blocks.launch_us(gpu, one, ratio) for one in launches) for way, launches in every.items()}
+        for ratio in (1, 0)
+    )
+    return expected, pessimistic
+
+
 def op_points(gpu: Gpu, op: str, one: tuple[int, ...], images: Iterable[int]) -> Iterator[Point]:
     """The points of an op on a GPU: each phase and dtype, for these numbers of images."""
     dtypes = DTYPES[:1] + DTYPES[-1 if op in predicted.KEEP_DTYPE else 2 :]
-    for training, dtype, B in itertools.product((False, True), dtypes, images):
+    phases = (False,) if op == "fc1" else (False, True)
+    for training, dtype, B in itertools.product(phases, dtypes, images):
         exact = dtype == DTYPES[-1]
         given = (one[0] * B, *one[1:])
         ours, theirs = ops.OPS[op](4 if "32" in dtype else 2, training, *given)
-        us, most_us = (
-            {
-                way: sum(blocks.launch_us(gpu, n, ratio) for n in launches)
-                for way, launches in dict(fused=ours, plain=theirs).items()
-            }
-            for ratio in (1, 0)
-        )
+        us, most_us = _times(gpu, dict(fused=ours, plain=theirs))
         refused = frozenset({"fused"} if blocks.refusal(ours, theirs, training, exact) else ())
         yield Point(*_exactly(exact, predicted.op_row, op, _dtype(dtype), training, given), us, most_us, refused, B)
 
@@ -317,7 +320,7 @@ def model() -> str:
     digest = hashlib.sha256()
     for path in (blocks.__file__, ops.__file__, sizes_of_kernels.__file__):
         digest.update(Path(path).read_bytes())
-    for code in (Point, sizes, _grid, block_points, _of_block, op_points, points, steps, table):
+    for code in (Point, sizes, _grid, block_points, _of_block, _times, op_points, points, steps, table):
         digest.update(inspect.getsource(code).encode())
     digest.update(
         repr(

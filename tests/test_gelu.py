@@ -88,22 +88,22 @@ def test_a_layer_without_bias_keeps_erf():
 
 
 def names_of(options: dict, **row: str) -> set[str]:
-    """`events_of` a block, with the way of its op "linear" in place of the table's row."""
-    shape = op_names("linear", options.get("dtype", torch.bfloat16).itemsize, False, (10, 32, 128, 0, 0, 1, 0, 0, 0))
-    with measured.using(Measured(ways=dict.fromkeys(shape, row["linear"])) if row else measured.NOTHING):
+    """`events_of` a block, with the way of "fc1" in place of the table's row."""
+    shape = op_names("fc1", options.get("dtype", torch.bfloat16).itemsize, False, (10, 32, 128, 1))
+    with measured.using(Measured(ways=dict.fromkeys(shape, row["fc1"])) if row else measured.NOTHING):
         return events_of(block(options.get("dtype", torch.bfloat16)), **options)
 
 
 def test_a_row_decides_whether_our_kernel_computes_the_activation():
-    """Oracle: the launches of fc1 and its activation, by the row of "linear" that is measured, else predicted."""
+    """Oracle: the launches of fc1 and its activation, by the row of "fc1" that is measured, else predicted."""
     ours, apart = {"linear._fwd_kernel"}, {"mixed._activation_kernel"}
     kinds = ours | apart
     for options in (dict(arch="sm_80"), dict(arch="sm_89", dtype=torch.float16)):
         assert names_of(options) & kinds == ours
-        assert names_of(options, linear="plain") & kinds == apart
-        assert names_of(options, linear="fused") & kinds == ours
-    assert names_of(dict(arch="sm_80", grad=True), linear="fused") & kinds == apart  # the pre-activation is saved
-    assert not names_of(dict(arch="sm_90"), linear="fused") & kinds  # cuBLASLt's
+        assert names_of(options, fc1="plain") & kinds == apart
+        assert names_of(options, fc1="fused") & kinds == ours
+    assert names_of(dict(arch="sm_80", grad=True), fc1="fused") & kinds == apart  # the pre-activation is saved
+    assert not names_of(dict(arch="sm_90"), fc1="fused") & kinds  # cuBLASLt's
     assert names_of(dict(arch="sm_80", dtype=torch.float32)) & kinds == apart  # IEEE float32
 
 
@@ -118,7 +118,7 @@ def test_a_mixed_block_computes_the_same_with_either_kernel(mlp):
         optimize(made)
         got: dict[str, torch.Tensor] = {}
         for way in ("fused", "plain"):
-            shapes = [op_names("linear", 2, False, (10, 32, F, 0, 0, p, 0, 0, 0)) for F, p in ((128, 1), (256, 2))]
+            shapes = [op_names("fc1", 2, False, (10, 32, F, p)) for F, p in ((128, 1), (256, 2))]
             table = Measured(ways=dict.fromkeys((name for names in shapes for name in names), way))
             with interpreting(), forcing("mixed"), measured.using(table):
                 ops = {call.op for call in calls_of(lambda: got.update(y=made(x)))}

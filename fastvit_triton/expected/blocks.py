@@ -246,7 +246,7 @@ def forward(
     if way == "mixed":
         core = conv or core
         if b.kind == "mlp" and not training:
-            entering, core = _hidden(gpu, b, entering[0], core[0]), []
+            entering, core = _fc1(gpu, b), []
     else:
         copies = [one_pass(b, 2 * M * C)] * 2 if b.kind == "window_attention" else []  # into windows and back
         core += conv + copies
@@ -255,13 +255,20 @@ def forward(
     return [*norm, *entering, *core, product(b, M, C, b.inner, extra=M * C * in_place), *end]
 
 
-def _hidden(gpu: Gpu | None, b: Branch, by_blas: Launch, activation: Launch) -> list[Launch]:
-    """The launches of the first matmul and the activation of a mixed MLP in inference, see `kernels.mixed`."""
+def fc1_pair(b: Branch) -> tuple[list[Launch], list[Launch]]:
+    """fc1 and the activation of an MLP in inference, by our kernel, and by BLAS and a pass; see `kernels.mixed`."""
+    M = b.images * b.tokens
+    ours = product(b, M, b.width, b.channels, ours=True, extra=M * (b.inner - b.width))
+    return [ours], [product(b, M, b.width, b.channels), one_pass(b, M * (b.width + b.inner))]
+
+
+def _fc1(gpu: Gpu | None, b: Branch) -> list[Launch]:
+    """The launches of `fc1_pair` that a mixed branch takes."""
     assert gpu is not None, "the choice depends on the GPU"
-    if gpu.architecture in FASTER_ON and b.width == b.inner and b.itemsize == 2:  # GELU and ReLU
-        return [by_blas]
-    ours = product(b, *by_blas.size, ours=True, extra=by_blas.size[0] * (b.inner - b.width))
-    return min([by_blas, activation], [ours], key=lambda launches: sum(launch_us(gpu, one) for one in launches))
+    ours, theirs = fc1_pair(b)
+    if gpu.architecture in FASTER_ON and b.width == b.inner and b.itemsize == 2:  # GELU and ReLU, in BLAS's epilogue
+        return theirs[:1]
+    return min(theirs, ours, key=lambda launches: sum(launch_us(gpu, one) for one in launches))
 
 
 def _norm(b: Branch, way: str) -> list[Launch]:

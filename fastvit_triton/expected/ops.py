@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from ..kernels.sizes import Branch, seen_pairs
-from .blocks import NARROW, Launch, attention_launch, in_one_kernel, one_pass, product
+from .blocks import NARROW, Launch, attention_launch, fc1_pair, in_one_kernel, one_pass, product
 
 Pair = tuple[list[Launch], list[Launch]]  # (launches of our kernels, launches of PyTorch's operators)
 
@@ -57,6 +57,11 @@ def _linear(
     theirs += [one_pass(b, 3 * y)] * (0, 1, 3)[passes] + [one_pass(b, 2 * z)] * (passes == 2)
     theirs += [one_pass(b, 3 * M * K, "norm backward"), small] * norm
     return ours, theirs
+
+
+def _fc1(size: int, training: bool, M: int, K: int, F: int, passes: int) -> Pair:
+    """fc1 [F, K] of a mixed MLP in inference, with its activation, which is gated if PyTorch's takes two passes."""
+    return fc1_pair(Branch("mlp", 1, M, K, F, F // passes, itemsize=size))
 
 
 def _attention_pair(
@@ -231,7 +236,7 @@ def _batch_norm_act(size: int, training: bool, M: int, C: int, activation: bool,
 
 
 OPS: dict[str, Callable[..., Pair]] = dict(
-    linear=_linear, attention=_attention_pair, patch_embed=_patch_embed, layer_norm=_layer_norm,
+    linear=_linear, fc1=_fc1, attention=_attention_pair, patch_embed=_patch_embed, layer_norm=_layer_norm,
     add_layer_norm=_add_layer_norm, mlp=_mlp,
     depthwise=_depthwise, window_attention=_window_attention, deformable_attention=_deformable_attention,
     batch_norm_act=_batch_norm_act,

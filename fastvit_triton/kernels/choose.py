@@ -4,8 +4,7 @@ Ways      fused: our kernels, with the LayerNorm folded into the first matmul.
           mixed: BLAS matmuls, and one pass for the operations between them: activation; LayerScale, stochastic depth,
           residual and the next LayerNorm. Attention by the kernel that is expected to be faster. In inference without
           LayerScale, the last matmul of a block adds to the residual in place, and no pass follows it. In inference,
-          where BLAS does not compute the activation, the row of the op "linear" says whether our kernel computes fc1
-          with it.
+          where BLAS does not compute the activation, the row of "fc1" says whether our kernel computes fc1 with it.
           plain: PyTorch's modules, operator by operator.
           onednn: on a CPU, oneDNN's products.
 
@@ -45,7 +44,7 @@ def has_ways(x: Tensor) -> bool:
 class Choice(NamedTuple):
     """How the branches of a block, or an op, run, and why."""
 
-    name: str  # kinds of the branches, "attention + mlp"; name of the op; or "fc1" of a mixed block
+    name: str  # kinds of the branches, "attention + mlp"; or name of the op
     way: str  # "fused", "mixed", "onednn" or "plain"
     # "asked for", "empty" (there are no tokens), or "measured" or "predicted", with the row that decided
     why: str
@@ -213,22 +212,21 @@ def prefers_kernel(x: Tensor, op: str, *sizes: int) -> bool:
 def _prefers(device: torch.device, dtype: torch.dtype, training: bool, op: str, sizes: tuple) -> bool:
     if settings.forced is not None or backend.backend() == "triton":
         return settings.forced not in ("plain", "onednn")
-    return _op_way(device, dtype, training, op, sizes, op) == "fused"
+    return _op_way(device, dtype, training, op, sizes) == "fused"
 
 
 def computes_fc1(x: Tensor, sizes: tuple[int, ...]) -> bool:
-    """True if a mixed call without gradients runs our kernel for fc1, by its row of "linear", also in a forced way."""
-    return _op_way(x.device, x.dtype, False, "linear", sizes, "fc1") == "fused"
+    """True if a mixed call without gradients runs our kernel for fc1, by its row, also in a forced way."""
+    return _op_way(x.device, x.dtype, False, "fc1", sizes) == "fused"
 
 
-def _op_way(device: torch.device, dtype: torch.dtype, training: bool, op: str, sizes: tuple, name: str) -> str:
-    """The way of an op; observers see the choice as `name`."""
+def _op_way(device: torch.device, dtype: torch.dtype, training: bool, op: str, sizes: tuple) -> str:
     key = (device, dtype, training, op, sizes, *settings.choices(device.type))
     way = _choices.get(key)
     if way is None or settings.observer is not None:
         choice = _choose_op(device, dtype, training, op, sizes)
         way = choice.way
-        _remember(key, choice._replace(name=name))
+        _remember(key, choice)
     return way
 
 

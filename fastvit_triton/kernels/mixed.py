@@ -2,7 +2,7 @@
 
 Math      equations (1) to (3) of `linear`; LN(y) for the next matmul, by equation (2) of `layer_norm`.
 Kernels   cuBLAS; a Triton pass for the activation, or in inference one launch for act(x Wᵀ + b), by cuBLASLt or, where
-          the row of `linear` says so, by `linear`; a Triton pass for LayerScale, stochastic depth, residual and the
+          the row of "fc1" says so, by `linear`; a Triton pass for LayerScale, stochastic depth, residual and the
           next LayerNorm, which writes the dtype of the next matmul, so that autocast casts nothing.
 Backward  that of `linear`.
 Saved     as in `linear`: x, the pre-activation if there is an activation, row statistics in fp32, and under autocast
@@ -165,7 +165,7 @@ def has_epilogues(device: torch.device) -> bool:
 def _computes_activation(x: Tensor, weight: Tensor, activation: str) -> bool:
     """True if `linear` is expected to compute act(x Wᵀ + b) faster than a BLAS matmul and a pass."""
     F, K = weight.shape
-    sizes = (math.prod(x.shape[:-1]), K, F, 0, 0, passes_of(activation), 0, 0, 0)
+    sizes = (math.prod(x.shape[:-1]), K, F, passes_of(activation))
     return x.numel() > 0 and weight.is_contiguous() and choose.computes_fc1(x, sizes)
 
 

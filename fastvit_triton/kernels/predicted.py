@@ -19,6 +19,7 @@ KEEP_DTYPE = ("layer_norm", "add_layer_norm", "depthwise", "deformable_attention
 # not count, others are part of the row's name
 OPS = {
     "linear": ("rows", "width", "other side", "norm", "", "pass", "residual", "layer scale", "sample scale"),
+    "fc1": ("rows", "width", "", "pass"),  # of a mixed MLP in inference, with its activation
     "mlp": ("rows", "width", "", "", "norm", "", "pass", "residual", "layer scale", "sample scale"),
     "attention": ("rows", "rows", "rows", "width", "channels", "packed", ""),
     "patch_embed": ("rows", "other side", "width", "pass", "pass"),
