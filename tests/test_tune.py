@@ -24,7 +24,8 @@ from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.op import REGISTERED
 from fastvit_triton.measure import kept, model_times, timing, tuning
-from fastvit_triton.measure.tune import Tuned, tune
+from fastvit_triton.measure.model_parts import calls_of, calls_of_variants, parts_of
+from fastvit_triton.measure.tune import WAYS, Tuned, tune
 from fastvit_triton.measure.tuning import fastest
 
 SMALL = dict(img_size=16, patch_size=8, depth=1, embed_dim=32, num_heads=2, num_classes=3)
@@ -121,6 +122,18 @@ def test_any_way_can_be_chosen(invented, monkeypatch, way):
     found = tune(*model_and_images(), seconds=500)
     assert found.parts[0]["way"] == way
     assert set(found.parts[0]["entries"]) > set(found.parts[0]["shapes"]) or way == "plain"
+
+
+@pytest.mark.full
+def test_launches_of_every_variant_are_tuned(invented):
+    """Oracle: by hand: the fused MLP of 32 channels is one launch; in the mixed way, fc1 has 2 times 5 rows."""
+    model, images = model_and_images()
+    with settings.forcing("fused"), torch.no_grad():
+        known = calls_of(lambda: model(images))
+    parts = parts_of(model, (images,), {}, False, measured.NOTHING, WAYS["GPU"])
+    found = [row for call in calls_of_variants(parts, measured.NOTHING, False, known) for row in call.rows]
+    assert [row for row in found if row.startswith("linear")] == ["linear.fwd.half 10,128,32"]
+    assert not {*found} & {row for call in known for row in call.rows}
 
 
 @pytest.mark.full

@@ -75,6 +75,21 @@ def calls_of(step: Callable[[], object]) -> list[RecordedCall]:
     return sorted((call for call in recorder.calls.values() if call.rows), key=lambda call: -call.count)
 
 
+def calls_of_variants(
+    parts: list["Part"], table: Measured, train: bool, known: list[RecordedCall]
+) -> Iterator[RecordedCall]:
+    """Yields calls in the variants of parts that read other rows than the known calls, as fc1 of a one-launch MLP."""
+    rows = {row for call in known for row in call.rows}
+    for part in parts:
+        for ways in part.variants().values():
+            with capturing({}, part.name), measured.using(table.with_ways(ways)):
+                for call in calls_of(part.step(train)):
+                    if not rows.issuperset(call.rows):
+                        rows.update(call.rows)
+                        call.count *= part.count
+                        yield call
+
+
 @dataclass
 class Part:
     """A block or stem, with its inputs in the model."""
@@ -193,13 +208,20 @@ def parts_of(
         if block is None:
             continue
         part.shapes, part.name, part.ways = block.shapes, type(part.call).__name__, ways
-        for way, ops in () if on_cpu else OPS_OF.items():
-            choices = []
-            with capturing({}, part.name):  # if memory is insufficient, it does not run in this way
-                choices = _choices(part, table.with_ways(dict.fromkeys(block.shapes, way)), train)
-            part.ops = {choice.name: choice.shapes for choice in choices[::-1] if choice.name in ops} | part.ops
+        part.ops = {} if on_cpu else ops_of(part, table, train)
     parts = [part for part in by_key.values() if part.shapes]
     return [*sorted(parts, key=lambda part: -part.count), *_stems(model, inputs, named, train, table)]
+
+
+def ops_of(part: Part, table: Measured, train: bool) -> dict[str, tuple[str, ...]]:
+    """The ops of `ARMS` that a block calls in its ways → names of their shapes."""
+    found: dict[str, tuple[str, ...]] = {}
+    for way, ops in OPS_OF.items():
+        choices = []
+        with capturing({}, part.name):  # if memory is insufficient, it does not run in this way
+            choices = _choices(part, table.with_ways(dict.fromkeys(part.shapes, way)), train)
+        found = {choice.name: choice.shapes for choice in choices[::-1] if choice.name in ops} | found
+    return found
 
 
 def _stems(model: nn.Module, inputs: tuple, named: dict, train: bool, table: Measured) -> Iterator[Part]:

@@ -27,7 +27,7 @@ from ..kernels.backend import backend, using_backend
 from ..kernels.compiling import Collector
 from ..kernels.measured import Measured
 from .kept import add, held_in
-from .model_parts import Part, calls_of, parts_of
+from .model_parts import Part, calls_of, calls_of_variants, parts_of
 from .model_times import time_attention, time_model
 from .timeout import Deadline
 from .timing import Timing, add_times, repeated, samples_of
@@ -165,6 +165,7 @@ def _tune(
         if ways == WAYS["GPU"]:
             with settings.forcing("fused"):
                 calls = calls_of(partial(run, ours, inputs, named, train))
+            calls += calls_of_variants(parts, before, train, calls)
     first, second = (deadline.sooner(max(deadline.left - total * (1 - share), 0)) for share in SHARES)
     with unchanged(model):
         after = before
@@ -174,7 +175,7 @@ def _tune(
             )
         for i, part in enumerate(parts):
             on_progress(f"ways of {part.name}", SHARES[0] + (SHARES[1] - SHARES[0]) * i / len(parts))
-            row = _time_part(part, before, after, device, train, second.sooner(second.left / (len(parts) - i)))
+            row = time_part(part, before, after, device, train, second.sooner(second.left / (len(parts) - i)))
             tuned.parts.append(row)
             after = after.with_ways({shape: entry["way"] for shape, entry in row["entries"].items()})
         on_progress("the whole model", SHARES[1])
@@ -211,8 +212,14 @@ def _with_ways(
     raise ValueError(f"{why}, so there is nothing to tune")
 
 
-def _time_part(
-    part: Part, before: Measured, after: Measured, device: torch.device, train: bool, deadline: Deadline
+def time_part(
+    part: Part,
+    before: Measured,
+    after: Measured,
+    device: torch.device,
+    train: bool,
+    deadline: Deadline,
+    rounds: tuple[int, int] = (3, 30),
 ) -> dict:
     """Times a block or stem; returns its row. The best variant is the fastest correct one; ties keep the one in use."""
     kind = "CPU" if part.ways == WAYS["CPU"] else "GPU"
@@ -223,7 +230,7 @@ def _time_part(
     row["variants"] = variants = {name: verdict.columns() for name, verdict in verdicts.items()}
     using = {name: partial(measured.using, tables[name]) for name, verdict in verdicts.items() if verdict.match}
     steps = {name: repeated(part.step(train), table, repeats) for name, table in using.items()}
-    samples, late = samples_of(steps, device, deadline, seconds, rounds=(3, 30), latency=True)
+    samples, late = samples_of(steps, device, deadline, seconds, rounds, latency=True)
     add_times(variants, (samples, errors | late), "plain", repeats)
     medians = {name: columns["us"] for name, columns in variants.items() if "us" in columns}
     # the clock and load of a CPU vary more than variants differ, so these are compared by round

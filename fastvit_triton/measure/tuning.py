@@ -114,9 +114,8 @@ def tune_launches(
     launches = race([one for call in calls for one in row_candidates(call, arch)], device, deadline, on_progress)
     after = Measured(before.rows | {name: entry["config"] for name, entry in rows_of(launches).items()}, before.ways)
     for part in parts:
-        ways = {name: ways for name, ways in part.variants().items() if not name.startswith("mixed")}
         old, new = (
-            part.compare({name: table.with_ways(more) for name, more in ways.items()}, train)[0]
+            part.compare({name: table.with_ways(ways) for name, ways in part.variants().items()}, train)[0]
             for table in (before, after)
         )
         if any(said.match and not (name in new and new[name].match) for name, said in old.items()):
