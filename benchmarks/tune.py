@@ -13,7 +13,6 @@ import argparse
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -23,12 +22,13 @@ from fastvit_triton.kernels import launch
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.choose import Choice
 from fastvit_triton.kernels.compiling import CompiledLaunch, compiling
-from fastvit_triton.kernels.settings import forcing, observing
-from fastvit_triton.kernels.sizes import WAYS
-from fastvit_triton.measure.model_parts import Part
+from fastvit_triton.kernels.measured import NOTHING
+from fastvit_triton.kernels.settings import observing
+from fastvit_triton.measure.model_parts import Part, ops_of
 from fastvit_triton.measure.selftest import blocks_of
 from fastvit_triton.measure.timeout import Deadline, capturing
-from fastvit_triton.measure.timing import Context, alternate, repeated
+from fastvit_triton.measure.timing import Context
+from fastvit_triton.measure.tune import time_part
 from fastvit_triton.measure.tuning import race
 
 from .result_file import ResultFile
@@ -54,7 +54,6 @@ MODELS = (
     ("vit_tiny_patch16_224", 8),
     ("vit_tiny_patch16_224", 1),
 )
-CALLS = 4  # per sample, so that the host can run ahead of the GPU as in a model
 
 
 def measure_ways(result: ResultFile, device: torch.device, context: Context) -> None:
@@ -83,32 +82,25 @@ def time_ways(
     dry: bool = False,
     **options: object,
 ) -> dict:
-    """Times two blocks of a model in each way and compares their results with float32."""
+    """Times two blocks of a model in each way, of which it has the fastest variant, as `tune` times a block."""
     blocks, tokens, channels = blocks_of(name, device, **options)
     x = torch.randn(batch, tokens, channels, device=device).to(torch.bfloat16).requires_grad_(training)
     choices: list[Choice] = []
-    with context(), observing(choices.append), torch.set_grad_enabled(training):
-        blocks(x)
-    first = next(choice for choice in choices if choice.branches)
-    part = Part(name, 1, first.shapes, blocks, (x,), {})
-
-    @contextmanager
-    def running(way: str) -> Iterator[None]:
-        with context(), forcing(way):
-            yield
-
-    contexts = {way: partial(running, way) for way in WAYS}
-    compared = part.comparison(contexts["plain"], training)
-    said = {way: compared(contexts[way]) for way in WAYS}
-    calls = 1 if dry else CALLS
-    steps = {way: repeated(part.step(training), contexts[way], calls) for way in WAYS}
-    timings, errors = alternate(steps, device, deadline, 0.3, (1, 1) if dry else (3, 60), latency=True)
-    columns: dict[str, object] = dict(shape=first.shapes[-1], rule=first.way)
-    columns |= {f"{way}_match": verdict.match for way, verdict in said.items()}
-    columns |= {f"{way}_us": round(timing.us / calls, 1) for way, timing in timings.items()}
-    columns |= {f"{way}_error": text for way, text in errors.items()}
-    right = [way for way in WAYS if said[way].match and way in timings]
-    return columns | dict(way=min(right, key=lambda way: timings[way].us, default="plain"))
+    with context():
+        with observing(choices.append), torch.set_grad_enabled(training):
+            blocks(x)
+        part = Part(name, 1, next(choice.shapes for choice in choices if choice.branches), blocks, (x,), {})
+        part.ops = ops_of(part, NOTHING, training)
+        row = time_part(part, NOTHING, NOTHING, device, training, deadline, (1, 1) if dry else (3, 30))
+    times: dict[str, float] = {}
+    for variant, columns in row["variants"].items():
+        column = f"{variant.partition(',')[0]}_us"
+        if "us" in columns:
+            times[column] = min(columns["us"], times.get(column, columns["us"]))
+    ways = {shape: entry["way"] for shape, entry in row["entries"].items() if shape.startswith("~")}
+    shape = part.shapes[-1]
+    kept = {name: row[name] for name in ("rule", "variants")}
+    return dict(shape=shape, way=ways.get(shape, "plain"), ways=ways, **kept, **times)
 
 
 def compile_candidates(result: ResultFile, device: torch.device, context: Context) -> None:

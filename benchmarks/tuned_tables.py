@@ -16,7 +16,7 @@ from .result_file import write_text
 
 def with_ways(table: dict, rows: Sequence[dict], **facts: object) -> dict:
     """The table updated with measured ways of blocks."""
-    by_shape = {row["shape"]: row["way"] for row in reversed(rows)}
+    by_shape = {shape: way for row in reversed(rows) for shape, way in _ways(row).items()}
     before = table.get("ways", {})
     if not by_shape:
         return table
@@ -46,7 +46,12 @@ def write(
     lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(table.items()))
     write_text(path, "{\n" + lines + "\n}\n")
     choose.forget()
-    return [*taken, *dict.fromkeys(row["shape"] for row in ways)]
+    return [*taken, *dict.fromkeys(shape for row in ways for shape in _ways(row))]
+
+
+def _ways(row: dict) -> dict[str, str]:
+    """Shape → way, of a block and of the ops in it that have a choice of their own."""
+    return {row["shape"]: row["way"]} | row.get("ways", {})
 
 
 def best_rows(rows: Sequence[dict]) -> dict[str, Config]:

@@ -28,6 +28,7 @@ from benchmarks.conftest import against_compile
 from benchmarks.result_file import ROOT, ResultFile
 from benchmarks.targets import targets, to_race
 from fastvit_triton.kernels import launch, onednn
+from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.sizes import WAYS
 from fastvit_triton.measure import timeout, timing, tuning
 from fastvit_triton.measure.compare import verdict
@@ -346,13 +347,23 @@ def test_measured_ways_are_kept_with_new_launch_parameters(tmp_path):
 
 @pytest.mark.full
 def test_ways_are_timed_and_compared():
-    """Oracle: the PyTorch path, on which every way calls the modules; shapes are named as the plan looks them up."""
-    tiny = dict(img_size=32, embed_dim=16, num_heads=2)
-    for training in (False, True):
-        row = tune.time_ways("vit_tiny_patch16_224", 2, training, CPU, Deadline(HANG), interpreting, True, **tiny)
-        assert row["way"] in WAYS and row["rule"] == "fused"  # forced by the interpreter's switch
-        assert row["shape"].startswith("~attention C=16 F=48 H=2 N=8 B=2 + mlp C=16 F=64 N=8 B=2")
-        assert all(row[f"{way}_match"] and row[f"{way}_us"] > 0 for way in WAYS)
+    """Oracle: the rows of an A100, whose BLAS has no activation; shapes are named as choices look them up."""
+    tiny = dict(img_size=32, embed_dim=32, num_heads=2)
+
+    @contextlib.contextmanager
+    def on_a100():
+        with interpreting(), launch.targeting("sm_80"), using_backend("auto"):
+            yield
+
+    row = tune.time_ways("vit_tiny_patch16_224", 2, False, CPU, Deadline(HANG), on_a100, True, **tiny)
+    assert row["shape"].startswith("~attention C=32 F=96 H=2 N=8 B=2 + mlp C=32 F=128 N=8 B=2")
+    kernels = itertools.product(("our attention", "SDPA"), ("our fc1", "BLAS"))
+    arms = {f"mixed, {attention}, {fc1}" for attention, fc1 in kernels}
+    assert row["variants"].keys() == {"plain", "fused, our attention", "fused, SDPA"} | arms
+    for way in WAYS:
+        us = [said["us"] for name, said in row["variants"].items() if name.startswith(way) and "us" in said]
+        assert row.get(f"{way}_us") == min(us, default=None)
+    assert row["way"] == "plain" or row["ways"].keys() > {row["shape"]}
 
 
 @pytest.mark.fast
