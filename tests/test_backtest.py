@@ -135,6 +135,7 @@ def test_work_of_any_number_of_images(monkeypatch):
         ("vit_tiny_patch16_224", dict(num_heads=2), True, 6),  # two kernels, which both compute S and dP
         ("swin_tiny_patch4_window7_224", dict(window_size=7), False, 0),
         ("swin_tiny_patch4_window7_224", dict(window_size=7), True, 2),
+        ("swin_tiny_patch4_window7_224", dict(window_size=12, img_size=384), True, 10),  # and dB in a third kernel
     ],
 )
 def test_our_kernels_have_the_flops_of_the_operators(name, options, training, again):
@@ -153,7 +154,8 @@ def test_our_kernels_have_the_flops_of_the_operators(name, options, training, ag
         events = traced(model, gpus()["h200"], training, (images,), {}).events
     kinds = {one.kind for one, _ in work.ours(events)}
     assert {"fused product", "fused attention"} <= kinds and ("fused attention backward" in kinds) == training
-    scores = (64 * 96 + 16 * 192 + 4 * 384 + 768) * 49**2 if "swin" in name else 192 * 17**2  # times channels
+    # times channels
+    scores = (64 * 96 + 16 * 192 + 4 * 384 + 768) * options["window_size"] ** 4 if "swin" in name else 192 * 17**2
     more = again * 2 * scores
     assert sum(one.flops * n for one, n in work.ours(events)) == counter.get_total_flops() + more
 

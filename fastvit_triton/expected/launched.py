@@ -168,11 +168,12 @@ def size(launch: Launched) -> tuple[int, int, int, int]:
         return 1, a["M"], a["F"], a["D"]
     if name == "patch_embed._fwd_kernel":
         return 1, a["B"] * a["N"], a["D"], a["K"]
-    forward = ("_fwd_kernel", "_fwd_whole_kernel", "_fwd_tma_kernel")
-    if name.startswith("attention.") and name.removeprefix("attention.") in (*forward, *_OVER):
+    if name == "attention._bwd_dbias_kernel":
+        return a["B"] * a["H"], a["Nq"], a["Nk"], a["D"]
+    if name.startswith("attention.") and _attention_work(launch).flops:
         return int(heads_of(launch)), *sequence(launch), a["D"]
     if name == "patch_embed._bwd_weight_kernel":
         return 1, a["D"], a["K"], a["M"]
-    if name in ("window._fwd_kernel", "window._bwd_kernel", "window._bwd_dq_kernel"):
+    if name.startswith("window.") and _window_work(launch).flops:
         return _windows(launch) * a["heads"], a["N"], a["N"], a["D"]
     return 0, 0, 0, 0

@@ -81,9 +81,12 @@ OURS = {  # kernel → kind
     "attention._bwd_tma_kernel": "fused attention backward",
     "attention._bwd_dq_kernel": "fused attention backward",
     "attention._bwd_dkdv_kernel": "fused attention backward",
+    "attention._bwd_dbias_kernel": "fused attention backward",
+    "attention._bwd_axes_kernel": "fused attention backward",
     "window._fwd_kernel": "fused attention",
     "window._bwd_kernel": "fused attention backward",
     "window._bwd_dq_kernel": "fused attention backward",
+    "window._bwd_dbias_kernel": "fused attention backward",
 }
 
 
