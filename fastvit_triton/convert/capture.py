@@ -144,7 +144,7 @@ class Capture:
         call = dict(module=module, args=args, named=named)
         if not (hold(self._facts) and self._guards.check(call)):
             return False
-        if not all(forward is None or is_our_forward(forward) for forward in self._forwards(call)):
+        if not all(map(is_our_forward, [forward for forward in self._forwards(call) if forward is not None])):
             return False
         return not self.reads or self._reads_the_same(call)
 

@@ -299,7 +299,7 @@ def fold_or_normalize(
 
 def normalize_for(entry: Entry, x: Tensor) -> Tensor:
     """The norm of an entry, of x [..., D], for its linear layers alone: our kernel writes what autocast casts it to."""
-    if can_fuse(x) and torch.is_autocast_enabled(x.device.type) and x.shape[-1] <= MAX_D:
+    if torch.is_autocast_enabled(x.device.type) and x.shape[-1] <= MAX_D and can_fuse(x):
         return run_either(x, entry.parameters, product_dtype(x))
     return normalize(x, entry.norm)
 

@@ -178,9 +178,9 @@ def fold_norms(x: Tensor, *entries: Entry | None) -> list[FoldedNorm | None]:
     norms: list[FoldedNorm | None] = [None] * len(entries)
     if not (foldable and kernels_available(x) and can_fold_norm(x)):
         return norms
-    if not torch.compiler.is_compiling() and all(e.norm in _frozen and _is_final(e) for e in foldable):
+    if not torch.compiler.is_compiling() and all(map(_is_kept, foldable)):
         folds = _keep(x, foldable)
-    elif pays(x, max(sum(map(len, e.group.weights)) for e in foldable)):
+    elif pays(x, max([sum(map(len, e.group.weights)) for e in foldable])):
         folds = fold_groups([e.group for e in foldable], x.dtype)
         folds = [f._replace(source=_source(e.group)) if _learns(e) else f for f, e in zip(folds, foldable, strict=True)]
     else:
@@ -286,7 +286,7 @@ def keeps(owner: nn.Module, *sources: Tensor | None) -> bool:
 
 def _same_dtype(x: Tensor, weights: tuple[Tensor, ...]) -> bool:
     """True if a matmul accepts these dtypes: they are equal, or autocast is on."""
-    return torch.is_autocast_enabled(x.device.type) or all(w.dtype == x.dtype for w in weights)
+    return torch.is_autocast_enabled(x.device.type) or all([w.dtype == x.dtype for w in weights])
 
 
 def _learns(entry: Entry) -> bool:
@@ -300,9 +300,9 @@ def _source(group: Group) -> Group:
     return Group((weight,), (bias,), group.norm_weight, group.norm_bias)
 
 
-def _is_final(entry: Entry) -> bool:
-    """True if a fold of this entry may be cached: the model is not being trained."""
-    return not (entry.norm.training or _learns(entry))
+def _is_kept(entry: Entry) -> bool:
+    """True if a fold of this entry is cached: the norm is frozen, and the model is not being trained."""
+    return entry.norm in _frozen and not (entry.norm.training or _learns(entry))
 
 
 def _keep(x: Tensor, entries: list[Entry]) -> list[Folded]:
