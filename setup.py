@@ -102,6 +102,7 @@ setup(
             "*.pyi",
             "kernels/tuned/*.json",
             "kernels/tuned/choices/*.json",
+            "kernels/tuned/defaults/*.json",
             "convert/*.json",
             "expected/*.json",
             "models/weights/*.json",

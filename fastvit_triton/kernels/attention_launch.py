@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,139 +30,18 @@ Tensors = dict[str, Any]  # by name: a tensor, or None
 
 _prepared: dict[tuple, list] = {}  # by layout of the tensors; see `prepared`
 
-# Default launch parameters by kernel, with separate entries for a bias, for a bias and a causal mask, for biases of
-# rows and columns ("axes"), and for IEEE float32 products. The first row whose limit, in bytes, is at least the wider
-# of q's and v's heads is used. Every row fits every architecture; only rows for fp32 heads of more than 64 channels
-# spill registers, and with axes those for fp32 heads of more than 32, and for 256 channels.
-SPACE = {
-    "fwd": (
-        (64, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1)),
-        (192, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)),
-        (256, dict(BLOCK_M=128, BLOCK_N=32, num_warps=8, num_stages=1)),
-        (512, dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
-    ),
-    "fwd_bias": (
-        (64, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)),
-        (192, dict(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=2)),
-        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)),
-        (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
-    ),
-    "fwd_bias_causal": (
-        (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)),
-        (192, dict(BLOCK_M=32, BLOCK_N=16, num_warps=4, num_stages=2)),
-        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)),
-        (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
-    ),
-    "fwd_axes": (
-        (192, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)),
-        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)),
-        (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
-    ),
-    "fwd_axes_ieee": (
-        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
-    ),
-    "fwd_ieee": (
-        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
-    ),
-    "fwd_whole": ((1024, dict(BLOCK_M=0, num_warps=4, num_stages=1)),),  # 0: the loop over blocks of keys, "fwd"
-    "bwd_dq": (
-        (128, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=3)),
-        (192, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)),
-        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)),
-        (320, dict(BLOCK_M=32, BLOCK_N=16, num_warps=8, num_stages=1)),
-        (512, dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
-    ),
-    "bwd_dq_bias": (
-        (64, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=3)),
-        (192, dict(BLOCK_M=64, BLOCK_N=32, num_warps=8, num_stages=2)),
-        (256, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
-        (320, dict(BLOCK_M=32, BLOCK_N=16, num_warps=8, num_stages=1)),
-        (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
-    ),
-    "bwd_dq_bias_causal": (
-        (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)),
-        (192, dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)),
-        (256, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
-        (320, dict(BLOCK_M=32, BLOCK_N=16, num_warps=8, num_stages=1)),
-        (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
-    ),
-    "bwd_dq_axes": (
-        (128, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=1)),
-        (160, dict(BLOCK_M=64, BLOCK_N=32, num_warps=8, num_stages=1)),
-        (192, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
-        (256, dict(BLOCK_M=32, BLOCK_N=16, num_warps=8, num_stages=1)),
-        (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
-    ),
-    "bwd_dq_ieee": (
-        (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
-    ),
-    "bwd_dq_bias_ieee": (
-        (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
-        (256, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
-    ),
-    "bwd_dkdv": (
-        (128, dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=2)),
-        (192, dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=2)),
-        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
-    ),
-    "bwd_dkdv_bias": (
-        (192, dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=1)),
-        (256, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
-    ),
-    "bwd_dkdv_bias_causal": (
-        (128, dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=1)),
-        (192, dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1)),
-        (256, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
-    ),
-    "bwd_dkdv_axes": (
-        (160, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
-    ),
-    "bwd_dkdv_axes_ieee": (
-        (128, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
-    ),
-    "bwd_dkdv_ieee": (
-        (128, dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
-    ),
-    "bwd": ((128, dict(BLOCK_M=16, BLOCK_N=128, num_warps=8, num_stages=1)),),
-    "bwd_whole": ((1024, dict(BLOCK_M=0, num_warps=8, num_stages=1)),),  # 0: "bwd"
-    "bwd_dbias": (
-        (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
-        (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
-    ),
-    "bwd_axes": (  # by the wider of the heads and of all rows and columns
-        (160, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
-        (256, dict(BLOCK_M=128, BLOCK_N=32, num_warps=8, num_stages=1)),
-        (512, dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
-    ),
-    "bwd_axes_ieee": (
-        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
-    ),
-    "bwd_dbias_ieee": (
-        (256, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
-    ),
-}
+
+@functools.cache
+def defaults() -> dict[str, list[tuple[int, dict[str, int]]]]:
+    """Default launch parameters by kernel: (limit in bytes of the wider of q's and v's heads, parameters), in order.
+
+    A bias, a bias with a causal mask, biases of rows and columns ("axes", for "bwd_axes" limited by the wider of heads
+    and axes), and products in IEEE float32 have entries of their own. BLOCK_M = 0: the loop over blocks of keys, "fwd"
+    or "bwd", runs instead. Every row fits every architecture; only rows for fp32 heads of more than 64 channels spill
+    registers, and with axes those for fp32 heads of more than 32, and for 256 channels.
+    """
+    kernels = json.loads((launcher.TUNED / "defaults" / "attention.json").read_text())
+    return {kernel: [(int(limit), row) for limit, row in rows.items()] for kernel, rows in kernels.items()}
 
 
 def bias_kind(bias: Tensor | None, columns: int, causal: bool) -> str:
@@ -175,15 +55,15 @@ def tuned_row(kernel: str, q: Tensor, kind: str, width: int) -> tuple[str, dict[
     """(row name in tuned/, default launch parameters) by `bias_kind`, for heads of `width` channels, in whole tiles."""
     ieee = "_ieee" if precision(q) == "ieee" else ""
     names = [f"{kernel}{kind}{ieee}", f"{kernel}{ieee}", kernel]
-    name = next(name for name in names if name in SPACE)
+    name = next(name for name in names if name in defaults())
     size = width * q.element_size()
     kind = "fp32." if q.dtype == torch.float32 else ""
-    default = next(row for limit, row in SPACE[name] if size <= limit)
+    default = next(row for limit, row in defaults()[name] if size <= limit)
     return f"attention.{name}.{kind}{next(w for w in WIDTHS if size <= w)}", default
 
 
 def blocks_of(kernel: str, q: Tensor, kind: str, images: int, Nq: int, Nk: int, width: int) -> dict[str, int]:
-    """Launch parameters: from measurements or tuned/ if present, else from SPACE."""
+    """Launch parameters: from measurements or tuned/ if present, else the defaults."""
     block = config(*tuned_row(kernel, q, kind, width), q.device, images * q.shape[1], Nq, Nk)
     if kernel == "fwd":
         block["BLOCK_M"] = min(block["BLOCK_M"], power_of_2(max(hint(Nq), 16)))
@@ -274,7 +154,7 @@ def whole_head_blocks(
     dQ is rounded once per block of keys, so for more than two blocks two kernels are used. A row of tuned/ with
     BLOCK_N = 0 selects two kernels for any Nk. Causal attention has rows of its own: the mask takes registers.
     """
-    (limit, default), size = SPACE["bwd"][-1], width * q.element_size()
+    (limit, default), size = defaults()["bwd"][-1], width * q.element_size()
     if bias is not None or q.dtype == torch.float32 or size > limit or width != power_of_2(width):
         return None
     row = f"attention.bwd.{'causal.' if causal else 'ragged.' if ragged else ''}{size}"
