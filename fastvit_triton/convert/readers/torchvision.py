@@ -5,17 +5,16 @@ from torch import Tensor
 
 from ...engine.attention import window_body
 from ...engine.body import Body, normalize, project
-from ...engine.branch import Branch, add_branches
 from ...engine.freeze import derived
 from ...engine.leaves import Foreign, Packed, is_readable
 from ...kernels.argument import Window
 from ..forwards import fused_body, fused_forward
 from ..windows import continuous_bias, cosine_scale, hooked, merge, merged, table_bias
-from .timm.blocks import both_norms
+from .two_branches import TIMM, register_blocks
 
 _FILE = "torchvision.models.swin_transformer"
 ATTENTION = "qkv num_heads window_size shift_size attention_dropout dropout relative_position_index proj"
-BLOCK = "norm1 attn stochastic_depth norm2 mlp"
+BLOCK = TIMM._replace(drop_paths=("stochastic_depth", "stochastic_depth"))
 
 
 def _reason(attn: Foreign) -> str | None:
@@ -63,19 +62,12 @@ def _without_keys(bias: Tensor) -> Tensor:
     return torch.cat((q, torch.zeros_like(k), v))
 
 
-@fused_forward("pre-norm block", f"{_FILE}.SwinTransformerBlock", needs=BLOCK, takes="", folds=both_norms)
-def swin_block(self: Foreign, x: Tensor) -> Tensor:
-    """Swin's block; [B, H, W, D] → [B, H, W, D]."""
-    attn = Branch(self.attn, self.norm1, None, self.stochastic_depth)
-    return add_branches(x, attn, Branch(self.mlp, self.norm2, None, self.stochastic_depth), block=self)
-
-
-@fused_forward("post-norm block", f"{_FILE}.SwinTransformerBlockV2", needs=BLOCK, takes="")
-def swin_v2_block(self: Foreign, x: Tensor) -> Tensor:
-    """Swin V2's block with norms after the branches; [B, H, W, D] → [B, H, W, D]."""
-    attn = Branch(self.attn, None, None, self.stochastic_depth, post_norm=self.norm1)
-    mlp = Branch(self.mlp, None, None, self.stochastic_depth, post_norm=self.norm2)
-    return add_branches(x, attn, mlp, block=self)
+register_blocks(
+    {
+        f"{_FILE}.SwinTransformerBlock": BLOCK,
+        f"{_FILE}.SwinTransformerBlockV2": BLOCK._replace(post_norms=True),
+    }
+)
 
 
 @fused_forward(

@@ -11,6 +11,7 @@ from ....kernels.patch_embed import patch_embed
 from ....layers.scaled_block import ScaledBlock
 from ...forwards import arguments, fused_forward
 from ...third_party import four_axes
+from ..two_branches import TIMM, register_blocks
 from .attention import scale_of
 
 
@@ -54,20 +55,9 @@ def block_branches(block: Foreign, attn_mask: Tensor | None = None, is_causal: b
     return attn, Branch(block.mlp, block.norm2, scale2, drop2)
 
 
-@fused_forward(
-    "pre-norm block",
-    "timm.models.eva.EvaBlock",
-    needs="norm1 attn gamma_1 drop_path1 norm2 mlp gamma_2 drop_path2",
-    takes="rope attn_mask is_causal",
-    folds=both_norms,
+register_blocks(
+    {"timm.models.eva.EvaBlock": TIMM._replace(takes="rope attn_mask is_causal", scales=("gamma_1", "gamma_2"))}
 )
-def eva_block(
-    self: Foreign, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
-) -> Tensor:
-    """Pre-norm block with rotary positions; [B, N, D] → [B, N, D]."""
-    call = _given(self, rope=rope, attn_mask=attn_mask, is_causal=is_causal)
-    attn = Branch(self.attn, self.norm1, None, self.drop_path1, self.gamma_1, call=call)
-    return add_branches(x, attn, Branch(self.mlp, self.norm2, None, self.drop_path2, self.gamma_2), block=self)
 
 
 @fused_forward(

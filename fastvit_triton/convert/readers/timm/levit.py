@@ -17,6 +17,7 @@ from ....kernels.attention import attention
 from ...batch_norm import UNFOLDED, folded_mlp
 from ...forwards import Reader, fused_body, fused_forward
 from ...third_party import is_fusable
+from ..two_branches import TIMM, register_blocks
 from .attention import is_own, scale_of
 
 MAPPED = "its activation or dropout reads a map: it was replaced or has a hook"
@@ -59,17 +60,9 @@ def efficientformer_parts(self: Foreign) -> Body:
     return Body("attention", (self.qkv,), partial(_heads, self), self.proj, self.num_heads)
 
 
-@fused_forward(
-    "pre-norm block",
-    "timm.models.efficientformer.MetaBlock1d",
-    needs="norm1 token_mixer ls1 drop_path1 norm2 mlp ls2 drop_path2",
-    takes="",
-    folds=lambda self: [(self.norm1, self.token_mixer), (self.norm2, self.mlp)],
+register_blocks(
+    {"timm.models.efficientformer.MetaBlock1d": TIMM._replace(attn="token_mixer", layer_scales=("ls1", "ls2"))}
 )
-def efficientformer_block(self: Foreign, x: Tensor) -> Tensor:
-    """EfficientFormer's pre-norm block of tokens; [B, N, D] → [B, N, D]."""
-    mixer = Branch(self.token_mixer, self.norm1, self.ls1, self.drop_path1)
-    return add_branches(x, mixer, Branch(self.mlp, self.norm2, self.ls2, self.drop_path2), block=self)
 
 
 @fused_body(

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from ....engine.attention import attention_body, axis_bias, heads_of, merged_heads
 from ....engine.body import Body, normalize
-from ....engine.branch import Branch, add_branches
 from ....engine.freeze import derived
 from ....engine.hooks import is_plain_module
 from ....engine.leaves import Foreign
 from ....kernels.attention import attention
 from ....kernels.attention_qkv import rotate
-from ...forwards import fused_body, fused_forward
+from ...forwards import fused_body
 from ...third_party import four_axes, head_norms
+from ..two_branches import TIMM, register_blocks
 from .attention import dropped, scale_of
-from .blocks import both_norms
 
+SHARED = TIMM._replace(takes="shared_rel_pos")
 POSITIONS = tuple(f"timm.layers.pos_embed_rel.{name}" for name in ("RelPosBias", "RelPosMlp", "RelPosBiasTf"))
 
 
@@ -59,30 +59,12 @@ def rel_pos_parts(self: Foreign, shared_rel_pos: Tensor | None = None) -> Body |
     )
 
 
-@fused_forward(
-    "pre-norm block",
-    "timm.models.vision_transformer_relpos.RelPosBlock",
-    needs="norm1 attn ls1 drop_path1 norm2 mlp ls2 drop_path2",
-    takes="shared_rel_pos",
-    folds=both_norms,
+register_blocks(
+    {
+        "timm.models.vision_transformer_relpos.RelPosBlock": SHARED._replace(layer_scales=("ls1", "ls2")),
+        "timm.models.vision_transformer_relpos.ResPostRelPosBlock": SHARED._replace(post_norms=True),
+    }
 )
-def rel_pos_block(self: Foreign, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
-    """Pre-norm block with relative positions; [B, N, D] → [B, N, D]."""
-    attn = Branch(self.attn, self.norm1, self.ls1, self.drop_path1, call=dict(shared_rel_pos=shared_rel_pos))
-    return add_branches(x, attn, Branch(self.mlp, self.norm2, self.ls2, self.drop_path2), block=self)
-
-
-@fused_forward(
-    "post-norm block",
-    "timm.models.vision_transformer_relpos.ResPostRelPosBlock",
-    needs="norm1 attn drop_path1 norm2 mlp drop_path2",
-    takes="shared_rel_pos",
-)
-def rel_pos_post_block(self: Foreign, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
-    """Block with norms after the branches and relative positions; [B, N, D] → [B, N, D]."""
-    call = dict(shared_rel_pos=shared_rel_pos)
-    attn = Branch(self.attn, None, None, self.drop_path1, call=call, post_norm=self.norm1)
-    return add_branches(x, attn, Branch(self.mlp, None, None, self.drop_path2, post_norm=self.norm2), block=self)
 
 
 @fused_body(

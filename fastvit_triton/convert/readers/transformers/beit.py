@@ -20,7 +20,8 @@ from ...forwards import INNER, arguments, fused_body, fused_forward
 from ...third_party import dropout_reason, four_axes
 from ...windows import expanded
 from ..torch import STEMS
-from .vit import attention_parts, checkpointed, classes, heads_reason
+from ..two_branches import checkpointed
+from .vit import attention_parts, classes, heads_reason
 
 BEIT, DATA2VEC = FAMILIES = classes("beit.Beit", "data2vec.data2vec_vision.Data2VecVision")
 INNER.update(f"{family}{kind}SelfAttention" for family in FAMILIES for kind in ("", "Sdpa"))

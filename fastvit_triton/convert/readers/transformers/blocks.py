@@ -1,8 +1,6 @@
-"""Fused forwards for the blocks of transformers' vision towers: pre-norm blocks in a table, and nested ones.
+"""Fused forwards for the blocks of transformers' models: pre-norm blocks in a table, and nested ones."""
 
-A pre-norm block is norm, attention, residual, norm, MLP, residual; the names of its parts differ.
-"""
-
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -10,57 +8,37 @@ from torch import Tensor, nn
 from ....engine.attention import attention_body
 from ....engine.body import Body
 from ....engine.branch import Branch, add_branches
+from ....engine.hooks import has_hooks
 from ....engine.leaves import Foreign, activation_of, is_inactive
 from ....engine.mlp import MlpBody
-from ...forwards import (
-    INNER,
-    Forward,
-    arguments,
-    fused_body,
-    fused_forward,
-    inner_reason,
-    known_type,
-    register,
-)
+from ...forwards import INNER, arguments, fused_body, fused_forward, inner_reason
 from ...third_party import dropout_reason, four_axes
-from .vit import attention_reason, checkpointed, classes, heads_reason
-
-
-class Names(NamedTuple):
-    """Names of a block's parts; "" for none, and of two the first is that of the attention's branch.
-
-    Attributes:
-        norm1: norm before the attention.
-        attn: attention.
-        norm2: norm before the MLP.
-        mlp: MLP.
-        takes: arguments after the first, which the block passes on to its attention with all others that it is given.
-        scales: parameters [D] that scale the branches.
-        gates: parameters [1] whose tanh scales the branches of a block that `is_gated`.
-        drops: dropouts after the branches.
-        drop_paths: stochastic depth.
-    """
-
-    norm1: str
-    attn: str
-    norm2: str
-    mlp: str
-    takes: str = "attention_mask position_embeddings"
-    scales: tuple[str, str] = ("", "")
-    gates: tuple[str, str] = ("", "")
-    drops: tuple[str, str] = ("", "")
-    drop_paths: tuple[str, str] = ("", "")
-
-    def needs(self) -> str:
-        """The attributes, as `Forward.needs`."""
-        parts = self.norm1, self.attn, self.norm2, self.mlp, "is_gated" if any(self.gates) else ""
-        return " ".join(filter(None, (*parts, *self.scales, *self.drops, *self.drop_paths)))
-
+from ..two_branches import Names, added, checkpointed, register_blocks
+from .vit import attention_reason, classes, heads_reason
 
 CLIP = Names("layer_norm1", "self_attn", "layer_norm2", "mlp")
 VIT = Names("layernorm_before", "attention", "layernorm_after", "mlp")
 LAMBDAS = VIT._replace(scales=("lambda_1", "lambda_2"))
+DROPPED = VIT._replace(takes="attention_mask", drops=("dropout", "dropout"), further="gradient_checkpointing")
+DINO = Names(
+    "norm1",
+    "attention",
+    "norm2",
+    "mlp",
+    takes="attention_mask position_embeddings head_mask",
+    layer_scales=("layer_scale1", "layer_scale2"),
+    drop_paths=("drop_path", "drop_path"),
+    further="gradient_checkpointing",
+)
 BLOCKS = {
+    **dict.fromkeys(("vit.ViTLayer", "deit.DeiTLayer", "vit_mae.ViTMAELayer"), DROPPED),
+    **dict.fromkeys(
+        ("dinov2.Dinov2Layer", "dinov2_with_registers.Dinov2WithRegistersLayer", "dinov3_vit.DINOv3ViTLayer"), DINO
+    ),
+    **dict.fromkeys(
+        ("clip.CLIPEncoderLayer", "siglip.SiglipEncoderLayer", "siglip2.Siglip2EncoderLayer"),
+        CLIP._replace(takes="attention_mask causal_attention_mask output_attentions", further="gradient_checkpointing"),
+    ),
     "blip.BlipEncoderLayer": CLIP,
     "blip_2.Blip2EncoderLayer": CLIP,
     "mlcd.MLCDEncoderLayer": CLIP,
@@ -77,54 +55,40 @@ BLOCKS = {
     "aimv2.Aimv2EncoderLayer": Names("rms_norm1", "attention", "rms_norm2", "ffn"),
     "pixio.PixioLayer": VIT._replace(drops=("dropout", "dropout"), drop_paths=("drop_path", "drop_path")),
 }  # block → names of its parts
-_names: dict[str, list[Names]] = {}  # type → names of its parts, those of the newest release first
 
 
-@fused_forward("pre-norm block")
-def tower_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
-    """Pre-norm block; [B, N, D] → [B, N, D]."""
-    return checkpointed(self, _tower_layer, hidden_states, *inputs, **named)
+def register_transformers(blocks: dict[str, Names]) -> None:
+    """As `register_blocks`, for names "model.Class"."""
+    register_blocks(dict(zip(classes(*blocks), blocks.values(), strict=True)))
 
 
-def _tower_layer(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
-    names = _names_of(self)
-    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
-    gates = names.gates if any(names.gates) and self.is_gated else ("", "")
-    branches = []
-    for i, (norm, body) in enumerate(((names.norm1, names.attn), (names.norm2, names.mlp))):
-        scale = getattr(self, gates[i]).tanh().expand(x.shape[-1]) if gates[i] else _part(self, names.scales[i])
-        drop = _part(self, names.drops[i])
-        drop_path = _part(self, names.drop_paths[i])
-        body_call = None if i else call
-        branches.append(Branch(_part(self, body), _part(self, norm), None, drop_path, scale, drop, body_call))
-    return add_branches(x, *branches, block=self)
+register_transformers(BLOCKS)
+register_transformers({"pixio.PixioLayer": DINO._replace(layer_scales=("", ""), takes=CLIP.takes, further="")})
 
 
-def _names_of(self: Foreign) -> Names:
-    return next(names for names in _names[known_type(self)] if hasattr(self, names.norm1))
-
-
-def _part(self: Foreign, name: str) -> Any:
-    return getattr(self, name) if name else None
-
-
-def _folds(self: Foreign) -> list[tuple[nn.Module, nn.Module]]:
-    names = _names_of(self)
-    return [(_part(self, names.norm1), _part(self, names.attn)), (_part(self, names.norm2), _part(self, names.mlp))]
-
-
-def register_blocks(blocks: dict[str, Names]) -> None:
-    """Registers pre-norm blocks, "model.Class", with the names of their parts."""
-    for block, names in blocks.items():
-        (name,) = classes(block)
-        _names.setdefault(name, []).append(names)
-        register((name,), Forward(tower_layer, names.needs(), names.takes, None, "pre-norm block", folds=_folds))
-
-
-register_blocks(BLOCKS)
-register_blocks(
-    {"pixio.PixioLayer": Names("norm1", "attention", "norm2", "mlp", drop_paths=("drop_path", "drop_path"))}
+@fused_forward(
+    "pre-norm block",
+    *classes("rf_detr.RfDetrDinov2Layer"),
+    needs=f"{DINO.needs()} num_windows global_attention",
+    takes="attention_mask",
+    folds=lambda self: [(self.norm1, self.attention), (self.norm2, self.mlp)],
 )
+def windowed_dino_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
+    """As DINOv2's for windows [B·W², N, D]; a layer with global attention reads the W² of an image as one."""
+    if self.global_attention and _sees_windows(self):
+        return NotImplemented
+    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
+    windows = hidden_states
+    if self.global_attention:
+        hidden_states = self.window_unpartition_before_attention(windows)
+    return checkpointed(self, partial(added, names=DINO), hidden_states, **call).view_as(windows)
+
+
+def _sees_windows(self: Foreign) -> bool:
+    """True if something after the attention needs single windows: stochastic depth, or a hook inside the MLP."""
+    drops = self.training and getattr(self.drop_path, "drop_prob", 0.0) > 0
+    return drops or any(map(has_hooks, self.mlp.children()))
+
 
 # Nested submodules: "FamilyAttention" has a "FamilySelfAttention" and a "FamilySelfOutput"; a "FamilyLayer" also a
 # "FamilyIntermediate" and a "FamilyOutput". Other families run the same code.

@@ -24,8 +24,9 @@ from ....kernels.linear import linear
 from ...forwards import INNER, arguments, fused_body, fused_forward, inner_reason, original
 from ...third_party import can_run, four_axes, is_fusable, runs_original
 from ..torch import multihead_reason
+from ..two_branches import checkpointed
 from .deformable import PADDED, WHOLE, sampled, sampled_padded
-from .vit import attention_reason, checkpointed, classes
+from .vit import attention_reason, classes
 
 SELF = frozenset(classes("detr.DetrSelfAttention"))
 CROSS = frozenset(classes("detr.DetrCrossAttention"))

@@ -22,7 +22,7 @@ from ....kernels.argument import Varlen
 from ....kernels.linear import linear
 from ....kernels.rms_norm import rms_norm
 from ...forwards import arguments, fused_body, fused_forward, known_type, original
-from .blocks import CLIP, LAMBDAS, Names, register_blocks
+from .blocks import CLIP, LAMBDAS, Names, register_transformers
 from .vit import attention_reason, classes
 
 PLAIN = Names("norm1", "attn", "norm2", "mlp")
@@ -167,7 +167,7 @@ BLOCKS = {
     "cosmos3_edge.Cosmos3EdgeVisionEncoderLayer": CLIP,
     "inkling2.Inkling2VisionEncoderLayer": LAMBDAS._replace(attn="self_attn"),
 }
-register_blocks({name: names._replace(takes=TAKES) for name, names in BLOCKS.items()})
+register_transformers({name: names._replace(takes=TAKES) for name, names in BLOCKS.items()})
 
 
 def _merged(self: Foreign, x: Tensor, mlp: MlpBody, y: Tensor) -> Tensor:

@@ -21,8 +21,9 @@ from ....kernels.attention import attention
 from ...forwards import INNER, fused_body, fused_forward
 from ...third_party import dropout_reason, four_axes, is_fusable
 from ..torch import multihead_reason, packed_attention
+from ..two_branches import checkpointed
 from .rotary import weights_reason
-from .vit import attention_reason, checkpointed, classes
+from .vit import attention_reason, classes
 
 TIMESFORMER, MGP_STR = classes("timesformer.Timesformer", "mgp_str.Mgpstr")
 INNER |= {f"{TIMESFORMER}SelfAttention", f"{TIMESFORMER}SelfOutput", f"{MGP_STR}Attention"}

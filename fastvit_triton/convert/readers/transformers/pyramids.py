@@ -26,7 +26,8 @@ from ...forwards import INNER, arguments, fused_body, fused_forward
 from ...third_party import dropout_reason
 from ..timm.levit import attend_fewer, attend_narrow
 from ..torch import STEMS
-from .vit import attention_reason, checkpointed, classes, heads_reason
+from ..two_branches import checkpointed
+from .vit import attention_reason, classes, heads_reason
 
 SEGFORMER, GLPN, PVT, PVT_V2 = classes("segformer.Segformer", "glpn.GLPN", "pvt.Pvt", "pvt_v2.PvtV2")
 INNER.update(f"{family}EfficientSelfAttention" for family in (SEGFORMER, GLPN, PVT))

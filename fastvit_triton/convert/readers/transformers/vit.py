@@ -1,9 +1,6 @@
 """Fused forwards for transformers: ViT, DeiT, ViT-MAE, DINOv2 (with registers), DINOv3, CLIP and SigLIP (1 and 2)."""
 
-from functools import partial
-from typing import Any
-
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....engine.attention import attention_body
 from ....engine.body import Body
@@ -141,103 +138,6 @@ def gated_parts(self: Foreign) -> MlpBody | Body:
 def packed_gate_parts(self: Foreign) -> MlpBody:
     """Parts of a SwiGLU in older releases: gate and value in one layer, gate first."""
     return MlpBody((self.weights_in,), "swiglu", self.weights_out)
-
-
-def checkpointed(self: Foreign, forward: Any, *inputs: Any, **named: Any) -> Any:
-    """Runs a layer's forward with its class's activation checkpointing (in older releases part of `__call__`)."""
-    active = getattr(self, "gradient_checkpointing", False) and self.training
-    if active and type(self).__call__ is nn.Module.__call__:
-        return self._gradient_checkpointing_func(partial(forward, self, **named), *inputs)
-    return forward(self, *inputs, **named)
-
-
-def _call(attention_mask: Tensor | None, more: dict[str, object]) -> dict[str, object]:
-    """Arguments that a layer passes on to its attention, which in some releases takes no mask."""
-    return more if attention_mask is None else dict(more, attention_mask=attention_mask)
-
-
-@fused_forward(
-    "pre-norm block",
-    *classes("vit.ViTLayer", "deit.DeiTLayer", "vit_mae.ViTMAELayer"),
-    needs="attention mlp layernorm_before layernorm_after dropout gradient_checkpointing",
-    takes="attention_mask",
-    folds=lambda self: [(self.layernorm_before, self.attention), (self.layernorm_after, self.mlp)],
-)
-def vit_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
-    """Pre-norm block with a dropout after each branch; [B, N, D] → [B, N, D]."""
-    return checkpointed(self, _vit_layer, hidden_states, *inputs, **named)
-
-
-def _vit_layer(self: Foreign, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
-    attn = Branch(self.attention, self.layernorm_before, drop=self.dropout, call=_call(attention_mask, more))
-    return add_branches(x, attn, Branch(self.mlp, self.layernorm_after, drop=self.dropout), block=self)
-
-
-@fused_forward(
-    "pre-norm block",
-    *classes("dinov2.Dinov2Layer", "dinov2_with_registers.Dinov2WithRegistersLayer", "dinov3_vit.DINOv3ViTLayer"),
-    needs="attention norm1 layer_scale1 drop_path norm2 mlp layer_scale2 gradient_checkpointing",
-    takes="attention_mask position_embeddings head_mask",
-    folds=lambda self: [(self.norm1, self.attention), (self.norm2, self.mlp)],
-)
-def dino_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
-    """Pre-norm block with LayerScale; [B, N, D] → [B, N, D]."""
-    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
-    return checkpointed(self, _dino_layer, hidden_states, **call)
-
-
-def _dino_layer(self: Foreign, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
-    call = _call(attention_mask, more)
-    attn = Branch(self.attention, self.norm1, self.layer_scale1, self.drop_path, call=call)
-    return add_branches(x, attn, Branch(self.mlp, self.norm2, self.layer_scale2, self.drop_path), block=self)
-
-
-@fused_forward(
-    "pre-norm block",
-    *classes("rf_detr.RfDetrDinov2Layer"),
-    needs="attention norm1 layer_scale1 drop_path norm2 mlp layer_scale2 num_windows global_attention "
-    "gradient_checkpointing",
-    takes="attention_mask",
-    folds=lambda self: [(self.norm1, self.attention), (self.norm2, self.mlp)],
-)
-def windowed_dino_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
-    """As `dino_layer` for windows [B·W², N, D]; a layer with global attention reads the W² of an image as one."""
-    if self.global_attention and _sees_windows(self):
-        return NotImplemented
-    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
-    windows = hidden_states
-    if self.global_attention:
-        hidden_states = self.window_unpartition_before_attention(windows)
-    return checkpointed(self, _dino_layer, hidden_states, **call).view_as(windows)
-
-
-def _sees_windows(self: Foreign) -> bool:
-    """True if something after the attention needs single windows: stochastic depth, or a hook inside the MLP."""
-    drops = self.training and getattr(self.drop_path, "drop_prob", 0.0) > 0
-    return drops or any(map(has_hooks, self.mlp.children()))
-
-
-@fused_forward(
-    "pre-norm block",
-    *classes("clip.CLIPEncoderLayer", "siglip.SiglipEncoderLayer", "siglip2.Siglip2EncoderLayer"),
-    needs="self_attn layer_norm1 layer_norm2 mlp gradient_checkpointing",
-    takes="attention_mask causal_attention_mask output_attentions",
-    folds=lambda self: [(self.layer_norm1, self.self_attn), (self.layer_norm2, self.mlp)],
-)
-def clip_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor | tuple[Tensor]:
-    """Pre-norm block; [B, N, D] → [B, N, D], in older releases a tuple with it."""
-    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
-    tupled = "output_attentions" in arguments(type(self))
-    if tupled and call.get("output_attentions"):
-        return NotImplemented
-    y = checkpointed(self, _clip_layer, hidden_states, **call)
-    return (y,) if tupled else y
-
-
-def _clip_layer(self: Foreign, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
-    call = dict(more, attention_mask=attention_mask)  # also None: the attention of a copy may require it
-    attn = Branch(self.self_attn, self.layer_norm1, call=call)
-    return add_branches(x, attn, Branch(self.mlp, self.layer_norm2), block=self)
 
 
 def _pooling_reason(self: Foreign) -> str | None:
