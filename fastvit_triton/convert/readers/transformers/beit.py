@@ -14,14 +14,13 @@ from ....engine.body import Body
 from ....engine.branch import Branch, add_branches
 from ....engine.freeze import derived, index_of
 from ....engine.hooks import has_hooks, is_plain_module, type_name
-from ....engine.leaves import Foreign, activation_of
-from ....engine.mlp import MlpBody
+from ....engine.leaves import Foreign
 from ...forwards import INNER, arguments, fused_body, fused_forward
 from ...third_party import dropout_reason, four_axes
 from ...windows import expanded
 from ..torch import STEMS
 from ..two_branches import checkpointed
-from .vit import attention_parts, classes, heads_reason
+from .vit import attention_parts, classes, heads_reason, nested_mlp, parts_reason
 
 BEIT, DATA2VEC = FAMILIES = classes("beit.Beit", "data2vec.data2vec_vision.Data2VecVision")
 INNER.update(f"{family}{kind}SelfAttention" for family in FAMILIES for kind in ("", "Sdpa"))
@@ -65,10 +64,8 @@ def nested_parts(self: Foreign, *inputs: Any, **named: Any) -> Body | str:
     inner = self.attention
     outer = self.output
     family = type_name(self).removesuffix("Attention")
-    types = f"{family}SelfAttention", f"{family}SdpaSelfAttention"
-    if not (is_plain_module(inner, types) and is_plain_module(outer, (f"{family}SelfOutput",))):
-        return "attention or output was replaced or has a hook"
-    if (why := heads_reason(inner) or dropout_reason(inner.dropout)) is not None:
+    why = parts_reason(self, family, attention="SelfAttention|SdpaSelfAttention", output="SelfOutput")
+    if (why := why or heads_reason(inner) or dropout_reason(inner.dropout)) is not None:
         return why
     if call.get("output_attentions") or call.get("head_mask") is not None:
         return "its weights are requested, or heads are masked"
@@ -130,9 +127,7 @@ def _layer(
 
 def _nested_reason(self: Foreign) -> str | None:
     family = type_name(self).removesuffix("Layer")
-    plain = is_plain_module(self.intermediate, (f"{family}Intermediate",))
-    plain = plain and is_plain_module(self.output, (f"{family}Output",))
-    return None if plain else "intermediate or output was replaced or has a hook"
+    return parts_reason(self, family, intermediate="Intermediate", output="Output")
 
 
 @fused_forward(
@@ -155,9 +150,7 @@ def nested_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: An
 
 
 def _nested_layer(self: Foreign, x: Tensor, **call: Any) -> Tensor:
-    inner = self.intermediate
-    outer = self.output
     drop = self.drop_path
-    mlp = MlpBody((inner.dense,), activation_of(inner.intermediate_act_fn), outer.dense, (None, outer.dropout))
+    mlp = nested_mlp(self.intermediate, self.output)
     attn = Branch(self.attention, self.layernorm_before, None, drop, self.lambda_1, call=call)
     return add_branches(x, attn, Branch(mlp, self.layernorm_after, None, drop, self.lambda_2), block=self)

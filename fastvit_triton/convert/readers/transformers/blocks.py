@@ -9,12 +9,11 @@ from ....engine.attention import attention_body
 from ....engine.body import Body
 from ....engine.branch import Branch, add_branches
 from ....engine.hooks import has_hooks
-from ....engine.leaves import Foreign, activation_of, is_inactive
-from ....engine.mlp import MlpBody
+from ....engine.leaves import Foreign, is_inactive
 from ...forwards import INNER, arguments, fused_body, fused_forward, inner_reason
 from ...third_party import dropout_reason, four_axes
 from ..two_branches import Names, added, checkpointed, register_blocks
-from .vit import attention_reason, classes, heads_reason
+from .vit import attention_reason, classes, heads_reason, nested_mlp
 
 CLIP = Names("layer_norm1", "self_attn", "layer_norm2", "mlp")
 VIT = Names("layernorm_before", "attention", "layernorm_after", "mlp")
@@ -181,8 +180,6 @@ def nested_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: An
 
 
 def _nested_layer(self: Foreign, x: Tensor, **call: Any) -> Tensor:
-    inner, outer = self.intermediate, self.output
-    drops = getattr(inner, "dropout", None), outer.dropout
-    mlp = MlpBody((inner.dense,), activation_of(inner.intermediate_act_fn), outer.dense, drops)
     attn = Branch(self.attention, self.layernorm_before, call=call)
+    mlp = nested_mlp(self.intermediate, self.output)
     return add_branches(x, attn, Branch(mlp, self.layernorm_after), block=self)

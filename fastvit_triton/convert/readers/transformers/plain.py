@@ -23,7 +23,7 @@ from ...third_party import dropout_reason, four_axes, is_fusable
 from ..torch import multihead_reason, packed_attention
 from ..two_branches import checkpointed
 from .rotary import weights_reason
-from .vit import attention_reason, classes
+from .vit import attention_reason, classes, nested_mlp, parts_reason
 
 TIMESFORMER, MGP_STR = classes("timesformer.Timesformer", "mgp_str.Mgpstr")
 INNER |= {f"{TIMESFORMER}SelfAttention", f"{TIMESFORMER}SelfOutput", f"{MGP_STR}Attention"}
@@ -40,19 +40,11 @@ DROP_PATHS |= {f"{TIMESFORMER}DropPath", *classes("mgp_str.MgpStrDropPath")}
 def timesformer_parts(self: Foreign, output_attentions: bool = False) -> Body | str:
     """Parts of TimeSformer's attention."""
     inner, outer = self.attention, self.output
-    plain = is_plain_module(inner, (f"{TIMESFORMER}SelfAttention",))
-    if not (plain and is_plain_module(outer, (f"{TIMESFORMER}SelfOutput",))):
-        return "attention or output was replaced or has a hook"
-    if output_attentions:
-        return "its weights are requested"
-    why = dropout_reason(inner.attn_drop)
+    why = parts_reason(self, TIMESFORMER, attention="SelfAttention", output="SelfOutput")
+    if why is None and output_attentions:
+        why = "its weights are requested"
+    why = why or dropout_reason(inner.attn_drop)
     return why or attention_body((inner.qkv,), outer.dense, inner.num_heads, inner.scale, drops=(outer.dropout,))
-
-
-def _timesformer_reason(self: Foreign) -> str | None:
-    plain = is_plain_module(self.intermediate, (f"{TIMESFORMER}Intermediate",))
-    plain = plain and is_plain_module(self.output, (f"{TIMESFORMER}Output",))
-    return None if plain else "intermediate or output was replaced or has a hook"
 
 
 def _timesformer_folds(self: Foreign) -> list[tuple[Foreign, Foreign]]:
@@ -67,7 +59,7 @@ def _timesformer_folds(self: Foreign) -> list[tuple[Foreign, Foreign]]:
     needs="attention layernorm_before layernorm_after intermediate.dense intermediate.intermediate_act_fn "
     "intermediate.dropout output.dense output.dropout drop_path attention_type config",
     takes="output_attentions",
-    reason=_timesformer_reason,
+    reason=lambda self: parts_reason(self, TIMESFORMER, intermediate="Intermediate", output="Output"),
     folds=_timesformer_folds,
     by_name=True,
 )
@@ -79,12 +71,8 @@ def timesformer_layer(self: Foreign, hidden_states: Tensor, output_attentions: b
 
 
 def _timesformer_layer(self: Foreign, x: Tensor) -> Tensor:
-    inner = self.intermediate
-    outer = self.output
     drop = self.drop_path
-    act = activation_of(inner.intermediate_act_fn)
-    drops = (inner.dropout, outer.dropout)
-    mlp = Branch(MlpBody((inner.dense,), act, outer.dense, drops), self.layernorm_after, None, drop)
+    mlp = Branch(nested_mlp(self.intermediate, self.output), self.layernorm_after, None, drop)
     if self.attention_type != "divided_space_time":
         return add_branches(x, Branch(self.attention, self.layernorm_before, None, drop), mlp, block=self)
     B = len(x)
@@ -272,12 +260,10 @@ def _qformer_attention_reason(
     self: Foreign, mask: Tensor | None = None, encoder_mask: Tensor | None = None, **more: object
 ) -> str | None:
     """Why an attention must run its own forward now, or None."""
-    inner, outer = self.attention, self.output
-    plain = is_plain_module(inner, (f"{BLIP2}MultiHeadAttention",))
-    if not (plain and is_plain_module(outer, (f"{BLIP2}SelfOutput",))):
-        return "attention or output was replaced or has a hook"
+    inner = self.attention
     mask_used = encoder_mask if more.pop("encoder_hidden_states", None) is not None else mask
-    return attention_reason(inner, inner.attention_dropout, mask_used, None, more)
+    why = parts_reason(self, BLIP2, attention="MultiHeadAttention", output="SelfOutput")
+    return why or attention_reason(inner, inner.attention_dropout, mask_used, None, more)
 
 
 @fused_forward(
@@ -370,5 +356,4 @@ def _qformer_layer(
 
 def _qformer_mlp(x: Tensor, inner: Foreign, outer: Foreign) -> Tensor:
     """norm(x + MLP of x)."""
-    parts = MlpBody((inner.dense,), activation_of(inner.intermediate_act_fn), outer.dense, (None, outer.dropout))
-    return normalize(parts(x, residual=x), outer.LayerNorm)
+    return normalize(nested_mlp(inner, outer)(x, residual=x), outer.LayerNorm)

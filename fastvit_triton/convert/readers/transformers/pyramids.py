@@ -27,7 +27,7 @@ from ...third_party import dropout_reason
 from ..timm.levit import attend_fewer, attend_narrow
 from ..torch import STEMS
 from ..two_branches import checkpointed
-from .vit import attention_reason, classes, heads_reason
+from .vit import attention_reason, classes, heads_reason, parts_reason
 
 SEGFORMER, GLPN, PVT, PVT_V2 = classes("segformer.Segformer", "glpn.GLPN", "pvt.Pvt", "pvt_v2.PvtV2")
 INNER.update(f"{family}EfficientSelfAttention" for family in (SEGFORMER, GLPN, PVT))
@@ -90,10 +90,8 @@ def nested_parts(
     family = type_name(self).removesuffix("Attention")
     inner = self.self
     outer = self.output
-    types = (f"{family}EfficientSelfAttention",), (f"{family}SelfOutput",)
-    if not (is_plain_module(inner, types[0]) and is_plain_module(outer, types[1])):
-        return "self or output was replaced or has a hook"
-    if (why := _reason(inner, inner.dropout, output_attentions)) is not None:
+    why = parts_reason(self, family, self="EfficientSelfAttention", output="SelfOutput")
+    if (why := why or _reason(inner, inner.dropout, output_attentions)) is not None:
         return why
     older = hasattr(inner, "sr_ratio")
     ratio = inner.sr_ratio if older else inner.sequences_reduction_ratio
@@ -320,13 +318,11 @@ INNER.add(f"{CVT}SelfOutput")
 
 def _cvt_reason(self: Foreign) -> str | None:
     """Why CvT's attention must run its own forward now, or None."""
-    inner, outer = self.attention, self.output
-    if not (is_plain_module(inner, (f"{CVT}SelfAttention",)) and is_plain_module(outer, (f"{CVT}SelfOutput",))):
-        return "attention or output was replaced or has a hook"
-    if is_inactive(inner.dropout):
-        return None
-    is_known = is_plain_module(inner.dropout, DROPOUTS)
-    return f"attention dropout {inner.dropout.p}" if is_known else "attention dropout was replaced"
+    drop = self.attention.dropout
+    why = parts_reason(self, CVT, attention="SelfAttention", output="SelfOutput")
+    if why is not None or is_inactive(drop):
+        return why
+    return f"attention dropout {drop.p}" if is_plain_module(drop, DROPOUTS) else "attention dropout was replaced"
 
 
 @fused_body(
@@ -372,20 +368,13 @@ def _convolved(self: Foreign, image: Tensor) -> Tensor:
     return convolve_depthwise(image, inner, conv, inner.normalization).flatten(1, 2)
 
 
-def _layer_reason(self: Foreign) -> str | None:
-    """Why CvT's block must run its own forward now, or None."""
-    pairs = (self.intermediate, f"{CVT}Intermediate"), (self.output, f"{CVT}Output")
-    plain = all(is_plain_module(module, (name,)) for module, name in pairs)
-    return None if plain else "intermediate or output was replaced or has a hook"
-
-
 @fused_forward(
     "pre-norm block",
     f"{CVT}Layer",
     needs="attention layernorm_before layernorm_after intermediate.dense intermediate.activation output.dense "
     "output.dropout drop_path",
     takes="height width",
-    reason=_layer_reason,
+    reason=lambda self: parts_reason(self, CVT, intermediate="Intermediate", output="Output"),
     folds=lambda self: [(self.layernorm_before, self.attention), (self.layernorm_after, self.intermediate.dense)],
     by_name=True,
 )

@@ -16,8 +16,7 @@ from ....engine.attention import window_body
 from ....engine.body import Body
 from ....engine.branch import Branch, add_branches
 from ....engine.hooks import has_hooks, is_plain_module, type_name
-from ....engine.leaves import Foreign, activation_of, is_inactive
-from ....engine.mlp import MlpBody
+from ....engine.leaves import Foreign, is_inactive
 from ....engine.ways import plainly
 from ....kernels.argument import Window
 from ...forwards import INNER, arguments, fused_body, fused_forward, original
@@ -25,7 +24,7 @@ from ...third_party import is_fusable
 from ...windows import continuous_bias, cosine_scale, merge, table_bias
 from ..torch import STEMS
 from ..two_branches import checkpointed
-from .vit import attention_reason, classes, heads_reason
+from .vit import attention_reason, classes, heads_reason, nested_mlp, parts_reason
 
 SWIN, *V2 = classes("swin.Swin", "swinv2.Swinv2", "swin2sr.Swin2SR")
 COPIES = classes("clap.ClapAudio", "donut.donut_swin.DonutSwin", "maskformer.maskformer_swin.MaskFormerSwin")
@@ -74,9 +73,8 @@ def _attention_reason(self: Foreign) -> str | None:
         return attention_reason(self, self.attention_dropout, None, None, {}) or replaced
     family = type_name(self).removesuffix("Attention")
     inner = self.self
-    outer = self.output
-    if not (is_plain_module(inner, (f"{family}SelfAttention",)) and is_plain_module(outer, (f"{family}SelfOutput",))):
-        return "self or output was replaced or has a hook"
+    if (why := parts_reason(self, family, self="SelfAttention", output="SelfOutput")) is not None:
+        return why
     if any(map(has_hooks, getattr(inner, "continuous_position_bias_mlp", nn.Identity()).modules())):
         return "its position bias has a hook"
     if (why := heads_reason(inner)) is not None:
@@ -125,10 +123,7 @@ def _layer_reason(self: Foreign) -> str | None:
     drop = attention.output.dropout if nested else self.dropout
     if not is_inactive(drop):  # draws random numbers in the order of the windows
         return f"{_name(drop)} after its attention"
-    parts = {"intermediate": f"{family}Intermediate", "output": f"{family}Output"} if nested else {}
-    if not all(is_plain_module(getattr(self, name), (kind,)) for name, kind in parts.items()):
-        return "intermediate or output was replaced or has a hook"
-    return None
+    return parts_reason(self, family, intermediate="Intermediate", output="Output") if nested else None
 
 
 def _projections(attention: Foreign) -> tuple[nn.Module, ...]:
@@ -198,8 +193,7 @@ def _layer(self: Foreign, x: Tensor, grid: tuple[int, int]) -> Tensor:
         attn = Branch(attention, before, None, drop)
         mlp = Branch(self.mlp, after, drop=self.dropout)
         return add_branches(x, attn, mlp, block=self)
-    inner, outer = self.intermediate, self.output
-    parts = MlpBody((inner.dense,), activation_of(inner.intermediate_act_fn), outer.dense, (None, outer.dropout))
+    parts = nested_mlp(self.intermediate, self.output)
     if isinstance(attention.between.scale, Tensor):
         attn, mlp = (Branch(b, None, None, drop, post_norm=n) for b, n in ((attention, before), (parts, after)))
     else:

@@ -5,7 +5,7 @@ from torch import Tensor
 from ....engine.attention import attention_body
 from ....engine.body import Body
 from ....engine.branch import Branch, add_branches
-from ....engine.hooks import has_hooks
+from ....engine.hooks import has_hooks, is_plain_module
 from ....engine.leaves import Foreign, activation_of
 from ....engine.mlp import MlpBody, gated_mlp_body
 from ...forwards import arguments, fused_body, fused_forward
@@ -81,6 +81,20 @@ def heads_reason(self: Foreign) -> str | None:
     if heads is None or size is None or width is None or heads * size == width:
         return None
     return f"{heads} heads of {size} channels for a projection to {width}"
+
+
+def parts_reason(module: Foreign, family: str, /, **kinds: str) -> str | None:
+    """Why a module whose submodules are not of these kinds of a family, "A|B", must run its own forward; or None."""
+    for name, kind in kinds.items():
+        if not is_plain_module(getattr(module, name), tuple(f"{family}{each}" for each in kind.split("|"))):
+            return f"{' or '.join(kinds)} was replaced or has a hook"
+    return None
+
+
+def nested_mlp(inner: Foreign, outer: Foreign) -> MlpBody:
+    """Parts of an MLP whose layers are those of its submodules "Intermediate" and "Output"."""
+    drops = getattr(inner, "dropout", None), outer.dropout
+    return MlpBody((inner.dense,), activation_of(inner.intermediate_act_fn), outer.dense, drops)
 
 
 def attention_reason(
