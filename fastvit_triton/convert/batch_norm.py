@@ -23,51 +23,38 @@ from ..engine.leaves import Foreign, Layer, Packed, activation_of, is_identity
 from ..engine.mlp import MlpBody, taps_of
 from ..kernels.depthwise import depthwise
 from .forwards import fused_forward, known_type
-from .third_party import is_fusable
+from .third_party import classes, is_fusable
 
 NORMED |= {
     "timm.models.levit.LinearNorm": ("linear", "bn"),
     "timm.models.levit.ConvNorm": ("linear", "bn"),
     "transformers.models.levit.modeling_levit.MLPLayerWithBN": ("linear", "batch_norm"),
 }
-TRANSFORMERS = {  # folder → prefix of the class; all with the same code
-    "conditional_detr": "ConditionalDetr",
-    "d_fine": "DFine",
-    "dab_detr": "DabDetr",
-    "deformable_detr": "DeformableDetr",
-    "deimv2": "Deimv2",
-    "detr": "Detr",
-    "grounding_dino": "GroundingDino",
-    "mm_grounding_dino": "MMGroundingDino",
-    "pp_doclayout_v2": "PPDocLayoutV2",
-    "pp_doclayout_v3": "PPDocLayoutV3",
-    "pp_doclayout_v4": "PPDocLayoutV4",
-    "rt_detr": "RTDetr",
-    "rt_detr_v2": "RTDetrV2",
-    "table_transformer": "TableTransformer",
-}
-FROZEN_BATCH_NORMS |= {
-    f"transformers.models.{folder}.modeling_{folder}.{prefix}FrozenBatchNorm2d": 1e-5
-    for folder, prefix in TRANSFORMERS.items()
-}
+FROZEN_BATCH_NORMS |= dict.fromkeys(
+    classes(
+        "conditional_detr.ConditionalDetrFrozenBatchNorm2d",
+        "d_fine.DFineFrozenBatchNorm2d",
+        "dab_detr.DabDetrFrozenBatchNorm2d",
+        "deformable_detr.DeformableDetrFrozenBatchNorm2d",
+        "deimv2.Deimv2FrozenBatchNorm2d",
+        "detr.DetrFrozenBatchNorm2d",
+        "grounding_dino.GroundingDinoFrozenBatchNorm2d",
+        "mm_grounding_dino.MMGroundingDinoFrozenBatchNorm2d",
+        "pp_doclayout_v2.PPDocLayoutV2FrozenBatchNorm2d",
+        "pp_doclayout_v3.PPDocLayoutV3FrozenBatchNorm2d",
+        "pp_doclayout_v4.PPDocLayoutV4FrozenBatchNorm2d",
+        "rt_detr.RTDetrFrozenBatchNorm2d",
+        "rt_detr_v2.RTDetrV2FrozenBatchNorm2d",
+        "table_transformer.TableTransformerFrozenBatchNorm2d",
+    ),
+    1e-5,
+)  # all with the same code
 FROZEN_BATCH_NORMS["torchvision.ops.misc.FrozenBatchNorm2d"] = None
 
 
-def classes(*names: str) -> tuple[str, ...]:
-    """Full names of transformers' classes from "model.Class"."""
-    parts = (name.split(".") for name in names)
-    return tuple(f"transformers.models.{model}.modeling_{model}.{cls}" for model, cls in parts)
-
-
-RESNETS = [
-    f"transformers.models.{name}.{prefix}ResNet"
-    for name, prefix in (
-        ("resnet.modeling_resnet", ""),
-        ("rt_detr.modeling_rt_detr_resnet", "RTDetr"),
-    )
-]
-CSP = "rt_detr.RTDetr", "d_fine.DFine"  # detectors with these layers in their encoders; others are recognised
-NORM_LAYER = "conv norm activation"
+RESNETS = classes("resnet.ResNet", "rt_detr.rt_detr_resnet.RTDetrResNet")
+CSP = classes("rt_detr.RTDetr", "d_fine.DFine")  # detectors with these layers in their encoders; others are recognised
+CONV_LAYERS = {f"{name}ConvLayer" for name in RESNETS} | {f"{name}ConvNormLayer" for name in CSP}
 UNFOLDED = "it runs fused in evaluation after `freeze`, which folds its BatchNorms, if no layer was replaced"
 
 
@@ -99,13 +86,17 @@ def frozen_norm(self: Foreign, x: Tensor) -> Tensor:
 
 @fused_forward(
     "convolution, BatchNorm and activation",
-    *(f"{name}ConvLayer" for name in RESNETS),
-    needs="convolution normalization activation",
+    *sorted(CONV_LAYERS),
+    needs="convolution|conv normalization|norm activation",
     takes="",
 )
 def convolution_layer(self: Foreign, x: Tensor) -> Tensor:
     """The BatchNorm is folded in evaluation after `freeze`; [B, C, H, W] → [B, C', H', W']."""
-    return convolve_act(x, self, self.convolution, self.normalization, self.activation)
+    return convolve_act(x, self, *_conv_and_norm(self), self.activation)
+
+
+def _conv_and_norm(self: Foreign) -> tuple[Foreign, Foreign]:
+    return (self.convolution, self.normalization) if hasattr(self, "convolution") else (self.conv, self.norm)
 
 
 @fused_forward(
@@ -185,28 +176,14 @@ def _dropped(x: Tensor, self: Foreign, conv: Foreign, norm: Foreign, act: nn.Mod
     "",
     "torchvision.models.resnet.BasicBlock",
     "torchvision.models.resnet.Bottleneck",
-    needs="conv1 bn1 conv2 bn2 relu downsample",
-    takes="",
-)
-def torchvision_residual_block(self: Foreign, x: Tensor) -> Tensor:
-    """As `timm_residual_block`."""
-    return _residual(self, x, self.relu)
-
-
-@fused_forward(
-    "",
     "fastvit_triton.layers.frozen_resnet.FrozenBasicBlock",
     "fastvit_triton.layers.frozen_resnet.FrozenBottleneck",
     needs="conv1 bn1 conv2 bn2 downsample",
     takes="",
 )
-def frozen_residual_block(self: Foreign, x: Tensor) -> Tensor:
-    """As `timm_residual_block`."""
-    return _residual(self, x, "relu")
-
-
-def _residual(self: Foreign, x: Tensor, act: str | nn.Module) -> Tensor:
-    """act(two or three convolutions with their BatchNorms, and act between them, + shortcut)."""
+def residual_block(self: Foreign, x: Tensor) -> Tensor:
+    """As `timm_residual_block`; ours have no module for the activation."""
+    act = getattr(self, "relu", "relu")
     y = convolve_act(x, self, self.conv1, self.bn1, act)
     conv, norm = self.conv2, self.bn2
     if hasattr(self, "conv3"):
@@ -232,43 +209,26 @@ def transformers_residual_block(self: Foreign, x: Tensor) -> Tensor:
     y = x
     for layer in before:
         y = layer(y)
-    return convolve_act(y, last, last.convolution, last.normalization, self.activation, self.shortcut(x))
+    return convolve_act(y, last, *_conv_and_norm(last), self.activation, self.shortcut(x))
 
 
 def _is_layer_without_activation(layer: Foreign, x: Tensor) -> bool:
     """True for one of `convolution_layer` that may be read and has no activation."""
-    known = known_type(layer) in {f"{name}ConvLayer" for name in RESNETS}
+    known = known_type(layer) in CONV_LAYERS
     return known and not has_hooks(layer) and is_fusable(layer, x) and is_identity(layer.activation)
 
 
-@fused_forward(
-    "convolution, BatchNorm and activation",
-    *classes(*(f"{name}ConvNormLayer" for name in CSP)),
-    needs=NORM_LAYER,
-    takes="",
-)
-def convolution_norm_layer(self: Foreign, x: Tensor) -> Tensor:
-    """As `convolution_layer`."""
-    return convolve_act(x, self, self.conv, self.norm, self.activation)
-
-
-@fused_forward("", *classes(*(f"{name}RepVggBlock" for name in CSP)), needs="conv1 conv2 activation", takes="")
+@fused_forward("", *(f"{name}RepVggBlock" for name in CSP), needs="conv1 conv2 activation", takes="")
 def rep_vgg_block(self: Foreign, x: Tensor) -> Tensor:
     """activation(conv1(x) + conv2(x)); after `freeze` the two are one convolution; [B, C, H, W] → [B, C, H, W]."""
-    if not _is_norm_layer_without_activation(self.conv1, x):
+    if not _is_layer_without_activation(self.conv1, x):
         return self.activation(self.conv1(x) + self.conv2(x))
-    large = self.conv1.conv, self.conv1.norm
-    if _is_norm_layer_without_activation(self.conv2, x):
-        y = convolve_merged(x, self, large, (self.conv2.conv, self.conv2.norm), self.activation)
+    large = _conv_and_norm(self.conv1)
+    if _is_layer_without_activation(self.conv2, x):
+        y = convolve_merged(x, self, large, _conv_and_norm(self.conv2), self.activation)
         if y is not None:
             return y
     return convolve_act(x, self.conv1, *large, self.activation, self.conv2(x))
-
-
-def _is_norm_layer_without_activation(layer: Foreign, x: Tensor) -> bool:
-    """As `_is_layer_without_activation`, for one of `convolution_norm_layer`."""
-    known = known_type(layer) in classes(*(f"{name}ConvNormLayer" for name in CSP))
-    return known and not has_hooks(layer) and is_fusable(layer, x) and is_identity(layer.activation)
 
 
 def _downsampled(self: Foreign, x: Tensor) -> Tensor | Shifted:

@@ -16,7 +16,13 @@ from ..kernels.backend import backend, constant, kernels_available
 from .recognition import recognised
 
 FUSED: set[str] = set()  # types that have a fused forward; `forwards.register` adds them
-_HF = "transformers.models"
+
+
+def classes(*names: str) -> list[str]:
+    """Full names of transformers' classes from "model.Class", or "folder.model.Class" where the names differ."""
+    split = (name.split(".") for name in names)
+    return [f"transformers.models.{m[0]}.modeling_{m[-1]}.{c}" for *m, c in split]
+
 
 parts.LAYER_NORMS.update(("timm.layers.norm.LayerNorm", "timm.models.layers.norm.LayerNorm"))
 parts.RMS_NORMS["timm.layers.norm.RmsNorm"] = "eps"
@@ -38,40 +44,35 @@ parts.LAYER_SCALES.update(
     {
         "timm.layers.layer_scale.LayerScale": "gamma",
         "timm.models.vision_transformer.LayerScale": "gamma",
-        f"{_HF}.dinov2.modeling_dinov2.Dinov2LayerScale": "lambda1",
-        f"{_HF}.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersLayerScale": "lambda1",
-        f"{_HF}.dinov3_vit.modeling_dinov3_vit.DINOv3ViTLayerScale": "lambda1",
-        f"{_HF}.rf_detr.modeling_rf_detr.RfDetrDinov2LayerScale": "lambda1",
     }
 )
-HF_DROP_PATHS = (
-    "beit.modeling_beit.Beit",
-    "clap.modeling_clap.Clap",
-    "cvt.modeling_cvt.Cvt",
-    "data2vec.modeling_data2vec_vision.Data2VecVision",
-    "donut.modeling_donut_swin.Donut",
-    "donut.modeling_donut_swin.DonutSwin",
-    "glpn.modeling_glpn.GLPN",
-    "glpn.modeling_glpn.Glpn",
-    "maskformer.modeling_maskformer_swin.MaskFormer",
-    "maskformer.modeling_maskformer_swin.MaskFormerSwin",
-    "pvt.modeling_pvt.Pvt",
-    "pvt_v2.modeling_pvt_v2.PvtV2",
-    "segformer.modeling_segformer.Segformer",
-    "swin.modeling_swin.Swin",
-    "swin2sr.modeling_swin2sr.Swin2SR",
-    "swinv2.modeling_swinv2.Swinv2",
-)  # in some release or another
-parts.DROP_PATHS.update(f"{_HF}.{name}DropPath" for name in HF_DROP_PATHS)
 parts.DROP_PATHS.update(
     (
         "timm.layers.drop.DropPath",
         "timm.models.layers.drop.DropPath",
         "torchvision.ops.stochastic_depth.StochasticDepth",
-        f"{_HF}.dinov2.modeling_dinov2.Dinov2DropPath",
-        f"{_HF}.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersDropPath",
-        f"{_HF}.dinov3_vit.modeling_dinov3_vit.Dinov3ViTDropPath",
-        f"{_HF}.rf_detr.modeling_rf_detr.RfDetrDinov2DropPath",
+        *classes(
+            "beit.BeitDropPath",
+            "clap.ClapDropPath",
+            "cvt.CvtDropPath",
+            "data2vec.data2vec_vision.Data2VecVisionDropPath",
+            "dinov2.Dinov2DropPath",
+            "dinov2_with_registers.Dinov2WithRegistersDropPath",
+            "dinov3_vit.Dinov3ViTDropPath",
+            "donut.donut_swin.DonutDropPath",
+            "donut.donut_swin.DonutSwinDropPath",
+            "glpn.GLPNDropPath",
+            "glpn.GlpnDropPath",
+            "maskformer.maskformer_swin.MaskFormerDropPath",
+            "maskformer.maskformer_swin.MaskFormerSwinDropPath",
+            "pvt.PvtDropPath",
+            "pvt_v2.PvtV2DropPath",
+            "rf_detr.RfDetrDinov2DropPath",
+            "segformer.SegformerDropPath",
+            "swin.SwinDropPath",
+            "swin2sr.Swin2SRDropPath",
+            "swinv2.Swinv2DropPath",
+        ),  # in some release or another
     )
 )
 

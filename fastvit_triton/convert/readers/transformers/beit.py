@@ -16,11 +16,11 @@ from ....engine.freeze import derived, index_of
 from ....engine.hooks import has_hooks, is_plain_module, type_name
 from ....engine.leaves import Foreign
 from ...forwards import INNER, arguments, fused_body, fused_forward
-from ...third_party import dropout_reason, four_axes
+from ...third_party import classes, dropout_reason, four_axes
 from ...windows import expanded
 from ..torch import STEMS
 from ..two_branches import checkpointed
-from .vit import attention_parts, classes, heads_reason, nested_mlp, parts_reason
+from .vit import attention_parts, heads_reason, nested_mlp, parts_reason
 
 BEIT, DATA2VEC = FAMILIES = classes("beit.Beit", "data2vec.data2vec_vision.Data2VecVision")
 INNER.update(f"{family}{kind}SelfAttention" for family in FAMILIES for kind in ("", "Sdpa"))

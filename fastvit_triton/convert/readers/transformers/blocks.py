@@ -11,9 +11,9 @@ from ....engine.branch import Branch, add_branches
 from ....engine.hooks import has_hooks
 from ....engine.leaves import Foreign, is_inactive
 from ...forwards import INNER, arguments, fused_body, fused_forward, inner_reason
-from ...third_party import dropout_reason, four_axes
+from ...third_party import classes, dropout_reason, four_axes
 from ..two_branches import Names, added, checkpointed, register_blocks
-from .vit import attention_reason, classes, heads_reason, nested_mlp
+from .vit import attention_reason, heads_reason, nested_mlp
 
 CLIP = Names("layer_norm1", "self_attn", "layer_norm2", "mlp")
 VIT = Names("layernorm_before", "attention", "layernorm_after", "mlp")

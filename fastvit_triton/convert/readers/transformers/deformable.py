@@ -15,8 +15,7 @@ from ....engine.hooks import has_hooks
 from ....engine.leaves import Foreign
 from ....kernels.deformable import deformable_attention
 from ...forwards import arguments, fused_forward
-from ...third_party import is_fusable
-from .vit import classes
+from ...third_party import classes, is_fusable
 
 WHOLE = frozenset(
     classes(

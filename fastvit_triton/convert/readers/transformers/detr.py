@@ -22,11 +22,11 @@ from ....kernels.attention import attention
 from ....kernels.backend import kernels_available
 from ....kernels.linear import linear
 from ...forwards import INNER, arguments, fused_body, fused_forward, inner_reason, original
-from ...third_party import can_run, four_axes, is_fusable, runs_original
+from ...third_party import can_run, classes, four_axes, is_fusable, runs_original
 from ..torch import multihead_reason
 from ..two_branches import checkpointed
 from .deformable import PADDED, WHOLE, sampled, sampled_padded
-from .vit import attention_reason, classes
+from .vit import attention_reason
 
 SELF = frozenset(classes("detr.DetrSelfAttention"))
 CROSS = frozenset(classes("detr.DetrCrossAttention"))

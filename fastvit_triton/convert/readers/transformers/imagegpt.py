@@ -19,8 +19,7 @@ from ....engine.mlp import MlpBody
 from ....kernels.attention import attention
 from ....kernels.rms_norm import rms_norm
 from ...forwards import fused_body, fused_forward
-from ...third_party import four_axes
-from .vit import classes
+from ...third_party import classes, four_axes
 
 CONV1D = ("transformers.pytorch_utils.Conv1D",)
 

@@ -22,8 +22,9 @@ from ....kernels.argument import Varlen
 from ....kernels.linear import linear
 from ....kernels.rms_norm import rms_norm
 from ...forwards import arguments, fused_body, fused_forward, known_type, original
+from ...third_party import classes
 from .blocks import CLIP, LAMBDAS, Names, register_transformers
-from .vit import attention_reason, classes
+from .vit import attention_reason
 
 PLAIN = Names("norm1", "attn", "norm2", "mlp")
 INTERLEAVED = classes("inkling2.Inkling2VisionAttention")  # rotate channel pairs (2i, 2i + 1)

@@ -19,11 +19,11 @@ from ....engine.mlp import MlpBody, gated_mlp_body
 from ....engine.replay import call_block
 from ....kernels.attention import attention
 from ...forwards import INNER, fused_body, fused_forward
-from ...third_party import dropout_reason, four_axes, is_fusable
+from ...third_party import classes, dropout_reason, four_axes, is_fusable
 from ..torch import multihead_reason, packed_attention
 from ..two_branches import checkpointed
 from .rotary import weights_reason
-from .vit import attention_reason, classes, nested_mlp, parts_reason
+from .vit import attention_reason, nested_mlp, parts_reason
 
 TIMESFORMER, MGP_STR = classes("timesformer.Timesformer", "mgp_str.Mgpstr")
 INNER |= {f"{TIMESFORMER}SelfAttention", f"{TIMESFORMER}SelfOutput", f"{MGP_STR}Attention"}

@@ -23,11 +23,11 @@ from ....kernels.argument import Window
 from ....kernels.attention import attention
 from ...batch_norm import convolve_depthwise, folded_mlp
 from ...forwards import INNER, arguments, fused_body, fused_forward
-from ...third_party import dropout_reason
+from ...third_party import classes, dropout_reason
 from ..timm.levit import attend_fewer, attend_narrow
 from ..torch import STEMS
 from ..two_branches import checkpointed
-from .vit import attention_reason, classes, heads_reason, parts_reason
+from .vit import attention_reason, heads_reason, parts_reason
 
 SEGFORMER, GLPN, PVT, PVT_V2 = classes("segformer.Segformer", "glpn.GLPN", "pvt.Pvt", "pvt_v2.PvtV2")
 INNER.update(f"{family}EfficientSelfAttention" for family in (SEGFORMER, GLPN, PVT))

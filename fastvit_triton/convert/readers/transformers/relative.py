@@ -13,7 +13,7 @@ from ....engine.hooks import has_hooks
 from ....engine.leaves import Foreign
 from ....kernels.attention import attention
 from ...forwards import fused_body
-from .vit import classes
+from ...third_party import classes
 
 
 def _table(self: Foreign, name: str, size: int) -> Tensor:

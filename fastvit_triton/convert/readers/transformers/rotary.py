@@ -17,8 +17,8 @@ from ....engine.mlp import MlpBody, gated_mlp_body
 from ....kernels.attention import attention
 from ....kernels.attention_qkv import attention_qkv, rotate
 from ...forwards import fused_body, fused_forward
-from ...third_party import four_axes
-from .vit import attention_reason, classes
+from ...third_party import classes, four_axes
+from .vit import attention_reason
 
 Tables = tuple[Tensor, Tensor] | None
 CLIPPABLE = classes("gemma4.Gemma4ClippableLinear", "diffusion_gemma.DiffusionGemmaClippableLinear")

@@ -20,11 +20,11 @@ from ....engine.leaves import Foreign, is_inactive
 from ....engine.ways import plainly
 from ....kernels.argument import Window
 from ...forwards import INNER, arguments, fused_body, fused_forward, original
-from ...third_party import is_fusable
+from ...third_party import classes, is_fusable
 from ...windows import continuous_bias, cosine_scale, merge, table_bias
 from ..torch import STEMS
 from ..two_branches import checkpointed
-from .vit import attention_reason, classes, heads_reason, nested_mlp, parts_reason
+from .vit import attention_reason, heads_reason, nested_mlp, parts_reason
 
 SWIN, *V2 = classes("swin.Swin", "swinv2.Swinv2", "swin2sr.Swin2SR")
 COPIES = classes("clap.ClapAudio", "donut.donut_swin.DonutSwin", "maskformer.maskformer_swin.MaskFormerSwin")

@@ -17,11 +17,15 @@ from ....engine.mlp import MlpBody
 from ....kernels.argument import Varlen
 from ....kernels.attention import attention
 from ...forwards import arguments, fused_body, fused_forward
-from ...third_party import dropout_reason, four_axes, head_norms
-from .vit import attention_parts, attention_reason, classes, gated_parts
+from ...third_party import classes, dropout_reason, four_axes, head_norms
+from .vit import attention_parts, attention_reason, gated_parts
 
 LAYER_SCALES |= dict.fromkeys(
     classes(
+        "dinov2.Dinov2LayerScale",
+        "dinov2_with_registers.Dinov2WithRegistersLayerScale",
+        "dinov3_vit.DINOv3ViTLayerScale",
+        "rf_detr.RfDetrDinov2LayerScale",
         "radio.RadioLayerScale",
         "tipsv2.Tipsv2VisionLayerScale",
         "eomt.EomtLayerScale",

@@ -9,16 +9,9 @@ from ....engine.hooks import has_hooks, is_plain_module
 from ....engine.leaves import Foreign, activation_of
 from ....engine.mlp import MlpBody, gated_mlp_body
 from ...forwards import arguments, fused_body, fused_forward
-from ...third_party import four_axes
+from ...third_party import classes, four_axes
 from ..torch import STEMS, cross_attend, multihead_reason
 from .attention_interface import NAME, function_reason
-
-
-def classes(*names: str) -> list[str]:
-    """Full names from "model.Class", or "folder.model.Class" where the folder has another name."""
-    split = (name.split(".") for name in names)
-    return [f"transformers.models.{m[0]}.modeling_{m[-1]}.{c}" for *m, c in split]
-
 
 PLAIN = classes(
     "vit.ViTAttention",
