@@ -6,7 +6,7 @@ attention to the image sees the places that the previous mask of a query covers.
 many launches, have the values of the originals, and need no kernel.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeGuard
 
 import torch
@@ -21,7 +21,7 @@ from ....engine.mlp import MlpBody
 from ....kernels.attention import attention
 from ....kernels.backend import kernels_available
 from ....kernels.linear import linear
-from ...forwards import INNER, arguments, fused_body, fused_forward, inner_reason, original
+from ...forwards import INNER, arguments, fused_body, fused_forward, inner_reason, known_type, original
 from ...third_party import can_run, classes, four_axes, is_fusable, runs_original
 from ..torch import multihead_reason
 from ..two_branches import checkpointed
@@ -70,37 +70,27 @@ def added(layer: Foreign, y: Tensor, x: Tensor, self: Foreign) -> Tensor:
 
 
 def _attend(
-    self: Foreign, name: str, x: Tensor, mask: Tensor | None, positions: Tensor | None, more: dict[str, Any]
+    self: Foreign, inner: Foreign, types: Collection[str], x: Tensor, call: dict[str, Any], more: dict[str, Any]
 ) -> Tensor:
-    """x + dropout(self-attention of x), by the attention of that name in a layer."""
-    inner = getattr(self, name)
-    why = inner_reason((inner, SELF)) or attention_reason(inner, inner.attention_dropout, mask, None, more)
+    """x + dropout(attention of x by a module of these types, which is called with these arguments)."""
+    mask, memory = call.get("attention_mask"), call.get("key_value_states")
+    why = inner_reason((inner, types)) or attention_reason(inner, inner.attention_dropout, mask, None, more)
     if why is not None:
-        y, _ = inner(hidden_states=x, attention_mask=mask, position_embeddings=positions, **more)
+        y, _ = inner(hidden_states=x, **call, **more)
         return x + F.dropout(y, self.dropout, self.training)
-    placed = _plus(x, positions)
-    y = attended(inner, (placed, placed, x), inner.head_dim, four_axes(mask))
-    return added(inner.o_proj, y, x, self)
+    placed = _plus(x, call["position_embeddings"])
+    inputs = (placed, placed, x)
+    if memory is not None:
+        inputs = placed, _plus(memory, call["encoder_position_embeddings"]), memory
+    return added(inner.o_proj, attended(inner, inputs, inner.head_dim, four_axes(mask)), x, self)
 
 
-def _attend_memory(self: Foreign, x: Tensor, call: dict[str, Any], more: dict[str, Any]) -> Tensor:
-    """x + dropout(attention of x to the encoder's output)."""
-    inner, memory, mask = self.encoder_attn, call["encoder_hidden_states"], call.get("encoder_attention_mask")
-    positions, places = (call.get(f"{n}_position_embeddings") for n in ("object_queries", "spatial"))
-    why = inner_reason((inner, CROSS)) or attention_reason(inner, inner.attention_dropout, mask, None, more)
-    if why is not None:
-        y, _ = inner(
-            hidden_states=x,
-            key_value_states=memory,
-            attention_mask=mask,
-            position_embeddings=positions,
-            encoder_position_embeddings=places,
-            **more,
-        )
-        return x + F.dropout(y, self.dropout, self.training)
-    inputs = _plus(x, positions), _plus(memory, places), memory
-    y = attended(inner, inputs, inner.head_dim, four_axes(mask))
-    return added(inner.o_proj, y, x, self)
+def _attend_itself(
+    self: Foreign, x: Tensor, mask: Tensor | None, positions: Tensor | None, more: dict[str, Any]
+) -> Tensor:
+    """The norm of x + dropout(self-attention of x)."""
+    call = dict(attention_mask=mask, position_embeddings=positions)
+    return normalize(_attend(self, self.self_attn, SELF, x, call, more), self.self_attn_layer_norm)
 
 
 def _sample(self: Foreign, name: str, x: Tensor, call: dict[str, Any]) -> Tensor:
@@ -162,7 +152,7 @@ def encoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: A
 
 def _encoder_layer(self: Foreign, x: Tensor, call: dict[str, Any], more: dict[str, Any]) -> Tensor:
     mask, places = call.get("attention_mask"), call.get("spatial_position_embeddings")
-    x = normalize(_attend(self, "self_attn", x, mask, places, more), self.self_attn_layer_norm)
+    x = _attend_itself(self, x, mask, places, more)
     return finite(self, normalize(_with_mlp(self, x), self.final_layer_norm))
 
 
@@ -193,10 +183,13 @@ def decoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: A
 
 def _decoder_layer(self: Foreign, x: Tensor, call: dict[str, Any], more: dict[str, Any]) -> Tensor:
     positions = call.get("object_queries_position_embeddings")
-    x = _attend(self, "self_attn", x, call.get("attention_mask"), positions, more)
-    x = normalize(x, self.self_attn_layer_norm)
-    if call.get("encoder_hidden_states") is not None:
-        x = normalize(_attend_memory(self, x, call, more), self.encoder_attn_layer_norm)
+    x = _attend_itself(self, x, call.get("attention_mask"), positions, more)
+    if (memory := call.get("encoder_hidden_states")) is not None:
+        inner = dict(key_value_states=memory, attention_mask=call.get("encoder_attention_mask"))
+        inner |= dict(
+            position_embeddings=positions, encoder_position_embeddings=call.get("spatial_position_embeddings")
+        )
+        x = normalize(_attend(self, self.encoder_attn, CROSS, x, inner, more), self.encoder_attn_layer_norm)
     return normalize(_with_mlp(self, x), self.final_layer_norm)
 
 
@@ -244,7 +237,7 @@ def deformable_decoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any,
 
 def _deformable_decoder_layer(self: Foreign, x: Tensor, call: dict[str, Any], more: dict[str, Any]) -> Tensor:
     positions, mask = call.get("object_queries_position_embeddings"), call.get("encoder_attention_mask")
-    x = normalize(_attend(self, "self_attn", x, None, positions, more), self.self_attn_layer_norm)
+    x = _attend_itself(self, x, None, positions, more)
     inner = dict(attention_mask=mask, encoder_hidden_states=call.get("encoder_hidden_states"))
     inner |= dict(encoder_attention_mask=mask, position_embeddings=positions, **_places(call))
     x = normalize(_sample(self, "encoder_attn", x, inner), self.encoder_attn_layer_norm)
@@ -269,7 +262,7 @@ def masked_decoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **n
 
 def _masked_decoder_layer(self: Foreign, x: Tensor, call: dict[str, Any], more: dict[str, Any]) -> Tensor:
     positions, mask = call.get("object_queries_position_embeddings"), call.get("encoder_attention_mask")
-    x = normalize(_attend(self, "self_attn", x, mask, positions, more), self.self_attn_layer_norm)
+    x = _attend_itself(self, x, mask, positions, more)
     inner = dict(encoder_hidden_states=call.get("encoder_hidden_states"), position_embeddings=positions)
     x = normalize(_sample(self, "encoder_attn", x, inner | _places(call) | more), self.encoder_attn_layer_norm)
     return normalize(_with_mlp(self, x), self.final_layer_norm)
@@ -489,13 +482,13 @@ def _positions(self: Foreign, mask: Tensor, dtype: torch.dtype, features: int, c
     return torch.stack((angles.sin(), angles.cos()), -1).flatten(3).permute(0, 3, 1, 2)
 
 
-FEATURES = "num_position_features normalize scale temperature"
+CENTRED = ("deformable_detr.DeformableDetrSinePositionEmbedding",)  # positions are those of the centres of pixels
 
 
 @fused_forward(
     "sine positions",
-    *classes("detr.DetrSinePositionEmbedding"),
-    needs=FEATURES,
+    *classes("detr.DetrSinePositionEmbedding", *CENTRED),
+    needs="num_position_features normalize scale temperature",
     takes="device dtype mask",
     checked=False,
 )
@@ -505,23 +498,8 @@ def sine_positions(
     """Positions in a map of this shape [B, C, H, W]; → [B, D, H, W]."""
     if not _reads(mask, self, self.num_position_features, dtype) or torch.device(device) != mask.device:
         return NotImplemented
-    return _positions(self, mask, dtype, self.num_position_features, 0.0)
-
-
-@fused_forward(
-    "sine positions",
-    *classes("deformable_detr.DeformableDetrSinePositionEmbedding"),
-    needs=FEATURES,
-    takes="device dtype mask",
-    checked=False,
-)
-def centred_sine_positions(
-    self: Foreign, shape: torch.Size, device: Any, dtype: torch.dtype, mask: Tensor | None = None
-) -> Tensor:
-    """As `sine_positions`, from the centres of pixels."""
-    if not _reads(mask, self, self.num_position_features, dtype) or torch.device(device) != mask.device:
-        return NotImplemented
-    return _positions(self, mask, dtype, self.num_position_features, 0.5)
+    centre = 0.5 if known_type(self) in classes(*CENTRED) else 0.0
+    return _positions(self, mask, dtype, self.num_position_features, centre)
 
 
 @fused_forward(
