@@ -10,7 +10,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from ..engine.body import finish
+from ..engine.attention import axis_bias
+from ..engine.body import finish, normalize
 from ..engine.freeze import derived
 from ..engine.hooks import has_hooks, type_name
 from ..engine.leaves import LAYER_NORMS, Foreign, Layer, has_sample_scale
@@ -57,10 +58,37 @@ def expanded(table: Tensor, index: Tensor) -> Tensor:
     return table.permute(1, 0)[:, index.view(-1)].view(-1, n, n)
 
 
+def bias_by_axis(attn: Foreign, q: Tensor, grid: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The bias of queries [B, H, N, D] and keys of a grid by `rel_pos_h` and `rel_pos_w`, as `attention` takes it."""
+    tables = (_distances(attn, f"rel_pos_{axis}", n) for axis, n in zip("hw", grid, strict=True))
+    return axis_bias(q, tables, grid)
+
+
+def _distances(attn: Foreign, name: str, n: int) -> Tensor:
+    """The embedding of each pair of n positions, [n, n, D], from a table that may be interpolated.
+
+    Views and a flip, not an index, whose gradient is not the same in every run on a CPU.
+    """
+    table = getattr(attn, name)
+
+    def make() -> Tensor:
+        rows = table
+        if len(table) != 2 * n - 1:
+            rows = nn.functional.interpolate(table.mT[None], size=2 * n - 1, mode="linear")[0].mT
+        return rows.unfold(0, n, 1).flip(-1).mT
+
+    return derived(attn, f"{name} {n}", (table,), make)
+
+
 def cosine_scale(attn: Foreign) -> Tensor:
     """Swin V2's scale [heads], at most 100."""
     logits = attn.logit_scale
     return derived(attn, "scale", (logits,), lambda: logits.clamp(max=math.log(100.0)).exp().flatten())
+
+
+def pooled(x: Tensor, pool: nn.Module, conv: nn.Module, norm: nn.Module, act: nn.Module) -> Tensor:
+    """PVT v2's pooled map for linear attention as tokens, act(norm(conv(pool(x)))); [B, H, W, D] → [B, M, D]."""
+    return act(normalize(conv(pool(x.permute(0, 3, 1, 2))).flatten(2).transpose(1, 2), norm))
 
 
 def merged(x: Tensor) -> Tensor:

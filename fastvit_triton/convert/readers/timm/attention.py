@@ -67,6 +67,7 @@ def _norms(module: Foreign) -> tuple[nn.Module, nn.Module] | None:
 @fused_body(
     "timm.layers.attention.Attention",
     "timm.models.vision_transformer.Attention",
+    "timm.models.metaformer.Attention",
     needs="qkv num_heads scale attn_drop proj proj_drop",
     takes="attn_mask is_causal",
 )
@@ -82,14 +83,6 @@ def attention_parts(self: Foreign, attn_mask: Tensor | None = None, is_causal: b
         last=_present(self),
         drops=(self.proj_drop,),
         causal=is_causal,
-    )
-
-
-@fused_body("timm.models.metaformer.Attention", needs="qkv num_heads scale attn_drop proj proj_drop", takes="")
-def plain_parts(self: Foreign) -> Body | str:
-    """Parts of CAFormer's attention."""
-    return dropped(self) or attention_body(
-        (self.qkv,), self.proj, self.num_heads, scale_of(self), drops=(self.proj_drop,)
     )
 
 

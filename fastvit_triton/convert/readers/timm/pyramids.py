@@ -25,7 +25,7 @@ from ....kernels.argument import Window
 from ....kernels.depthwise import depthwise
 from ....kernels.sizes import Branch as Sizes
 from ...forwards import fused_body, fused_forward
-from ...windows import continuous_bias, cosine_scale, hooked, merge, merged, table_bias, unusual_norm
+from ...windows import continuous_bias, cosine_scale, hooked, merge, merged, pooled, table_bias, unusual_norm
 from .attention import dropped, is_own, packed_projection, scale_of
 from .blocks import both_norms
 
@@ -212,7 +212,7 @@ def reduced_parts(self: Foreign, size: Grid | None = None, feat_size: Grid | Non
     reduce = self.sr
     norm = self.norm
     if getattr(self, "pool", None) is not None:
-        reduce = partial(_pooled, self)
+        reduce = partial(pooled, pool=self.pool, conv=self.sr, norm=self.norm, act=self.act)
         norm = None
     layers = self.q, (self.kv,), self.proj, self.num_heads, scale_of(self)
     return _unless_dropped(self, reduced_body(*layers, reduce, norm, _ratio(self), (self.proj_drop,), grid))
@@ -223,12 +223,6 @@ def _ratio(attn: Foreign) -> int:
     if hasattr(attn, "sr_ratio"):
         return attn.sr_ratio
     return 1 if attn.sr is None else attn.sr.stride[0]
-
-
-def _pooled(attn: Foreign, x: Tensor) -> Tensor:
-    """The pooled map of linear attention as tokens, [B, H, W, D] → [B, M, D]."""
-    small = attn.sr(attn.pool(x.permute(0, 3, 1, 2))).flatten(2).transpose(1, 2)
-    return attn.act(normalize(small, attn.norm))
 
 
 @fused_body("timm.models.pvt_v2.MlpWithDepthwiseConv", needs="fc1 relu dwconv act fc2 drop", takes="feat_size")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....engine.attention import attention_body, axis_bias, heads_of, merged_heads
+from ....engine.attention import attention_body, heads_of, merged_heads
 from ....engine.body import Body, normalize
 from ....engine.freeze import derived
 from ....engine.hooks import is_plain_module
@@ -17,6 +17,7 @@ from ....kernels.attention import attention
 from ....kernels.attention_qkv import rotate
 from ...forwards import fused_body
 from ...third_party import four_axes, head_norms
+from ...windows import bias_by_axis
 from ..two_branches import TIMM, register_blocks
 from .attention import dropped, scale_of
 
@@ -151,23 +152,8 @@ def _sam_heads(self: Foreign, qkv: Tensor) -> Tensor:
     k = normalize(k, self.k_norm)
     axes = None
     if self.use_rel_pos:
-        tables = (_distances(self, f"rel_pos_{axis}", n) for axis, n in zip("hw", grid, strict=True))
-        axes = axis_bias(q, tables, grid)
+        axes = bias_by_axis(self, q, grid)
     elif self.rope is not None:
         sin, cos = self.rope.get_embed().chunk(2, -1)
         q, k = (rotate(t, (cos, sin, True), 0).to(v.dtype) for t in (q, k))
     return merged_heads(attention(q, k, v, scale=scale_of(self), axis_bias=axes), grid)
-
-
-def _distances(self: Foreign, name: str, n: int) -> Tensor:
-    """The embedding of each pair of n positions, [n, n, D], from a table that may be interpolated."""
-    table = getattr(self, name)
-
-    def make() -> Tensor:
-        rows = table
-        if len(table) != 2 * n - 1:
-            rows = F.interpolate(table.t()[None], size=2 * n - 1, mode="linear")[0].t()
-        at = torch.arange(n, device=table.device)
-        return rows[at[:, None] - at + n - 1]
-
-    return derived(self, f"{name} {n}", (table,), make)

@@ -167,27 +167,6 @@ def bridgetower_block(self: Foreign, hidden_state: Tensor, attention_mask: Tenso
 
 
 @fused_body(
-    *classes("phi4_multimodal.Phi4MultimodalVisionAttention"),
-    needs="q_proj k_proj v_proj out_proj num_heads scaling attention_dropout is_causal config",
-    takes="attention_mask",
-    after=(None,),
-)
-def phi4_parts(self: Foreign, attention_mask: Tensor | None = None, **more: object) -> Any:
-    """Parts of Phi-4's attention, which is causal without a mask by "sdpa" if `is_causal`, but not by "eager"."""
-    kind = self.config._attn_implementation
-    why = attention_reason(self, self.attention_dropout, attention_mask, False, more)
-    causality_known = attention_mask is not None or kind in ("eager", "sdpa")
-    if why is None and not (causality_known and more.get("is_causal") is None):
-        why = "causal mask"
-    if why is not None:
-        return why
-    projections = (self.q_proj, self.k_proj, self.v_proj)
-    causal = self.is_causal and attention_mask is None and kind != "eager"
-    bias = four_axes(attention_mask)
-    return attention_body(projections, self.out_proj, self.num_heads, self.scaling, bias, causal=causal)
-
-
-@fused_body(
     *classes("pix2struct.Pix2StructVisionAttention", "kosmos2_5.Kosmos2_5VisionAttention"),
     needs="query key value output n_heads scaling dropout is_causal config",
     takes="attention_mask",

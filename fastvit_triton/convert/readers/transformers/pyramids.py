@@ -24,6 +24,7 @@ from ....kernels.attention import attention
 from ...batch_norm import convolve_depthwise, folded_mlp
 from ...forwards import INNER, arguments, fused_body, fused_forward
 from ...third_party import classes, dropout_reason
+from ...windows import pooled
 from ..timm.levit import attend_fewer, attend_narrow
 from ..torch import STEMS
 from ..two_branches import checkpointed
@@ -116,7 +117,8 @@ def pvt_v2_parts(
     reduce: Any = None
     norm, ratio = None, self.spatial_reduction_ratio
     if self.linear_attention:
-        reduce = _Pooled(self.pool, self.spatial_reduction, self.layer_norm, self.act)
+        conv = self.spatial_reduction
+        reduce = partial(pooled, pool=self.pool, conv=conv, norm=self.layer_norm, act=self.act)
     elif ratio > 1:
         reduce, norm = self.spatial_reduction, self.layer_norm
     return _parts(self, self.proj, self.proj_drop, reduce, norm, ratio, _grid(height, width))
@@ -138,16 +140,6 @@ def _parts(
     scale = inner.attention_head_size**-0.5
     keys = inner.key, inner.value
     return reduced_body(inner.query, keys, proj, heads, scale, reduce, norm, ratio, (drop,), grid)
-
-
-class _Pooled:
-    """Reduction of PVT v2's linear attention: act(norm(conv(pool(x)))); [B, H, W, D] → [B, M, D]."""
-
-    def __init__(self, *modules: nn.Module) -> None:
-        self.pool, self.conv, self.norm, self.act = modules
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.act(self.norm(self.conv(self.pool(x.permute(0, 3, 1, 2))).flatten(2).transpose(1, 2)))
 
 
 @fused_body(

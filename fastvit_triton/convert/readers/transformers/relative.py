@@ -4,29 +4,16 @@ The bias of a query q at (i, j) and a key at (k, l) is q · rows[i − k] + q ·
 arXiv:2112.01526, section 4.1. It depends on the image, so that it is computed for each window.
 """
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ....engine.attention import axis_bias, heads_of, merged_heads
+from ....engine.attention import heads_of, merged_heads
 from ....engine.body import Body
-from ....engine.freeze import derived
 from ....engine.hooks import has_hooks
 from ....engine.leaves import Foreign
 from ....kernels.attention import attention
 from ...forwards import fused_body
 from ...third_party import classes
-
-
-def _table(self: Foreign, name: str, size: int) -> Tensor:
-    """Positions [n, n, d] of all pairs of queries and keys along an axis, interpolated to its length."""
-    table = getattr(self, name)
-    return derived(self, f"{name} {size}", (table,), lambda: _expanded(table, size))
-
-
-def _expanded(table: Tensor, size: int) -> Tensor:
-    """Views and a flip, not an index, whose gradient is not the same in every run on a CPU."""
-    if len(table) != 2 * size - 1:
-        table = nn.functional.interpolate(table.mT[None], size=2 * size - 1, mode="linear")[0].mT
-    return table.unfold(0, size, 1).flip(-1).mT
+from ...windows import bias_by_axis
 
 
 def _parts(self: Foreign, heads: int, positions: bool, scale: float | None) -> Body:
@@ -35,11 +22,8 @@ def _parts(self: Foreign, heads: int, positions: bool, scale: float | None) -> B
     def attend(qkv: Tensor) -> Tensor:
         q, k, v = heads_of(qkv, heads)
         grid = qkv.shape[1:3]
-        axes = None
-        if positions:
-            tables = (_table(self, f"rel_pos_{axis}", n) for axis, n in zip("hw", grid, strict=True))
-            axes = axis_bias(q, tables, grid)
-        return merged_heads(attention(q, k, v, scale=scale, axis_bias=axes), qkv.shape[1:-1])
+        axes = bias_by_axis(self, q, grid) if positions else None
+        return merged_heads(attention(q, k, v, scale=scale, axis_bias=axes), grid)
 
     return Body("attention", (self.qkv,), attend, self.proj, heads, decomposed=bool(positions))
 
@@ -76,21 +60,15 @@ def sam_parts(self: Foreign, output_attentions: bool | None = None) -> Body | st
     takes="output_attentions",
     after=(None,),
 )
-def seggpt_parts(self: Foreign, output_attentions: bool = False) -> Body | str:
-    """Parts of SegGPT's attention."""
-    if output_attentions:
-        return "its weights are requested"
-    return _parts(self, self.num_attention_heads, self.use_relative_position_embeddings, self.scale)
-
-
 @fused_body(
     *classes("vitdet.VitDetAttention"),
     needs="qkv proj num_heads scale use_relative_position_embeddings",
     takes="output_attentions",
     after=(),
 )
-def vitdet_parts(self: Foreign, output_attentions: bool = False) -> Body | str:
-    """Parts of ViTDet's attention."""
+def seggpt_parts(self: Foreign, output_attentions: bool = False) -> Body | str:
+    """Parts of SegGPT's and ViTDet's attention."""
     if output_attentions:
         return "its weights are requested"
-    return _parts(self, self.num_heads, self.use_relative_position_embeddings, self.scale)
+    heads = self.num_attention_heads if hasattr(self, "num_attention_heads") else self.num_heads
+    return _parts(self, heads, self.use_relative_position_embeddings, self.scale)

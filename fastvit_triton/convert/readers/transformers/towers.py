@@ -45,6 +45,7 @@ fused_body(
         "owlv2.Owlv2Attention",
     ),
     *classes("granite_docling.GraniteDoclingVisionAttention", "mlcd.MLCDAttention", "radio.RadioAttention"),
+    *classes("phi4_multimodal.Phi4MultimodalVisionAttention"),
     needs="q_proj k_proj v_proj o_proj|out_proj num_attention_heads|num_heads scaling|scale attention_dropout|dropout "
     "is_causal config",
     takes="attention_mask position_embeddings cu_seqlens",
