@@ -4,17 +4,18 @@ What is computed from weights alone is kept while the model is frozen, see `engi
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from ..engine.attention import axis_bias
+from ..engine.attention import attend_all, axis_bias, merged_heads
 from ..engine.body import finish, normalize
 from ..engine.freeze import derived
 from ..engine.hooks import has_hooks, type_name
 from ..engine.leaves import LAYER_NORMS, Foreign, Layer, has_sample_scale
+from ..kernels.attention import attention
 
 
 def hooked(modules: Iterable[nn.Module], but: nn.Module | None = None) -> str | None:
@@ -84,6 +85,17 @@ def cosine_scale(attn: Foreign) -> Tensor:
     """Swin V2's scale [heads], at most 100."""
     logits = attn.logit_scale
     return derived(attn, "scale", (logits,), lambda: logits.clamp(max=math.log(100.0)).exp().flatten())
+
+
+def attend_pooled(qkv: Tensor, heads: int, scale: float | None, pool: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """SAM 2's attention of pooled queries among the tokens of a map [B, h, w, 3 · H · D] → [B, h', w', H · D]."""
+    if pool is None:
+        return attend_all(qkv, heads, scale)
+    q, k, v = qkv.chunk(3, -1)
+    q = pool(q.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+    grid = q.shape[1:3]
+    q, k, v = (t.flatten(1, 2).unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
+    return merged_heads(attention(q, k, v, scale=scale), grid)
 
 
 def pooled(x: Tensor, pool: nn.Module, conv: nn.Module, norm: nn.Module, act: nn.Module) -> Tensor:

@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ....engine.attention import attend_all, axis_bias, heads_of, merged_heads
+from ....engine.attention import attend_all, axis_bias, heads_of
 from ....engine.body import Body, finish, normalize, project
 from ....engine.branch import Branch, add_branches
 from ....engine.freeze import derived
 from ....engine.leaves import Foreign
 from ....kernels.attention import attention, sum_of_axes
 from ...forwards import fused_body, fused_forward
+from ...windows import attend_pooled
 from .attention import dropped, scale_of
 from .blocks import both_norms
 
@@ -65,18 +66,8 @@ def hiera_block(self: Foreign, x: Tensor) -> Tensor:
 @fused_body("timm.models.hieradet_sam2.MultiScaleAttention", needs="qkv proj num_heads scale q_pool", takes="")
 def sam2_parts(self: Foreign) -> Body:
     """Parts of the attention of SAM 2's Hiera among the tokens of a map, with pooled queries."""
-    return Body("attention", (self.qkv,), partial(_sam2_heads, self), self.proj, self.num_heads)
-
-
-def _sam2_heads(self: Foreign, qkv: Tensor) -> Tensor:
-    """Packed projections of a map [B, h, w, 3 · H · D] → [B, h', w', H · D]."""
-    if self.q_pool is None:
-        return attend_all(qkv, self.num_heads, scale_of(self))
-    q, k, v = qkv.chunk(3, -1)
-    q = self.q_pool(q.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-    grid = q.shape[1:3]
-    q, k, v = (t.flatten(1, 2).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
-    return merged_heads(attention(q, k, v, scale=scale_of(self)), grid)
+    between = partial(attend_pooled, heads=self.num_heads, scale=scale_of(self), pool=self.q_pool)
+    return Body("attention", (self.qkv,), between, self.proj, self.num_heads)
 
 
 @fused_forward(

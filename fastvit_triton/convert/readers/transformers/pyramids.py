@@ -24,7 +24,7 @@ from ....kernels.attention import attention
 from ...batch_norm import convolve_depthwise, folded_mlp
 from ...forwards import INNER, arguments, fused_body, fused_forward
 from ...third_party import classes, dropout_reason
-from ...windows import pooled
+from ...windows import attend_pooled, pooled
 from ..timm.levit import attend_fewer, attend_narrow
 from ..torch import STEMS
 from ..two_branches import checkpointed
@@ -244,21 +244,11 @@ def hiera_parts(self: Foreign, output_attentions: bool = False) -> Body | str:
 )
 def sam2_parts(self: Foreign, **more: object) -> Body | str:
     """Parts of SAM 2's attention on a map [B, height, width, D], whose queries may be pooled to a smaller one."""
-    why = attention_reason(self, 0.0, None, None, more)
-    if why is not None:
-        return why
     heads, stride = self.num_attention_heads, self.query_stride
-
-    def attend(qkv: Tensor) -> Tensor:
-        if not stride:
-            q, k, v = heads_of(qkv, heads)
-            return merged_heads(attention(q, k, v, None, self.scale), qkv.shape[1:-1])
-        q = torch.nn.functional.max_pool2d(qkv.chunk(3, -1)[0].permute(0, 3, 1, 2), stride, stride).permute(0, 2, 3, 1)
-        _, k, v = heads_of(qkv, heads)
-        small = q.flatten(1, 2).unflatten(-1, (heads, -1)).transpose(1, 2)
-        return merged_heads(attention(small, k, v, None, self.scale), q.shape[1:-1])
-
-    return Body("attention", (self.qkv,), attend, self.proj, heads)
+    pool = partial(nn.functional.max_pool2d, kernel_size=stride, stride=stride) if stride else None
+    between = partial(attend_pooled, heads=heads, scale=self.scale, pool=pool)
+    why = attention_reason(self, 0.0, None, None, more)
+    return why or Body("attention", (self.qkv,), between, self.proj, heads)
 
 
 @fused_body(*classes("sam2.Sam2FeedForward"), needs="proj_in activation layers proj_out sigmoid_output", takes="")
@@ -269,16 +259,12 @@ def sam2_mlp_parts(self: Foreign) -> MlpBody | str:
     return MlpBody((self.proj_in,), activation_of(self.activation), self.proj_out)
 
 
-def _window_reason(self: Foreign) -> str | None:
-    return attention_reason(self, 0.0, None, None, {})
-
-
 @fused_forward(
     "window attention",
     *classes("florence2.Florence2VisionWindowAttention"),
     needs="qkv proj num_heads scale window_size is_causal config",
     takes="",
-    reason=_window_reason,
+    reason=lambda self: attention_reason(self, 0.0, None, None, {}),
 )
 def florence2_windows(self: Foreign, hidden_states: Tensor) -> Tensor:
     """Attention in separate windows of a map; [B, H, W, D] → [B, H·W, D]."""
@@ -291,15 +277,13 @@ def florence2_windows(self: Foreign, hidden_states: Tensor) -> Tensor:
 @fused_body(*classes("florence2.Florence2VisionChannelAttention"), needs="qkv proj groups is_causal config", takes="")
 def florence2_channel_parts(self: Foreign) -> Body | str:
     """Parts of an attention among the channels of a group, whose vectors are as long as the image has tokens."""
-    why = attention_reason(self, 0.0, None, None, {})
-    if why is not None:
-        return why
 
     def attend(qkv: Tensor) -> Tensor:
         q, k, v = (t.mT for t in heads_of(qkv, self.groups))  # [B, groups, d, N]
         return attention(q, k, v, None, qkv.shape[1] ** -0.5).mT.transpose(1, 2).flatten(2)
 
-    return Body("attention", (self.qkv,), attend, self.proj, self.groups)
+    why = attention_reason(self, 0.0, None, None, {})
+    return why or Body("attention", (self.qkv,), attend, self.proj, self.groups)
 
 
 (CVT,) = classes("cvt.Cvt")
