@@ -268,18 +268,14 @@ class _Reader:
         return self._view(input, lambda t: t.reshape(len(t), *sizes), axes)
 
     def _permute(self, node, input, **_):
-        return self._ordered(node, input)
-
-    def _transpose(self, node, input, dim0, dim1):
-        return self._ordered(node, input)
-
-    def _ordered(self, node: fx.Node, x: Argument) -> Heads | None:
-        heads, dims = self.values.get(x), order(node)
+        heads, dims = self.values.get(input), order(node)
         if not isinstance(heads, Heads) or dims is None:
             return None
         channels = [i for i, axis in enumerate(heads.axes) if not axis]
         places = [0, *(1 + channels.index(i) for i in dims if i in channels)]
-        return self._view(x, lambda t: t.transpose(places), tuple(heads.axes[i] for i in dims))
+        return self._view(input, lambda t: t.transpose(places), tuple(heads.axes[i] for i in dims))
+
+    _transpose = _permute
 
     def _unsqueeze(self, node, input, dim):
         dim %= len(shape(node))
@@ -295,13 +291,12 @@ class _Reader:
     def _view_as_complex(self, node, input):
         return self.values.get(input)
 
-    def _view_as_real(self, node, input):
-        return self.values.get(input)
+    _view_as_real = _view_as_complex
 
-    def _chunk(self, node, input, chunks=0, dim=0):
+    def _chunk(self, node, input, dim=0, **_):
         """Parts along an axis, of the sizes that the example has."""
         heads = self.values.get(input)
-        parts = [shape_of(t) for t in node.meta["example_value"]]
+        parts = [tuple(t.shape) for t in node.meta["example_value"]]
         if not isinstance(heads, Heads) or not isinstance(dim, int):
             return None
         dim %= len(shape(input))
@@ -312,13 +307,12 @@ class _Reader:
         cuts = [(*before, slice(a, b)) for a, b in itertools.pairwise(ends)]
         return tuple(self._sliced(input, cut, sizes) for cut, sizes in zip(cuts, parts, strict=True))
 
-    def _split(self, node, input, sizes=0, dim=0):
-        return self._chunk(node, input, dim=dim)
+    _split = _chunk
 
     def _unbind(self, node, input, dim=0):
         parts = node.meta["example_value"]
         before = (slice(None),) * (dim % len(shape(input)))
-        return tuple(self._sliced(input, (*before, i), shape_of(t)) for i, t in enumerate(parts))
+        return tuple(self._sliced(input, (*before, i), tuple(t.shape)) for i, t in enumerate(parts))
 
     def _getitem(self, node, input, index):
         found = self.values.get(input)
@@ -634,8 +628,3 @@ def _taken(table: Argument, entry: np.ndarray, width: int) -> Argument:
         half = _taken(table, entry[::2], width)
         return None if half is None else PatternCall(torch.repeat_interleave, (half, 2, -1))
     return None
-
-
-def shape_of(t: Any) -> tuple:
-    """The sizes of an example value."""
-    return tuple(t.shape)

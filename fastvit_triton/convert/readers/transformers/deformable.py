@@ -81,11 +81,15 @@ def _promoted(value: Tensor, *others: Tensor) -> torch.dtype:
 def attention(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """Deformable attention with its projections; [B, Nq, D] → [B, Nq, D], and its weights [B, Nq, H, L, P]."""
     call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
-    found = sampled_padded(self, hidden_states, call)
+    return _projected(self, sampled_padded(self, hidden_states, call))
+
+
+def _projected(self: Foreign, found: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """The output of a module, and its weights [B, Nq, H, L, P], from what was sampled and their logits."""
     if found is None:
         return NotImplemented
     y, logits = found
-    return self.output_proj(y), _weights(self, logits)
+    return self.output_proj(y), logits.flatten(3).softmax(-1).view_as(logits)
 
 
 def sampled_padded(self: Foreign, x: Tensor, call: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
@@ -112,11 +116,7 @@ def sampled_padded(self: Foreign, x: Tensor, call: dict[str, Any]) -> tuple[Tens
 def whole_attention(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """As `attention`, for a module that holds one for the sampling."""
     call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
-    found = _sampled_whole(self, hidden_states, call)
-    if found is None:
-        return NotImplemented
-    y, logits = found
-    return self.output_proj(y), _weights(self, logits)
+    return _projected(self, _sampled_whole(self, hidden_states, call))
 
 
 def sampled(self: Foreign, x: Tensor, call: dict[str, Any]) -> Tensor | None:
@@ -169,11 +169,6 @@ def _sampled(self: Foreign, x: Tensor, call: dict[str, Any], value: Tensor) -> t
     shapes = _pairs(call["spatial_shapes_list"])
     y = deformable_attention(value, shapes, offsets, logits, around.expand(-1, -1, L, -1))
     return y.to(_promoted(value, offsets, around, logits)), logits
-
-
-def _weights(self: Foreign, logits: Tensor) -> Tensor:
-    """Softmax over the points of all levels, [B, Nq, H, L, P]."""
-    return logits.flatten(3).softmax(-1).view_as(logits)
 
 
 @fused_forward(
