@@ -224,18 +224,9 @@ def capture(
 ) -> Capture:
     """Captures and rewrites the call of a module's own forward; nothing is computed.
 
-    Gradients, autocast and the training mode are those of the moment.
-
-    Args:
-        module: it and its submodules must run the code of their classes, without hooks.
-        args: positional arguments.
-        named: keyword arguments.
-        key: kept as `Capture.key` and `Capture.mode`.
-        compiles: True to compile the graph with Inductor, too.
-        counts_only: True not to call Inductor even then.
-
-    Raises:
-        Refusal: with the reason, for example a graph break.
+    Gradients, autocast and the training mode are those of the moment. The module and its submodules must run the code
+    of their classes, without hooks. `key` is kept as `Capture.key` and `Capture.mode`. Inductor is asked to compile the
+    graph, too, if it `compiles` and nothing is only counted. `CaptureRefusal` has the reason, such as a graph break.
     """
     running.compiles, running.counts_only = compiles, counts_only
     try:
@@ -562,15 +553,10 @@ def _keeps(effects: Any, variable: Any) -> bool:
             if getattr(getattr(variable, "value", None), name, new) is not new.value:
                 return False
             continue
-        argument = _maker(new.proxy.node).meta.get("grapharg") if isinstance(new, TensorVariable) else None
+        argument = up(new.proxy.node, []).meta.get("grapharg") if isinstance(new, TensorVariable) else None
         if argument is None or argument.source.name != f"{variable.source.name}.{name}":
             return False
     return True
-
-
-def _maker(node: fx.Node) -> fx.Node:
-    """The node whose value this one has: itself, or the first above operators without effect."""
-    return up(node, [])
 
 
 def _source(node: fx.Node) -> str:

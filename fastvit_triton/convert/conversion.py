@@ -491,7 +491,8 @@ def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str],
         return None
     if isinstance(parts, str):
         return Row(path, cls, why=parts)
-    return Row(path, cls, _became(forward, parts), why="; ".join(dict.fromkeys(_notes(forward, module, parts))) or None)
+    became = forward.became if parts is None else parts.name
+    return Row(path, cls, f"fused {became}", why="; ".join(dict.fromkeys(_notes(forward, module, parts))) or None)
 
 
 def _changed_code(module: nn.Module) -> str | None:
@@ -499,13 +500,6 @@ def _changed_code(module: nn.Module) -> str | None:
     code = code_of(type(module))
     replaced = next((name for name in code.shadowed if name in module.__dict__), None)
     return code.why if replaced is None else f"its {replaced} was replaced"
-
-
-def _became(forward: Forward, parts: Parts | None) -> str:
-    """Short name of the fused forward."""
-    if parts is None:
-        return f"fused {forward.became}"
-    return f"fused {parts.name}"
 
 
 def _parts(forward: Forward, module: nn.Module) -> Parts | str | None:

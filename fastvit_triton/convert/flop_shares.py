@@ -127,7 +127,8 @@ def flops(model: nn.Module, example: Any, parts: Parts = lambda model: {}) -> Sh
 
     `parts` gives, by path, the part of a captured block's FLOPs that its graph gives to the kernels.
     """
-    if has_global_hooks() or any(_communicates(type(module)) for module in model.modules()):
+    bases = {base for module in model.modules() for base in type(module).__mro__}
+    if has_global_hooks() or any(base.__module__.startswith(WRAPPERS) for base in bases):
         return None
     whole, converted = _Counter(), _Counter()
     if not _ran(model, example, whole, "torch", _as_written) or not whole.amounts:
@@ -283,10 +284,6 @@ def enclosing(path: str) -> Iterator[str]:
         yield path
         path = path.rpartition(".")[0]
     yield ""
-
-
-def _communicates(cls: type) -> bool:
-    return any(base.__module__.startswith(WRAPPERS) for base in cls.__mro__)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """Fused forwards of this package's Refiner, LV-ViT, T2T-ViT, CeiT, CCT, iGPT, Image Transformer and IPT."""
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -267,11 +266,13 @@ def restoration_decoder_layer(self: Foreign, x: Tensor, memory: Tensor, task: Te
         return NotImplemented
     D = x.shape[-1]
     H = attn.num_heads
-    self_attention = Body("attention", (Packed(attn.in_proj_weight, None),), _Tasked(attn, task, H), attn.out_proj, H)
+    self_attention = Body(
+        "attention", (Packed(attn.in_proj_weight, None),), partial(_tasked, attn=attn, task=task), attn.out_proj, H
+    )
     cross_attention = Body(
         "attention",
         (Packed(cross.in_proj_weight[:D], None, (cross.in_proj_weight,)),),
-        _Crossed(cross, task, memory, H),
+        partial(_crossed, attn=cross, task=task, memory=memory, num_heads=H),
         cross.out_proj,
         H,
     )
@@ -288,33 +289,18 @@ def restoration_decoder_layer(self: Foreign, x: Tensor, memory: Tensor, task: Te
     return add_branches(x, *branches, block=self)
 
 
-@dataclass(frozen=True, eq=False)
-class _Tasked:
+def _tasked(qkv: Tensor, attn: Foreign, task: Tensor) -> Tensor:
     """Attention of packed projections [B, N, 3·D], to whose queries and keys the projected task is added."""
-
-    attn: Foreign
-    task: Tensor
-    num_heads: int
-
-    def __call__(self, qkv: Tensor) -> Tensor:
-        D = self.task.shape[-1]
-        task = F.linear(self.task, self.attn.in_proj_weight[: 2 * D])
-        return attention_qkv(qkv + F.pad(task, (0, D)).to(qkv.dtype), self.num_heads, None)
+    D = task.shape[-1]
+    added = F.linear(task, attn.in_proj_weight[: 2 * D])
+    return attention_qkv(qkv + F.pad(added, (0, D)).to(qkv.dtype), attn.num_heads, None)
 
 
-@dataclass(frozen=True, eq=False)
-class _Crossed:
+def _crossed(q: Tensor, attn: Foreign, task: Tensor, memory: Tensor, num_heads: int) -> Tensor:
     """Attention of queries [B, N, D], to which the projected task is added, to the encoder's output."""
-
-    attn: Foreign
-    task: Tensor
-    memory: Tensor
-    num_heads: int
-
-    def __call__(self, q: Tensor) -> Tensor:
-        D = self.task.shape[-1]
-        weight = self.attn.in_proj_weight
-        q = q + F.linear(self.task, weight[:D]).to(q.dtype)
-        kv = linear(self.memory, weight[D:]).chunk(2, -1)
-        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, *kv))
-        return attention(q, k, v).transpose(1, 2).flatten(2)
+    D = task.shape[-1]
+    weight = attn.in_proj_weight
+    q = q + F.linear(task, weight[:D]).to(q.dtype)
+    kv = linear(memory, weight[D:]).chunk(2, -1)
+    q, k, v = (t.unflatten(-1, (num_heads, -1)).transpose(1, 2) for t in (q, *kv))
+    return attention(q, k, v).transpose(1, 2).flatten(2)

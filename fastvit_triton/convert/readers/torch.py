@@ -62,23 +62,13 @@ def sequential_parts(self: nn.Sequential) -> MlpBody | str:
     return MlpBody((layers[0],), act, layers[2], (inner, outer), first)
 
 
-def multihead_parts(
-    self: nn.MultiheadAttention,
-    attn_mask: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    is_causal: bool = False,
-) -> Body | str:
-    """Parts of a self-attention by a batch-first nn.MultiheadAttention; masks as in its forward."""
-    return multihead_reason(self) or packed_attention(self, attn_mask, key_padding_mask, is_causal)
-
-
 def packed_attention(
     self: nn.MultiheadAttention,
     attn_mask: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Body:
-    """As `multihead_parts`, if `multihead_reason` is None."""
+    """Parts of a self-attention by an nn.MultiheadAttention without `multihead_reason`; masks as in its forward."""
     bias, causal = _masks(self, attn_mask, key_padding_mask, is_causal)
     qkv = Packed(self.in_proj_weight, self.in_proj_bias)
     return attention_body((qkv,), self.out_proj, self.num_heads, None, bias, causal=causal)
@@ -191,11 +181,12 @@ def _allowed(self: nn.MultiheadAttention, mask: Tensor | None, padding: Tensor |
 UNREADABLE = "several axes, fast norm, or parameters of a tensor subclass"
 
 
-def _layer_norm_reason(self: Foreign) -> str | None:
-    return UNREADABLE if last_axis_norm(self) is None else None
-
-
-@fused_forward("LayerNorm", *LAYER_NORMS, reason=_layer_norm_reason, products=False)
+@fused_forward(
+    "LayerNorm",
+    *LAYER_NORMS,
+    reason=lambda self: UNREADABLE if last_axis_norm(self) is None else None,
+    products=False,
+)
 def layer_norm_forward(self: Foreign, input: Tensor) -> Tensor:
     """LayerNorm over the last axis, in float32 under autocast on a GPU; [..., D] → [..., D]."""
     return layer_norm(_wide(input), self.weight, self.bias, self.eps)
@@ -333,8 +324,5 @@ def _image_convolutions(module: nn.Module) -> list[tuple[str, Any]]:
     if isinstance(forward, Forward) and forward.became:  # it projects the convolution itself
         return []
     convs = [(name, conv) for name, conv in module.named_children() if isinstance(conv, (nn.Conv2d, nn.Conv3d))]
-    return [(name, conv) for name, conv in convs if conv.in_channels <= 4 and _reads_patches(conv)]
-
-
-def _reads_patches(conv: nn.Module) -> bool:
-    return is_patch_conv(conv) or is_patch_conv(conv, VOLUME_CONVOLUTIONS)
+    kinds = CONVOLUTIONS, VOLUME_CONVOLUTIONS
+    return [(n, conv) for n, conv in convs if conv.in_channels <= 4 and any(is_patch_conv(conv, k) for k in kinds)]

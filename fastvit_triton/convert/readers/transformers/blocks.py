@@ -157,17 +157,13 @@ fused_body(
 )(_attention_parts)
 
 
-def _nested_reason(self: Foreign) -> str | None:
-    return inner_reason((self.intermediate, INTERMEDIATE), (self.output, OUTPUT))
-
-
 @fused_forward(
     "pre-norm block",
     *(f"{family}Layer" for family in (*FAMILIES, *WEIGHTED)),
     needs="attention.attention layernorm_before layernorm_after intermediate.dense intermediate.intermediate_act_fn "
     "output.dense output.dropout",
     takes="attention_mask head_mask output_attentions",
-    reason=_nested_reason,
+    reason=lambda self: inner_reason((self.intermediate, INTERMEDIATE), (self.output, OUTPUT)),
     folds=lambda self: [(self.layernorm_before, self.attention), (self.layernorm_after, self.intermediate.dense)],
 )
 def nested_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor | tuple[Tensor]:

@@ -77,15 +77,13 @@ def llama4_adapter(self: Foreign, hidden_states: Tensor) -> Tensor:
 def sam3_parts(self: Foreign, position_embeddings: Tables = None, **more: object) -> Body | str:
     """Parts of SAM 3's attention on a map [B, height, width, D]."""
     why = attention_reason(self, self.attention_dropout, None, None, more)
-    if why is not None:
-        return why
     heads = self.num_attention_heads
     rope = None if position_embeddings is None else (*position_embeddings, True)
 
     def attend(qkv: Tensor) -> Tensor:
         return attention_qkv(qkv.flatten(1, -2), heads, self.scaling, rope=rope).unflatten(1, qkv.shape[1:-1])
 
-    return Body("attention", (self.q_proj, self.k_proj, self.v_proj), attend, self.o_proj, heads)
+    return why or Body("attention", (self.q_proj, self.k_proj, self.v_proj), attend, self.o_proj, heads)
 
 
 @fused_body(*classes("sam3.Sam3MLP"), needs="fc1 dropout activation_fn fc2", takes="")
@@ -108,14 +106,12 @@ def vjepa2_parts(self: Foreign, position_mask: Tensor | None = None) -> Body | s
     why = attention_reason(self, self.dropout_prob, None, None, {})
     if why is None and self.attention_head_size % 2:
         why = "heads of odd width"
-    if why is not None:
-        return why
     heads = self.num_attention_heads
 
     def attend(qkv: Tensor) -> Tensor:
         return attention_qkv(qkv, heads, self.scaling, rope=(*_video_tables(self, qkv, position_mask), True))
 
-    return Body("attention", (self.query, self.key, self.value), attend, self.proj, heads)
+    return why or Body("attention", (self.query, self.key, self.value), attend, self.proj, heads)
 
 
 def _video_tables(self: Foreign, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

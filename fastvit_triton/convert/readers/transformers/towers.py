@@ -213,11 +213,8 @@ def _first(self: Foreign, *names: str) -> Any:
 )
 def class_pooling(self: Foreign, hidden_states: Tensor) -> Tensor:
     """A learned query attends to all tokens; [B, N, D] → [B, D]."""
-    heads = [t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in _keys(self, hidden_states)]
+    keys = project(hidden_states, (self.k_proj, self.v_proj)).chunk(2, -1)
+    heads = [t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in keys]
     query = self.cls_token.to(heads[0].dtype).expand(len(hidden_states), -1, -1)
     query = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
     return self.output_proj(attention(query, *heads).transpose(1, 2).flatten(2)[:, 0])
-
-
-def _keys(self: Foreign, x: Tensor) -> tuple[Tensor, ...]:
-    return project(x, (self.k_proj, self.v_proj)).chunk(2, -1)

@@ -147,17 +147,13 @@ def packed_gate_parts(self: Foreign) -> MlpBody:
     return MlpBody((self.weights_in,), "swiglu", self.weights_out)
 
 
-def _pooling_reason(self: Foreign) -> str | None:
-    return "its attention has a hook" if has_hooks(self.attention) else multihead_reason(self.attention)
-
-
 @fused_forward(
     "attention pooling",
     *classes("siglip.SiglipMultiheadAttentionPoolingHead", "siglip2.Siglip2MultiheadAttentionPoolingHead"),
     *classes("phi4_multimodal.Phi4MultimodalVisionMultiheadAttentionPoolingHead"),
     needs="probe attention.in_proj_weight layernorm mlp",
     takes="attention_mask",
-    reason=_pooling_reason,
+    reason=lambda self: "its attention has a hook" if has_hooks(self.attention) else multihead_reason(self.attention),
     folds=lambda self: [(self.layernorm, self.mlp)],
 )
 def pooling_head(self: Foreign, hidden_state: Tensor, attention_mask: Tensor | None = None) -> Tensor:

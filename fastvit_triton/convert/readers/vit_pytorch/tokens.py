@@ -241,16 +241,12 @@ def cct_parts(self: Foreign) -> Body | str:
     return dropout_reason(self.attn_drop, "dropout was replaced") or parts
 
 
-def _cct_reason(self: Foreign) -> str | None:
-    return None if self.activation is F.gelu else "its activation is not GELU"
-
-
 @fused_forward(
     "block with a norm of the residual",
     "vit_pytorch.cct.TransformerEncoderLayer",
     needs="pre_norm self_attn linear1 dropout1 norm1 linear2 dropout2 drop_path activation",
     takes="",
-    reason=_cct_reason,
+    reason=lambda self: None if self.activation is F.gelu else "its activation is not GELU",
     folds=lambda self: [(self.pre_norm, self.self_attn)],
     by_name=True,
 )
