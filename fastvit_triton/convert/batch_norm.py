@@ -75,7 +75,7 @@ def folded_mlp(
     return MlpBody((fc1,), activation_of(act), fc2, drops) if is_folded else UNFOLDED
 
 
-@fused_forward("frozen BatchNorm", *FROZEN_BATCH_NORMS, needs="weight bias running_mean running_var", takes="")
+@fused_forward("frozen BatchNorm", *FROZEN_BATCH_NORMS, needs="weight bias running_mean running_var")
 def frozen_norm(self: Foreign, x: Tensor) -> Tensor:
     """BatchNorm by stored statistics in one operator instead of seven; [B, C, H, W] → [B, C, H, W]."""
     fits = x.dim() == 4 and torch.promote_types(x.dtype, self.weight.dtype) == self.running_mean.dtype
@@ -88,7 +88,6 @@ def frozen_norm(self: Foreign, x: Tensor) -> Tensor:
     "convolution, BatchNorm and activation",
     *sorted(CONV_LAYERS),
     needs="convolution|conv normalization|norm activation",
-    takes="",
 )
 def convolution_layer(self: Foreign, x: Tensor) -> Tensor:
     """The BatchNorm is folded in evaluation after `freeze`; [B, C, H, W] → [B, C', H', W']."""
@@ -103,7 +102,6 @@ def _conv_and_norm(self: Foreign) -> tuple[Foreign, Foreign]:
     "convolution and BatchNorm",
     *(f"{name}ShortCut" for name in RESNETS),
     needs="convolution normalization",
-    takes="",
 )
 def shortcut(self: Foreign, x: Tensor) -> Tensor:
     """As `convolution_layer`, without an activation; [B, C, H, W] → [B, C', H', W']."""
@@ -115,7 +113,6 @@ def shortcut(self: Foreign, x: Tensor) -> Tensor:
     "timm.models.resnet.BasicBlock",
     "timm.models.resnet.Bottleneck",
     needs="conv1 bn1 act1 conv2 bn2 act2 drop_block aa se drop_path downsample",
-    takes="",
 )
 def timm_residual_block(self: Foreign, x: Tensor) -> Tensor:
     """BatchNorm, addition and activation are one launch after each convolution; [B, C, H, W] → [B, C', H', W']."""
@@ -136,9 +133,7 @@ def timm_residual_block(self: Foreign, x: Tensor) -> Tensor:
     return act(y)
 
 
-@fused_forward(
-    "", "timm.models._features.FeatureListNet", needs="return_layers grad_checkpointing concat _collect", takes=""
-)
+@fused_forward("", "timm.models._features.FeatureListNet", needs="return_layers grad_checkpointing concat _collect")
 def feature_maps(self: Foreign, x: Tensor) -> list[Tensor]:
     """As `timm_residual_block`, for a convolution, a BatchNorm and an activation in the list of layers; → maps."""
     if self.grad_checkpointing:
@@ -179,7 +174,6 @@ def _dropped(x: Tensor, self: Foreign, conv: Foreign, norm: Foreign, act: nn.Mod
     "fastvit_triton.layers.frozen_resnet.FrozenBasicBlock",
     "fastvit_triton.layers.frozen_resnet.FrozenBottleneck",
     needs="conv1 bn1 conv2 bn2 downsample",
-    takes="",
 )
 def residual_block(self: Foreign, x: Tensor) -> Tensor:
     """As `timm_residual_block`; ours have no module for the activation."""
@@ -196,7 +190,6 @@ def residual_block(self: Foreign, x: Tensor) -> Tensor:
     "",
     *(f"{name}{kind}Layer" for name in RESNETS for kind in ("Basic", "BottleNeck")),
     needs="layer shortcut activation",
-    takes="",
 )
 def transformers_residual_block(self: Foreign, x: Tensor) -> Tensor:
     """As `timm_residual_block`; the last convolution layer has no activation of its own."""
@@ -218,7 +211,7 @@ def _is_layer_without_activation(layer: Foreign, x: Tensor) -> bool:
     return known and not has_hooks(layer) and is_fusable(layer, x) and is_identity(layer.activation)
 
 
-@fused_forward("", *(f"{name}RepVggBlock" for name in CSP), needs="conv1 conv2 activation", takes="")
+@fused_forward("", *(f"{name}RepVggBlock" for name in CSP), needs="conv1 conv2 activation")
 def rep_vgg_block(self: Foreign, x: Tensor) -> Tensor:
     """activation(conv1(x) + conv2(x)); after `freeze` the two are one convolution; [B, C, H, W] → [B, C, H, W]."""
     if not _is_layer_without_activation(self.conv1, x):

@@ -7,7 +7,7 @@ that it reads and the arguments that it takes, and `optimize` checks them agains
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial, wraps
-from inspect import signature
+from inspect import CO_VARARGS, CO_VARKEYWORDS, signature
 from operator import attrgetter
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
@@ -38,7 +38,7 @@ class Forward(NamedTuple):
     Attributes:
         run: the function that `optimize` binds to an instance.
         needs: attributes that it reads; "a b.c d|e" means a, b.c, and d or else e.
-        takes: supported arguments after the first, "a b"; None if they are the same in all releases.
+        takes: supported arguments after the first, "a b"; None for all. By default those that its function declares.
         read: extracts the parts of a body from the module and its further arguments; None for other types.
         became: its name in reports; None to derive it from the parts; "" for a model that is no candidate itself.
         reason: returns why a module must run its own forward now, or None.
@@ -203,10 +203,19 @@ def fused_forward(
     def decorate(forward: Callable) -> Callable:
         fused = forward if became else transparent(forward)
         chosen = _chosen(_or_own(fused, reason, checked), products)
-        register(names, Forward(chosen, needs, takes, None, became, reason, None, folds, by_name))
+        supported = _declared(forward, 2) if takes is None else takes
+        register(names, Forward(chosen, needs, supported, None, became, reason, None, folds, by_name))
         return chosen
 
     return decorate
+
+
+def _declared(function: Callable, first: int) -> str | None:
+    """Names of the arguments of a function from the `first` on, as `Forward.takes`; None if it accepts any."""
+    code = function.__code__
+    if code.co_flags & (CO_VARARGS | CO_VARKEYWORDS):
+        return None
+    return " ".join(code.co_varnames[first : code.co_argcount + code.co_kwonlyargcount])
 
 
 def _or_own(forward: Callable, reason: Callable[[Any], str | None] | None, checked: bool) -> Callable:
@@ -346,7 +355,8 @@ def fused_body(
     """Decorator: registers a reader of these types, see `Forward` and `FusedBody`."""
 
     def decorate(read: R) -> R:
-        forward = Forward(FusedBody(read, after), needs, takes, read, call=call, by_name=by_name, by_call=by_call)
+        supported = _declared(read, 1) if takes is None else takes
+        forward = Forward(FusedBody(read, after), needs, supported, read, call=call, by_name=by_name, by_call=by_call)
         register(names, forward)
         return read
 

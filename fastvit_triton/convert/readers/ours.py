@@ -35,7 +35,6 @@ BRANCHES: dict[type[nn.Module], Callable[[Any, Tensor], tuple[Branch, Branch]]] 
     "post-norm block",
     "fastvit_triton.layers.block.PostNormBlock",
     needs="norm1 attn ls1 drop_path1 norm2 mlp ls2 drop_path2",
-    takes="",
 )
 def post_norm_block(self: Foreign, x: Tensor) -> Tensor:
     """Post-norm block; [B, N, D] → [B, N, D]."""
@@ -108,7 +107,6 @@ def _run(block: nn.Module, x: Tensor, stats: Given | None, next_norm: nn.Module 
 @fused_body(
     "fastvit_triton.layers.attention.Attention",
     needs="qkv num_heads scale q_norm k_norm attn_drop proj proj_drop position",
-    takes="",
 )
 def attention_parts(self: Foreign) -> Body:
     """The body of our attention; what no kernel computes runs between fused linear layers."""
@@ -133,7 +131,6 @@ def _positioned(self: Foreign, qkv: Tensor) -> Tensor:
     "attention pooling",
     "fastvit_triton.layers.attention.AttentionPool",
     needs="latent q kv num_heads proj norm mlp",
-    takes="",
     folds=lambda self: [(self.norm, self.mlp)],
 )
 def attention_pool(self: Foreign, x: Tensor) -> Tensor:

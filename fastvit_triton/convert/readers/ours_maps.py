@@ -31,13 +31,13 @@ from ..batch_norm import convolve_depthwise
 from ..forwards import fused_body, fused_forward
 
 
-@fused_forward("convolution", "fastvit_triton.layers.normed.ConvNorm", needs="linear bn", takes="")
+@fused_forward("convolution", "fastvit_triton.layers.normed.ConvNorm", needs="linear bn")
 def conv_norm(self: Foreign, x: Tensor) -> Tensor:
     """A convolution with the BatchNorm after it; [B, C, H, W] → [B, C', H', W']."""
     return convolve(x, self, self.linear, self.bn)
 
 
-@fused_forward("convolution", "fastvit_triton.layers.residual.ConvNormAct", needs="conv bn relu", takes="")
+@fused_forward("convolution", "fastvit_triton.layers.residual.ConvNormAct", needs="conv bn relu")
 def conv_norm_act(self: Foreign, x: Tensor) -> Tensor:
     """A convolution with the BatchNorm and the ReLU after it; [B, C, H, W] → [B, C', H', W']."""
     x = convolve(x, self, self.conv, self.bn)
@@ -48,7 +48,6 @@ def conv_norm_act(self: Foreign, x: Tensor) -> Tensor:
     "attention with decomposed positions",
     "fastvit_triton.models.botnet.BottleneckAttention",
     needs="qkv pos_embed num_heads grid scale pool",
-    takes="",
 )
 def bottleneck_attention(self: Foreign, x: Tensor) -> Tensor:
     """BoTNet's attention on a map; [B, D, H, W] → [B, D, H', W']."""
@@ -65,7 +64,7 @@ def bottleneck_attention(self: Foreign, x: Tensor) -> Tensor:
 VT = "fastvit_triton.models.vt"
 
 
-@fused_forward("attention of tokens", f"{VT}.Tokenizer", f"{VT}.TokenAttention", f"{VT}.Projector", takes="tokens")
+@fused_forward("attention of tokens", f"{VT}.Tokenizer", f"{VT}.TokenAttention", f"{VT}.Projector")
 def one_head(self: Foreign, x: Tensor, tokens: Any = None) -> Tensor:
     """Attention between a map [B, N, C] and tokens [B, L, D] → [B, Nq, e]."""
     if hasattr(self, "filters"):
@@ -94,7 +93,6 @@ def _linear(layer: nn.Module, x: Any) -> Tensor:
     "visual transformer",
     f"{VT}.VisualTransformer",
     needs="tokenizer attn mlp projector drop_path",
-    takes="tokens",
 )
 def visual_transformer(self: Foreign, x: Tensor, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Map [B, N, C], and the tokens [B, L, D] of the module before → the same."""
@@ -136,7 +134,6 @@ class _PositionalHeads:
 @fused_body(
     "fastvit_triton.models.attention_conv.QuadraticAttention",
     needs="attention_centers attention_spreads value proj proj_drop",
-    takes="",
 )
 def positional_parts(self: Foreign) -> Body:
     """Parts of an attention by relative position alone."""
@@ -193,7 +190,6 @@ def _convolved(module: Foreign, x: Tensor) -> Tensor:
 @fused_body(
     "fastvit_triton.models.cvt.ConvAttention",
     needs="conv_proj_q conv_proj_k conv_proj_v proj_q proj_k proj_v num_heads stride scale attn_drop proj proj_drop",
-    takes="size",
     by_call=True,
 )
 def convolved_parts(self: Foreign, size: tuple[int, int]) -> Body:
@@ -202,9 +198,7 @@ def convolved_parts(self: Foreign, size: tuple[int, int]) -> Body:
     return Body("convolved attention", (), heads, self.proj, self.num_heads, drops=(self.proj_drop,))
 
 
-@fused_forward(
-    "patch projection", "fastvit_triton.layers.stems.ConvStem", needs="widths proj", takes="pos prefix", products=False
-)
+@fused_forward("patch projection", "fastvit_triton.layers.stems.ConvStem", needs="widths proj", products=False)
 def conv_stem(self: Foreign, image: Tensor, pos: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
     """Convolutions, and patches of their map; [B, C, H, W] → [B, T + N, D]."""
     if not is_patch_conv(self.proj):
@@ -217,7 +211,6 @@ def conv_stem(self: Foreign, image: Tensor, pos: Tensor | None = None, prefix: T
     "patch projection",
     "fastvit_triton.layers.embed.NormedPatchEmbed",
     needs="proj norm",
-    takes="pos prefix",
     products=False,
 )
 def normed_patch_embed(self: Foreign, image: Tensor, pos: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:

@@ -42,7 +42,6 @@ MODELS = f"{PACKAGE}.models"
     "pre-norm block",
     f"{MODELS}.refiner.RefinedBlock",
     needs="norm1 attn drop_path1 norm2 mlp drop_path2 factor",
-    takes="previous",
     folds=lambda self: [(self.norm1, self.attn), (self.norm2, self.mlp)],
 )
 def refined_block(self: Foreign, x: Tensor, previous: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -63,7 +62,7 @@ def refined_block(self: Foreign, x: Tensor, previous: Tensor | None = None) -> t
     return add_branches(x, first, mlp, block=self), passed[-1]
 
 
-@fused_forward("attention of tokens", f"{MODELS}.t2t.NarrowAttention", needs="qkv proj scale", takes="")
+@fused_forward("attention of tokens", f"{MODELS}.t2t.NarrowAttention", needs="qkv proj scale")
 def narrow_attention(self: Foreign, x: Tensor) -> Tensor:
     """Attention of one head, narrower than its input; [B, N, K] → [B, N, D]."""
     return _narrow(self, x, None)
@@ -80,7 +79,7 @@ def _entering(x: Tensor, norm: nn.Module, layer: Layer) -> tuple[Tensor, Before 
     return (normalize(x, norm), None) if torch.is_grad_enabled() else fold_or_normalize(x, norm, (layer,))
 
 
-@fused_forward("block of tokens", f"{MODELS}.t2t.TokenTransformer", needs="norm1 attn norm2 mlp", takes="")
+@fused_forward("block of tokens", f"{MODELS}.t2t.TokenTransformer", needs="norm1 attn norm2 mlp")
 def token_transformer(self: Foreign, x: Tensor) -> Tensor:
     """Attention and MLP of one head; [B, N, K] → [B, N, D]."""
     if type_name(self.attn) != f"{MODELS}.t2t.NarrowAttention" or has_hooks(self.attn):
@@ -91,7 +90,7 @@ def token_transformer(self: Foreign, x: Tensor) -> Tensor:
     return add_branches(x, Branch(self.mlp, self.norm2))
 
 
-@fused_forward("block of tokens", f"{MODELS}.t2t.TokenPerformer", needs="norm1 kqv proj dp norm2 mlp", takes="")
+@fused_forward("block of tokens", f"{MODELS}.t2t.TokenPerformer", needs="norm1 kqv proj dp norm2 mlp")
 def token_performer(self: Foreign, x: Tensor) -> Tensor:
     """Linear attention and MLP of one head; [B, N, K] → [B, N, D]."""
     x, norm = _entering(x, self.norm1, self.kqv)
@@ -103,7 +102,7 @@ def token_performer(self: Foreign, x: Tensor) -> Tensor:
     return add_branches(y, Branch(mlp, self.norm2))
 
 
-@fused_forward("tokens of soft splits", f"{MODELS}.t2t.TokensToToken", needs="project", takes="")
+@fused_forward("tokens of soft splits", f"{MODELS}.t2t.TokensToToken", needs="project")
 def tokens_to_token(self: Foreign, image: Tensor) -> Tensor:
     """Soft splits and a projection; [B, C, H, W] → [B, N, D]."""
     return project(self.tokens(image), (self.project,))
@@ -113,7 +112,6 @@ def tokens_to_token(self: Foreign, image: Tensor) -> Tensor:
     "pre-norm block",
     f"{MODELS}.ceit.EnhancedBlock",
     needs="norm1 attn drop_path norm2 leff",
-    takes="",
     folds=lambda self: [(self.norm1, self.attn)],
 )
 def enhanced_block(self: Foreign, x: Tensor) -> Tensor:
@@ -141,7 +139,6 @@ def convolve(self: Foreign, x: Tensor) -> Tensor:
     "block of class tokens",
     f"{MODELS}.ceit.LayerAttention",
     needs="norm1 attn norm2 feedforward",
-    takes="",
     folds=lambda self: [(self.norm1, self.attn), (self.norm2, self.feedforward)],
 )
 def layer_attention(self: Foreign, x: Tensor) -> Tensor:
@@ -153,7 +150,6 @@ def layer_attention(self: Foreign, x: Tensor) -> Tensor:
     "block with a norm of the residual",
     f"{MODELS}.cct.CompactBlock",
     needs="pre_norm self_attn norm1 linear1 dropout1 linear2 dropout2 drop_path",
-    takes="",
     folds=lambda self: [(self.pre_norm, self.self_attn)],
 )
 def compact_block(self: Foreign, x: Tensor) -> Tensor:
@@ -166,7 +162,7 @@ def compact_block(self: Foreign, x: Tensor) -> Tensor:
     return x + self.drop_path(self.dropout2(self.linear2(h)))
 
 
-@fused_forward("tokenizer", f"{MODELS}.cct.ConvTokenizer", needs="conv_layers", takes="pos prefix")
+@fused_forward("tokenizer", f"{MODELS}.cct.ConvTokenizer", needs="conv_layers")
 def tokenizer(self: Foreign, image: Tensor, pos: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
     """Patches as tokens, if the tokenizer is one patch projection; [B, C, H, W] → [B, T + N, D]."""
     conv = self.conv_layers[0][0]
@@ -199,7 +195,6 @@ def attend_to_all(x: Tensor, score: Layer) -> Tensor:
     "pre-norm block",
     f"{MODELS}.igpt.ColourBlock",
     needs="ln_1 attn ln_2 mlp",
-    takes="past",
     folds=lambda self: [(self.ln_1, self.attn), (self.ln_2, self.mlp)],
 )
 def colour_block(self: Foreign, x: Tensor, past: object = None) -> Tensor:
@@ -208,26 +203,26 @@ def colour_block(self: Foreign, x: Tensor, past: object = None) -> Tensor:
     return add_branches(x, attn, Branch(self.mlp, self.ln_2), block=self)
 
 
-@fused_body(f"{MODELS}.igpt.CausalAttention", needs="c_attn num_heads c_proj", takes="past")
+@fused_body(f"{MODELS}.igpt.CausalAttention", needs="c_attn num_heads c_proj")
 def causal_parts(self: Foreign, past: object = None) -> Body:
     """The body of iGPT's attention; with a cache it is not replayed, see `replay.call`."""
     return Body("attention", (self.c_attn,), partial(self.attend, past=past), self.c_proj, self.num_heads)
 
 
-@fused_body(f"{MODELS}.igpt.ColourMlp", needs="c_fc c_proj", takes="")
+@fused_body(f"{MODELS}.igpt.ColourMlp", needs="c_fc c_proj")
 def colour_mlp_parts(self: Foreign) -> MlpBody:
     """Parts of iGPT's MLP."""
     return MlpBody((self.c_fc,), "quick_gelu", self.c_proj)
 
 
-@fused_forward("post-norm block", f"{MODELS}.image_transformer.LocalBlock", needs="attn norm1 mlp norm2", takes="past")
+@fused_forward("post-norm block", f"{MODELS}.image_transformer.LocalBlock", needs="attn norm1 mlp norm2")
 def local_block(self: Foreign, x: Tensor, past: object = None) -> Tensor:
     """Image Transformer's block; [B, n, D] → [B, n, D]."""
     x = normalize(add_branches(x, Branch(self.attn, call={"past": past})), self.norm1)
     return normalize(add_branches(x, Branch(self.mlp)), self.norm2)
 
 
-@fused_body(f"{MODELS}.image_transformer.LocalAttention", needs="wq wk wv num_heads wo drop", takes="past")
+@fused_body(f"{MODELS}.image_transformer.LocalAttention", needs="wq wk wv num_heads wo drop")
 def local_parts(self: Foreign, past: object = None) -> Body:
     """The body of Image Transformer's attention; with a cache it is not replayed, see `replay.call`."""
     attend = partial(self.attend, past=past)
@@ -238,7 +233,6 @@ def local_parts(self: Foreign, past: object = None) -> Body:
     "pre-norm block",
     f"{MODELS}.ipt.RestorationEncoderLayer",
     needs="self_attn linear1 dropout linear2 norm1 norm2 dropout1 dropout2",
-    takes="",
     folds=lambda self: [(self.norm2, self.linear1)],
 )
 def restoration_layer(self: Foreign, x: Tensor) -> Tensor:
@@ -257,7 +251,6 @@ def restoration_layer(self: Foreign, x: Tensor) -> Tensor:
     "pre-norm block",
     f"{MODELS}.ipt.RestorationDecoderLayer",
     needs="self_attn multihead_attn linear1 dropout linear2 norm1 norm2 norm3 dropout1 dropout2 dropout3",
-    takes="memory task",
 )
 def restoration_decoder_layer(self: Foreign, x: Tensor, memory: Tensor, task: Tensor) -> Tensor:
     """IPT's decoder layer; (y + t) W is y W + t W. [B, N, D], the encoder's output and the task [N, D] → [B, N, D]."""

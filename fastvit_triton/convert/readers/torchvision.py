@@ -30,7 +30,7 @@ def _window(attn: Foreign) -> Window:
     return Window(tuple(attn.window_size), tuple(attn.shift_size), still=True)
 
 
-@fused_body(f"{_FILE}.ShiftedWindowAttention", needs=f"{ATTENTION} relative_position_bias_table", takes="")
+@fused_body(f"{_FILE}.ShiftedWindowAttention", needs=f"{ATTENTION} relative_position_bias_table")
 def swin_parts(self: Foreign) -> Body | str:
     """Parts of an attention in shifted windows, with a table of relative positions."""
     scale = (self.qkv.weight.shape[-1] // self.num_heads) ** -0.5
@@ -40,7 +40,6 @@ def swin_parts(self: Foreign) -> Body | str:
 @fused_body(
     f"{_FILE}.ShiftedWindowAttentionV2",
     needs=f"{ATTENTION} logit_scale cpb_mlp relative_coords_table",
-    takes="",
 )
 def swin_v2_parts(self: Foreign) -> Body | str:
     """Parts of a cosine attention in shifted windows, with positions from an MLP and keys without a bias."""
@@ -74,7 +73,6 @@ register_blocks(
     "patch merging",
     f"{_FILE}.PatchMerging",
     needs="norm reduction",
-    takes="",
     folds=lambda self: [(self.norm, self.reduction)],
 )
 def merging(self: Foreign, x: Tensor) -> Tensor:
@@ -82,7 +80,7 @@ def merging(self: Foreign, x: Tensor) -> Tensor:
     return merge(x, self.norm, self.reduction) if x.dim() == 4 else NotImplemented
 
 
-@fused_forward("patch merging", f"{_FILE}.PatchMergingV2", needs="norm reduction", takes="")
+@fused_forward("patch merging", f"{_FILE}.PatchMergingV2", needs="norm reduction")
 def merging_v2(self: Foreign, x: Tensor) -> Tensor:
     """Swin V2's patch merging; [B, H, W, D] → [B, ⌈H/2⌉, ⌈W/2⌉, 2·D]."""
     if x.dim() != 4:

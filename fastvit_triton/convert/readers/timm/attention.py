@@ -69,7 +69,6 @@ def _norms(module: Foreign) -> tuple[nn.Module, nn.Module] | None:
     "timm.models.vision_transformer.Attention",
     "timm.models.metaformer.Attention",
     needs="qkv num_heads scale attn_drop proj proj_drop",
-    takes="attn_mask is_causal",
 )
 def attention_parts(self: Foreign, attn_mask: Tensor | None = None, is_causal: bool = False) -> Body | str:
     """Parts of an attention with packed qkv and optional norms of queries, keys and output."""
@@ -86,7 +85,7 @@ def attention_parts(self: Foreign, attn_mask: Tensor | None = None, is_causal: b
     )
 
 
-@fused_body("timm.models.davit.WindowAttention", needs="qkv num_heads scale softmax proj", takes="")
+@fused_body("timm.models.davit.WindowAttention", needs="qkv num_heads scale softmax proj")
 def davit_window_parts(self: Foreign) -> Body | str:
     """Parts of DaViT's attention in windows [B · windows, N, D]."""
     return softmax_reason(self.softmax) or attention_body((self.qkv,), self.proj, self.num_heads, scale_of(self))
@@ -96,7 +95,6 @@ def davit_window_parts(self: Foreign) -> Body | str:
     "attention of a map",
     "timm.models.fastvit.Attention",
     needs="qkv num_heads scale attn_drop proj proj_drop",
-    takes="",
     reason=dropped,
 )
 def map_attention(self: Foreign, x: Tensor) -> Tensor:
@@ -105,7 +103,7 @@ def map_attention(self: Foreign, x: Tensor) -> Tensor:
     return finish(o, self.proj, drop=self.proj_drop).transpose(1, 2).unflatten(2, x.shape[2:])
 
 
-@fused_body("timm.models.nest.Attention", needs="qkv num_heads scale attn_drop proj proj_drop", takes="")
+@fused_body("timm.models.nest.Attention", needs="qkv num_heads scale attn_drop proj proj_drop")
 def nest_parts(self: Foreign) -> Body | str:
     """Parts of NesT's attention in blocks [B, blocks, N, D]."""
     between = partial(_nest_heads, self)
@@ -122,7 +120,6 @@ def _nest_heads(self: Foreign, qkv: Tensor) -> Tensor:
     "timm.layers.attention.AttentionRope",
     "timm.models.eva.EvaAttention",
     needs="qkv q_proj k_proj v_proj num_heads scale attn_drop norm proj proj_drop",
-    takes="rope attn_mask is_causal",
 )
 def rope_parts(
     self: Foreign, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
@@ -158,7 +155,6 @@ def rope_parts(
     "timm.models.beit.Attention",
     needs="qkv q_bias k_bias v_bias num_heads scale relative_position_bias_table relative_position_index attn_drop "
     "proj proj_drop",
-    takes="shared_rel_pos_bias",
 )
 def beit_parts(self: Foreign, shared_rel_pos_bias: Tensor | None = None) -> Body | str:
     """Parts of an attention with packed qkv and learned relative positions, of the module or shared by the model."""
@@ -177,7 +173,6 @@ def beit_parts(self: Foreign, shared_rel_pos_bias: Tensor | None = None) -> Body
 @fused_body(
     "timm.models.swin_transformer.WindowAttention",
     needs="qkv num_heads scale relative_position_bias_table relative_position_index softmax attn_drop proj proj_drop",
-    takes="mask",
 )
 def window_parts(self: Foreign, mask: Tensor | None = None) -> Body | str:
     """Parts of a window attention; group g of the bias is window g, with the mask of shifted windows added."""
@@ -195,7 +190,6 @@ def window_parts(self: Foreign, mask: Tensor | None = None) -> Body | str:
     "fastvit_triton.layers.mlp.Mlp",
     "fastvit_triton.models.refiner.ScaledMlp",
     needs="fc1 act drop1|drop fc2 drop2|drop",
-    takes="",
 )
 def mlp_parts(self: Foreign) -> MlpBody | str:
     """Parts of an MLP: fc1, activation, optional norm, fc2; older releases use one dropout twice."""
@@ -208,7 +202,6 @@ def mlp_parts(self: Foreign) -> MlpBody | str:
     "timm.layers.mlp.GluMlp",
     "timm.models.layers.mlp.GluMlp",
     needs="fc1 act gate_last chunk_dim drop1 fc2 drop2",
-    takes="",
 )
 def glu_parts(self: Foreign) -> MlpBody | Body | str:
     """Parts of a gated MLP with gate and value in one layer, gate first."""
@@ -217,14 +210,14 @@ def glu_parts(self: Foreign) -> MlpBody | Body | str:
     return gated_mlp_body((self.fc1,), self.act, self.fc2, (self.drop1, self.drop2), last_norm=_present(self))
 
 
-@fused_body("timm.layers.mlp.SwiGLU", needs="fc1_g fc1_x act drop1 norm fc2 drop2", takes="")
+@fused_body("timm.layers.mlp.SwiGLU", needs="fc1_g fc1_x act drop1 norm fc2 drop2")
 def swiglu_parts(self: Foreign) -> MlpBody | Body:
     """Parts of a gated MLP with gate and value in two layers, and an optional norm before the last layer."""
     layers = self.fc1_g, self.fc1_x
     return gated_mlp_body(layers, self.act, self.fc2, (self.drop1, self.drop2), last_norm=_present(self))
 
 
-@fused_body("timm.models.metaformer.MlpHead", needs="fc1 act norm fc2 head_drop", takes="")
+@fused_body("timm.models.metaformer.MlpHead", needs="fc1 act norm fc2 head_drop")
 def head_parts(self: Foreign) -> Body:
     """Parts of CAFormer's head: fc1, activation, norm, dropout, fc2."""
     return Body("MLP head", (self.fc1,), lambda h: self.head_drop(self.norm(self.act(h))), self.fc2)
@@ -250,7 +243,7 @@ def packed_projection(self: Foreign) -> Layer | str:
 CLIPPABLE = "timm.models.gemma4_vit.Gemma4ClippableLinear"
 
 
-@fused_body("timm.models.vitamin.GeGluMlp", needs="norm w0 act w1 drop1 w2 drop2", takes="")
+@fused_body("timm.models.vitamin.GeGluMlp", needs="norm w0 act w1 drop1 w2 drop2")
 def vitamin_parts(self: Foreign) -> MlpBody | Body:
     """Parts of ViTamin's gated MLP with its norm."""
     return gated_mlp_body((self.w0, self.w1), self.act, self.w2, (self.drop1, self.drop2), first=self.norm)
@@ -262,7 +255,7 @@ def _linears(*layers: Foreign) -> tuple[Layer, ...]:
     return tuple(layer.linear if bare else layer for layer, bare in zip(layers, plain, strict=True))
 
 
-@fused_body("timm.models.gemma4_vit.Gemma4GatedMlp", needs="gate_proj up_proj down_proj act drop", takes="")
+@fused_body("timm.models.gemma4_vit.Gemma4GatedMlp", needs="gate_proj up_proj down_proj act drop")
 def gemma_mlp_parts(self: Foreign) -> MlpBody | Body | str:
     """Parts of Gemma 4's gated MLP."""
     layers = _linears(self.gate_proj, self.up_proj, self.down_proj)
@@ -274,7 +267,6 @@ def gemma_mlp_parts(self: Foreign) -> MlpBody | Body | str:
 @fused_body(
     "timm.models.gemma4_vit.Gemma4Attention",
     needs="q_proj k_proj v_proj o_proj q_norm k_norm v_norm num_heads num_kv_heads num_kv_groups attn_drop proj_drop",
-    takes="rope_cos rope_sin attn_mask",
 )
 def gemma_parts(
     self: Foreign,
@@ -313,7 +305,6 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @fused_body(
     "timm.layers.mlp.GlobalResponseNormMlp",
     needs="fc1 act drop1 grn fc2 drop2",
-    takes="",
 )
 def response_parts(self: Foreign) -> Body | str:
     """Parts of ConvNeXt V2's MLP of a map [B, H, W, D]: fc1, activation, dropout, normalization, fc2."""
@@ -331,7 +322,6 @@ def _normalized(self: Foreign, h: Tensor) -> Tensor:
     "convolution and MLP",
     "timm.models.csatv2.Block",
     needs="dwconv norm pwconv1 act grn pwconv2 ls drop_path attn",
-    takes="",
     folds=lambda self: [(self.norm, self.pwconv1)],
 )
 def csat_block(self: Foreign, x: Tensor) -> Tensor:

@@ -39,7 +39,6 @@ def drop_paths(block: Foreign) -> tuple[nn.Module, nn.Module]:
     "timm.models.volo.Transformer",
     "timm.models.volo.Outlooker",
     needs="norm1 attn drop_path1|drop_path norm2 mlp drop_path2|drop_path",
-    takes="attn_mask is_causal",
     folds=both_norms,
 )
 def block(self: Foreign, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -64,7 +63,6 @@ register_blocks(
     "pre-norm block",
     "timm.models.beit.Block",
     needs="norm1 attn gamma_1 drop_path1|drop_path norm2 mlp gamma_2 drop_path2|drop_path",
-    takes="shared_rel_pos_bias",
     folds=both_norms,
 )
 def beit_block(self: Foreign, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
@@ -79,7 +77,6 @@ def beit_block(self: Foreign, x: Tensor, shared_rel_pos_bias: Tensor | None = No
     "timm.models.cait.LayerScaleBlock",
     f"{PACKAGE}.layers.scaled_block.ScaledBlock",
     needs="norm1 attn gamma_1 drop_path1|drop_path norm2 mlp gamma_2",
-    takes="",
     folds=both_norms,
 )
 def scaled_block(self: Foreign, x: Tensor) -> Tensor:
@@ -104,7 +101,6 @@ def factors(block: Foreign, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
     "attention pooling",
     "timm.layers.attention_pool.AttentionPoolLatent",
     needs="latent pos_embed q kv q_norm k_norm num_heads scale proj proj_drop norm mlp pool",
-    takes="attn_mask",
     folds=lambda self: [(self.norm, self.mlp)],
 )
 def attention_pool(self: Foreign, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
@@ -132,7 +128,6 @@ def _patch_reason(self: Foreign) -> str | None:
     "timm.layers.patch_embed.PatchEmbed",
     "timm.models.layers.patch_embed.PatchEmbed",
     needs="proj norm img_size patch_size flatten",
-    takes="",
     reason=_patch_reason,
     products=False,
 )

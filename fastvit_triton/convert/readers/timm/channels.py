@@ -25,7 +25,6 @@ def _width(self: Foreign) -> int:
     "timm.models.xcit.XCA",
     "timm.models.edgenext.CrossCovarianceAttn",
     needs="qkv num_heads temperature attn_drop proj proj_drop",
-    takes="",
 )
 def cross_covariance_parts(self: Foreign) -> Body | str:
     """Parts of cross-covariance attention."""
@@ -43,7 +42,7 @@ def _cross_covariance(self: Foreign, qkv: Tensor) -> Tensor:
     return merged_heads((scores.softmax(-1).to(v.dtype) @ v).transpose(2, 3), qkv.shape[1:-1])
 
 
-@fused_body("timm.models.davit.ChannelAttention", needs="qkv num_heads scale proj", takes="")
+@fused_body("timm.models.davit.ChannelAttention", needs="qkv num_heads scale proj")
 def davit_parts(self: Foreign) -> Body:
     """Parts of DaViT's attention over channels."""
     between = partial(_davit, self)
@@ -56,7 +55,7 @@ def _davit(self: Foreign, qkv: Tensor) -> Tensor:
     return merged_heads(q @ weights.transpose(2, 3), qkv.shape[1:-1])
 
 
-@fused_body("timm.models.davit.ChannelAttentionV2", needs="qkv groups head_dim dynamic_scale proj", takes="")
+@fused_body("timm.models.davit.ChannelAttentionV2", needs="qkv groups head_dim dynamic_scale proj")
 def davit_v2_parts(self: Foreign) -> Body:
     """Parts of the attention over channels of DaViT as Florence-2 uses it."""
     between = partial(_davit_v2, self)
@@ -70,7 +69,7 @@ def _davit_v2(self: Foreign, qkv: Tensor) -> Tensor:
     return merged_heads(v @ weights.transpose(2, 3), qkv.shape[1:-1])
 
 
-@fused_body("timm.models.coat.FactorAttnConvRelPosEnc", needs="qkv num_heads scale crpe proj proj_drop", takes="size")
+@fused_body("timm.models.coat.FactorAttnConvRelPosEnc", needs="qkv num_heads scale crpe proj proj_drop")
 def coat_parts(self: Foreign, size: tuple[int, int] | None = None) -> Body:
     """Parts of CoaT's factorised attention, which has no dropout on its maps."""
     between = partial(_coat, self, size=size)
@@ -89,7 +88,6 @@ def _coat(self: Foreign, qkv: Tensor, size: tuple[int, int] | None) -> Tensor:
     "fastvit_triton.models.cait.TalkingHeads",
     "fastvit_triton.models.deepvit.ReAttention",
     needs="qkv num_heads scale attn_drop proj proj_l|attend proj_w|attend proj_drop",
-    takes="",
 )
 def talking_parts(self: Foreign) -> Body:
     """Parts of CaiT's and DeepViT's attention, whose heads mix their scores or their probabilities."""

@@ -38,7 +38,6 @@ def projections(attn: Foreign) -> tuple[Layer, tuple[Layer, ...]]:
     "timm.models.volo.ClassAttention",
     f"{PACKAGE}.layers.class_attention.ClassAttention",
     needs="q|wq k|wk|kv v|wv|kv num_heads scale attn_drop proj proj_drop",
-    takes="",
     reason=_dropped,
 )
 def class_attention(self: Foreign, x: Tensor) -> Tensor:
@@ -66,7 +65,6 @@ def _one_query(self: Foreign, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     "timm.models.cait.LayerScaleBlockClassAttn",
     f"{PACKAGE}.models.cait.ClassBlock",
     needs="norm1 attn gamma_1 drop_path1|drop_path norm2 mlp gamma_2",
-    takes="x_cls",
     folds=lambda self: [(self.norm2, self.mlp)],
 )
 def class_block(self: Foreign, x: Tensor, x_cls: Tensor) -> Tensor:
@@ -89,7 +87,6 @@ def _cross_reason(block: Foreign) -> str | None:
     "timm.models.crossvit.CrossAttentionBlock",
     f"{PACKAGE}.models.crossvit.CrossBlock",
     needs="norm1 attn drop_path",
-    takes="",
     reason=_cross_reason,
     folds=lambda self: [(self.norm1, self.attn)],
 )

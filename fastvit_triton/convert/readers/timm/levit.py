@@ -53,7 +53,6 @@ def _heads(self: Foreign, qkv: Tensor) -> Tensor:
 @fused_body(
     "timm.models.efficientformer.Attention",
     needs="qkv proj num_heads scale key_dim val_dim attention_biases attention_bias_idxs",
-    takes="",
 )
 def efficientformer_parts(self: Foreign) -> Body:
     """Parts of EfficientFormer's attention."""
@@ -68,7 +67,6 @@ register_blocks(
 @fused_body(
     "timm.models.tiny_vit.Attention",
     needs="norm qkv proj num_heads scale key_dim val_dim attention_biases attention_bias_idxs",
-    takes="",
 )
 def tiny_vit_parts(self: Foreign) -> Body:
     """Parts of TinyViT's attention in windows [B · windows, N, D], with its norm."""
@@ -76,7 +74,7 @@ def tiny_vit_parts(self: Foreign) -> Body:
     return Body("attention", (self.qkv,), between, self.proj, self.num_heads, first=self.norm)
 
 
-@fused_body("timm.models.tiny_vit.NormMlp", needs="norm fc1 act drop1 fc2 drop2", takes="")
+@fused_body("timm.models.tiny_vit.NormMlp", needs="norm fc1 act drop1 fc2 drop2")
 def tiny_vit_mlp_parts(self: Foreign) -> MlpBody:
     """Parts of TinyViT's MLP with its norm."""
     return MlpBody((self.fc1,), activation_of(self.act), self.fc2, (self.drop1, self.drop2), first=self.norm)
@@ -135,7 +133,6 @@ def levit_parts(self: Foreign, tokens: bool = False) -> Body | str:
     "fastvit_triton.models.levit.DistanceDownsample",
     needs="q.down q.ln kv proj.act proj.ln num_heads scale key_dim val_dim attention_biases attention_bias_idxs|grid "
     "use_conv|grid",
-    takes="",
     reason=_levit_reason,
 )
 def levit_downsample(self: Foreign, x: Tensor) -> Tensor:
@@ -207,7 +204,6 @@ def _block_reason(self: Foreign) -> str | None:
     "timm.models.levit.LevitBlock",
     "fastvit_triton.models.levit.NormedBlock",
     needs="attn.use_conv|attn.grid drop_path1 mlp drop_path2",
-    takes="",
     reason=_block_reason,
     checked=False,
 )
@@ -226,7 +222,6 @@ def levit_block(self: Foreign, x: Tensor) -> Tensor:
     "timm.models.levit.LevitDownsample",
     "fastvit_triton.models.levit.LevitDownsample",
     needs="attn_downsample.use_conv|attn_downsample.grid mlp drop_path",
-    takes="",
     reason=_block_reason,
     checked=False,
 )

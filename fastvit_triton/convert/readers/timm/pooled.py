@@ -23,7 +23,6 @@ Grid = tuple[int, int]
 @fused_body(
     "timm.models.hiera.MaskUnitAttention",
     needs="qkv proj heads head_dim scale q_stride window_size use_mask_unit_attn",
-    takes="",
 )
 def hiera_parts(self: Foreign) -> Body | str:
     """Parts of Hiera's attention, within mask units or among all tokens, with queries pooled by their maximum."""
@@ -48,7 +47,6 @@ def _hiera_heads(self: Foreign, qkv: Tensor) -> Tensor:
     "pre-norm block",
     "timm.models.hiera.HieraBlock",
     needs="norm1 attn ls1 drop_path1 norm2 mlp ls2 drop_path2 do_expand proj",
-    takes="",
     folds=lambda self: both_norms(self)[self.do_expand :],
 )
 def hiera_block(self: Foreign, x: Tensor) -> Tensor:
@@ -63,7 +61,7 @@ def hiera_block(self: Foreign, x: Tensor) -> Tensor:
     return add_branches(wide + self.drop_path1(self.ls1(self.attn(y))), mlp)
 
 
-@fused_body("timm.models.hieradet_sam2.MultiScaleAttention", needs="qkv proj num_heads scale q_pool", takes="")
+@fused_body("timm.models.hieradet_sam2.MultiScaleAttention", needs="qkv proj num_heads scale q_pool")
 def sam2_parts(self: Foreign) -> Body:
     """Parts of the attention of SAM 2's Hiera among the tokens of a map, with pooled queries."""
     between = partial(attend_pooled, heads=self.num_heads, scale=scale_of(self), pool=self.q_pool)
@@ -75,7 +73,6 @@ def sam2_parts(self: Foreign) -> Body:
     "timm.models.mvitv2.MultiScaleAttention",
     needs="qkv proj num_heads scale has_cls_token pool_q pool_k pool_v norm_q norm_k norm_v rel_pos_type "
     "residual_pooling",
-    takes="feat_size",
 )
 def mvit_attention(self: Foreign, x: Tensor, feat_size: Grid) -> tuple[Tensor, list[int]]:
     """Attention with pooled queries, keys and values; [B, N, D] → ([B, N', D'], the size of the pooled map)."""
@@ -124,7 +121,7 @@ def _mvit_distances(self: Foreign, name: str, n: int, m: int) -> Tensor:
     return derived(self, f"{name} {n} {m}", (table,), make)
 
 
-@fused_body("timm.models.volo.Attention", needs="qkv num_heads scale attn_drop proj proj_drop", takes="")
+@fused_body("timm.models.volo.Attention", needs="qkv num_heads scale attn_drop proj proj_drop")
 def volo_parts(self: Foreign) -> Body | str:
     """Parts of VOLO's attention among the tokens of a map."""
     between = partial(attend_all, num_heads=self.num_heads, scale=scale_of(self))
@@ -135,7 +132,6 @@ def volo_parts(self: Foreign) -> Body | str:
     "outlook attention",
     "timm.models.volo.OutlookAttention",
     needs="v attn num_heads scale kernel_size padding stride attn_drop proj proj_drop unfold pool",
-    takes="",
     reason=dropped,
 )
 def outlook_attention(self: Foreign, x: Tensor) -> Tensor:

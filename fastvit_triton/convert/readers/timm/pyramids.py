@@ -67,7 +67,6 @@ def _swin_parts(block: Foreign, grid: Grid | None, bias: Tensor, scale: float | 
     "pre-norm block",
     "timm.models.swin_transformer.SwinTransformerBlock",
     needs=SWIN,
-    takes="",
     reason=_swin_reason,
     folds=both_norms,
     by_name=True,
@@ -87,7 +86,6 @@ def swin_block(self: Foreign, x: Tensor) -> Tensor:
     "post-norm block",
     "timm.models.swin_transformer_v2.SwinTransformerV2Block",
     needs=SWIN,
-    takes="",
     reason=_swin_reason,
     by_name=True,
 )
@@ -106,7 +104,6 @@ def swin_v2_block(self: Foreign, x: Tensor) -> Tensor:
     "timm.models.swin_transformer_v2.WindowAttention",
     needs="qkv num_heads logit_scale cpb_mlp relative_coords_table relative_position_index softmax attn_drop proj "
     "proj_drop window_size",
-    takes="mask",
 )
 def swin_v2_parts(self: Foreign, mask: Tensor | None = None) -> Body | str:
     """Parts of Swin V2's attention, called on windows [B·windows, n, D]."""
@@ -126,7 +123,6 @@ def swin_v2_parts(self: Foreign, mask: Tensor | None = None) -> Body | str:
     "timm.models.swin_transformer.PatchMerging",
     "fastvit_triton.layers.window.PatchMerging",
     needs="norm reduction",
-    takes="",
     folds=lambda self: [(self.norm, self.reduction)],
 )
 def swin_merging(self: Foreign, x: Tensor) -> Tensor:
@@ -134,7 +130,7 @@ def swin_merging(self: Foreign, x: Tensor) -> Tensor:
     return merge(x, self.norm, self.reduction)
 
 
-@fused_forward("patch merging", "timm.models.swin_transformer_v2.PatchMerging", needs="norm reduction", takes="")
+@fused_forward("patch merging", "timm.models.swin_transformer_v2.PatchMerging", needs="norm reduction")
 def swin_v2_merging(self: Foreign, x: Tensor) -> Tensor:
     """Swin V2's patch merging; [B, H, W, D] → [B, ⌈H/2⌉, ⌈W/2⌉, D']."""
     return normalize(project(merged(x), (self.reduction,)), self.norm)
@@ -185,7 +181,6 @@ def _unless_dropped(attn: Foreign, body: Body) -> Body | str:
     "timm.models.twins.LocallyGroupedAttn",
     "fastvit_triton.layers.window.WindowAttention",
     needs="qkv num_heads scale attn_drop proj proj_drop ws|window",
-    takes="size",
 )
 def window_parts(self: Foreign, size: Grid | None = None) -> Body | str:
     """Parts of an attention in windows of a map, given as tokens if it has this size; its bias is kept while frozen."""
@@ -204,7 +199,6 @@ def window_parts(self: Foreign, size: Grid | None = None) -> Body | str:
     "timm.models.pvt_v2.Attention",
     "fastvit_triton.layers.reduced.ReducedAttention",
     needs="q kv num_heads scale attn_drop proj proj_drop sr norm",
-    takes="size feat_size",
 )
 def reduced_parts(self: Foreign, size: Grid | None = None, feat_size: Grid | None = None) -> Body | str:
     """Parts of an attention to a smaller map, by a convolution or by pooling (linear attention); tokens have a size."""
@@ -225,7 +219,7 @@ def _ratio(attn: Foreign) -> int:
     return 1 if attn.sr is None else attn.sr.stride[0]
 
 
-@fused_body("timm.models.pvt_v2.MlpWithDepthwiseConv", needs="fc1 relu dwconv act fc2 drop", takes="feat_size")
+@fused_body("timm.models.pvt_v2.MlpWithDepthwiseConv", needs="fc1 relu dwconv act fc2 drop")
 def pvt_mlp_parts(self: Foreign, feat_size: Grid | None = None) -> Body | str:
     """Parts of PVT v2's MLP with a depthwise convolution."""
     act = activation_of(self.act)
@@ -267,7 +261,6 @@ def _pos_reason(self: Foreign) -> str | None:
     "timm.models.twins.PosConv",
     "fastvit_triton.layers.conv.Peg",
     needs="proj",
-    takes="size",
     reason=_pos_reason,
 )
 def pos_conv(self: Foreign, x: Tensor, size: Grid | None = None) -> Tensor:

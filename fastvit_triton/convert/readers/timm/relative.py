@@ -47,7 +47,6 @@ def _reason(self: Foreign) -> str | None:
 @fused_body(
     "timm.models.vision_transformer_relpos.RelPosAttention",
     needs="qkv q_norm k_norm num_heads scale rel_pos attn_drop proj proj_drop",
-    takes="shared_rel_pos",
 )
 def rel_pos_parts(self: Foreign, shared_rel_pos: Tensor | None = None) -> Body | str:
     """Parts of an attention with relative positions, of the module or shared by the model."""
@@ -71,7 +70,6 @@ register_blocks(
 @fused_body(
     "timm.models.maxxvit.AttentionCl",
     needs="qkv num_heads scale rel_pos head_first attn_drop proj proj_drop",
-    takes="shared_rel_pos",
 )
 def maxvit_parts(self: Foreign, shared_rel_pos: Tensor | None = None) -> Body | str:
     """Parts of MaxViT's attention among the tokens of a window or grid."""
@@ -92,7 +90,6 @@ def _maxvit_heads(self: Foreign, qkv: Tensor, shared: Tensor | None) -> Tensor:
 @fused_body(
     "timm.models.gcvit.WindowAttentionGlobal",
     needs="qkv num_heads scale rel_pos use_global attn_drop proj proj_drop",
-    takes="q_global",
 )
 def gcvit_parts(self: Foreign, q_global: Tensor | None = None) -> Body | str:
     """Parts of GCViT's attention in windows [B · windows, N, D], with queries of the windows or of the whole image."""
@@ -114,7 +111,6 @@ def _gcvit_heads(self: Foreign, qkv: Tensor, queries: Tensor | None) -> Tensor:
 @fused_body(
     "timm.models.swin_transformer_v2_cr.WindowMultiHeadAttention",
     needs="qkv num_heads logit_scale meta_mlp relative_coordinates_log attn_drop proj proj_drop window_size",
-    takes="mask",
 )
 def swin_cr_parts(self: Foreign, mask: Tensor | None = None) -> Body | str:
     """Parts of Swin V2 CR's cosine attention in windows; group g of the bias is window g, with the mask added."""
@@ -136,7 +132,6 @@ def _swin_cr_heads(self: Foreign, qkv: Tensor, mask: Tensor | None) -> Tensor:
 @fused_body(
     "timm.models.vision_transformer_sam.Attention",
     needs="qkv q_norm k_norm num_heads scale use_rel_pos rope attn_drop proj proj_drop",
-    takes="",
 )
 def sam_parts(self: Foreign) -> Body | str:
     """Parts of SAM's attention on a map, with decomposed relative positions or rotary ones."""

@@ -21,7 +21,6 @@ OURS = f"{PACKAGE}.models.tnt"
 @fused_body(
     "timm.models.tnt.Attention",
     needs="qk v num_heads scale attn_drop proj proj_drop",
-    takes="",
 )
 def tnt_parts(self: Foreign) -> Body | str:
     """Parts of TNT's attention, which projects queries and keys together."""
@@ -37,7 +36,7 @@ def _tnt_folds(self: Foreign) -> list[tuple[nn.Module, nn.Module | None]]:
     return [*pairs[0], *pairs[1], (self.norm1_proj, None if self.norm2_proj is None else self.proj)]
 
 
-@fused_body(f"{OURS}.SplitAttention", needs="qk v num_heads scale attn_drop proj proj_drop", takes="")
+@fused_body(f"{OURS}.SplitAttention", needs="qk v num_heads scale attn_drop proj proj_drop")
 def split_parts(self: Foreign) -> Body | str:
     """Parts of our attention, whose projections are fused also while probabilities are dropped."""
     if not (self.attn_drop.training and self.attn_drop.p > 0):
@@ -58,7 +57,6 @@ def _dropping(self: Foreign, qkv: Tensor) -> Tensor:
     "timm.models.tnt.Block",
     f"{OURS}.InnerBlock",
     needs="norm_in attn_in norm_mlp_in mlp_in norm1_proj proj norm2_proj norm_out attn_out norm_mlp mlp drop_path",
-    takes="patch_embed",
     folds=_tnt_folds,
 )
 def tnt_block(self: Foreign, pixel_embed: Tensor, patch_embed: Tensor) -> tuple[Tensor, Tensor]:

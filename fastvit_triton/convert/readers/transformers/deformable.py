@@ -39,8 +39,6 @@ PADDED = frozenset(
 @fused_forward(
     "deformable sampling",
     *classes("deformable_detr.MultiScaleDeformableAttention"),
-    takes="value_spatial_shapes value_spatial_shapes_list level_start_index sampling_locations attention_weights "
-    "im2col_step",
 )
 def sampling(
     self: Foreign,

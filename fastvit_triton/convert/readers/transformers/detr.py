@@ -109,7 +109,7 @@ def _mlp_reason(self: Foreign) -> str | None:
     return f"dropout {max(self.activation_dropout, self.dropout)}" if dropped else None
 
 
-@fused_body(*classes("detr.DetrMLP"), needs="fc1 fc2 activation_fn activation_dropout dropout", takes="")
+@fused_body(*classes("detr.DetrMLP"), needs="fc1 fc2 activation_fn activation_dropout dropout")
 def mlp_parts(self: Foreign) -> MlpBody | str:
     """Parts of an MLP with dropouts."""
     return _mlp_reason(self) or MlpBody((self.fc1,), activation_of(self.activation_fn), self.fc2)
@@ -489,7 +489,6 @@ CENTRED = ("deformable_detr.DeformableDetrSinePositionEmbedding",)  # positions 
     "sine positions",
     *classes("detr.DetrSinePositionEmbedding", *CENTRED),
     needs="num_position_features normalize scale temperature",
-    takes="device dtype mask",
     checked=False,
 )
 def sine_positions(
@@ -506,7 +505,6 @@ def sine_positions(
     "sine positions",
     *classes("table_transformer.TableTransformerSinePositionEmbedding"),
     needs="embedding_dim normalize scale temperature",
-    takes="pixel_mask",
     checked=False,
 )
 def float32_sine_positions(self: Foreign, pixel_values: Tensor, pixel_mask: Tensor | None) -> Tensor:
@@ -520,7 +518,6 @@ def float32_sine_positions(self: Foreign, pixel_values: Tensor, pixel_mask: Tens
     "",
     *classes("detr.DetrConvEncoder", "rt_detr.RTDetrConvEncoder"),
     needs="model",
-    takes="pixel_mask",
 )
 def masked_maps(self: Foreign, pixel_values: Tensor, pixel_mask: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Maps of a backbone, each with the mask of its pixels; masks of whole steps are views before their conversion."""

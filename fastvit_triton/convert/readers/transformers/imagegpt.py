@@ -37,7 +37,6 @@ def linear_of(layer: Foreign) -> Layer:
     *classes("imagegpt.ImageGPTAttention"),
     needs="config bias num_heads split_size scale_attn_weights is_cross_attention scale_attn_by_inverse_layer_idx "
     "layer_idx reorder_and_upcast_attn c_attn c_proj attn_dropout resid_dropout",
-    takes="layer_past attention_mask encoder_hidden_states encoder_attention_mask use_cache output_attentions",
     after=(None,),
 )
 def imagegpt_parts(
@@ -91,13 +90,13 @@ def _is_triangular(mask: Tensor) -> bool:
     return found[1]
 
 
-@fused_body(*classes("imagegpt.ImageGPTMLP"), needs="c_fc c_proj act dropout", takes="")
+@fused_body(*classes("imagegpt.ImageGPTMLP"), needs="c_fc c_proj act dropout")
 def imagegpt_mlp_parts(self: Foreign) -> MlpBody:
     """Parts of ImageGPT's MLP."""
     return MlpBody((linear_of(self.c_fc),), activation_of(self.act), linear_of(self.c_proj), (None, self.dropout))
 
 
-@fused_forward("RMSNorm", *classes("imagegpt.ImageGPTLayerNorm"), needs="weight eps", takes="", products=False)
+@fused_forward("RMSNorm", *classes("imagegpt.ImageGPTLayerNorm"), needs="weight eps", products=False)
 def imagegpt_norm(self: Foreign, tensor: Tensor) -> Tensor:
     """RMSNorm; [..., D] → [..., D]."""
     if tensor.dtype != self.weight.dtype or not are_plain_tensors(self.weight):
@@ -112,7 +111,6 @@ RMS_FORWARDS[imagegpt_norm] = "eps"
     "pre-norm block",
     *classes("imagegpt.ImageGPTBlock"),
     needs="ln_1 attn ln_2 mlp gradient_checkpointing",
-    takes="layer_past attention_mask encoder_hidden_states encoder_attention_mask use_cache output_attentions",
     folds=lambda self: [(self.ln_1, self.attn), (self.ln_2, self.mlp)],
 )
 def imagegpt_block(

@@ -181,7 +181,6 @@ def _merged(self: Foreign, x: Tensor, mlp: MlpBody, y: Tensor) -> Tensor:
     "patch merger",
     *classes("qwen3_vl.Qwen3VLVisionPatchMerger"),
     needs="norm linear_fc1 act_fn linear_fc2 hidden_size use_postshuffle_norm",
-    takes="",
 )
 def merger(self: Foreign, x: Tensor) -> Tensor:
     """Norm of patches, or of merged patches, then an MLP of merged patches; [T, D] → [T / 4, F]."""
@@ -194,7 +193,6 @@ def merger(self: Foreign, x: Tensor) -> Tensor:
     "patch merger",
     *classes("qwen3_omni_moe.Qwen3OmniMoeVisionPatchMerger"),
     needs="ln_q mlp.0 mlp.2 hidden_size use_postshuffle_norm",
-    takes="",
 )
 def listed_merger(self: Foreign, x: Tensor) -> Tensor:
     """As `merger`, with the layers in a list."""
@@ -209,7 +207,6 @@ def listed_merger(self: Foreign, x: Tensor) -> Tensor:
     "patch merger",
     *classes("glm4v.Glm4vVisionPatchMerger"),
     needs="proj post_projection_norm act1 gate_proj up_proj act_fn down_proj",
-    takes="",
 )
 def gated_merger(self: Foreign, x: Tensor) -> Tensor:
     """A layer, a norm, an activation, then a gated MLP; [T, D] → [T, D]."""
@@ -229,7 +226,6 @@ def _volume_reason(self: Foreign) -> str | None:
     "patch projection",
     *classes("qwen2_vl.PatchEmbed"),
     needs="proj in_channels temporal_patch_size patch_size embed_dim",
-    takes="",
     reason=_volume_reason,
     products=False,
 )
@@ -239,7 +235,7 @@ def flat_patches(self: Foreign, hidden_states: Tensor) -> Tensor:
     return linear(hidden_states.view(-1, weight.shape[1]).to(weight.dtype), weight, self.proj.bias)
 
 
-@fused_forward("RMSNorm", *classes("llama.LlamaRMSNorm"), needs="weight variance_epsilon", takes="", products=False)
+@fused_forward("RMSNorm", *classes("llama.LlamaRMSNorm"), needs="weight variance_epsilon", products=False)
 def llama_norm(self: Foreign, hidden_states: Tensor) -> Tensor:
     """RMSNorm; [..., D] → [..., D]."""
     weight = self.weight

@@ -33,7 +33,6 @@ DROP_PATHS |= {f"{TIMESFORMER}DropPath", *classes("mgp_str.MgpStrDropPath")}
 @fused_body(
     *classes("timesformer.TimeSformerAttention"),
     needs="attention.qkv attention.num_heads attention.scale attention.attn_drop output.dense output.dropout",
-    takes="output_attentions",
     after=(),
     by_name=True,
 )
@@ -58,7 +57,6 @@ def _timesformer_folds(self: Foreign) -> list[tuple[Foreign, Foreign]]:
     f"{TIMESFORMER}Layer",
     needs="attention layernorm_before layernorm_after intermediate.dense intermediate.intermediate_act_fn "
     "intermediate.dropout output.dense output.dropout drop_path attention_type config",
-    takes="output_attentions",
     reason=lambda self: parts_reason(self, TIMESFORMER, intermediate="Intermediate", output="Output"),
     folds=_timesformer_folds,
     by_name=True,
@@ -112,7 +110,6 @@ def _mgp_str_block(block: Foreign, x: Tensor) -> Tensor:
     "encoder of pre-norm blocks",
     f"{MGP_STR}Encoder",
     needs="blocks",
-    takes="output_attentions output_hidden_states return_dict",
     reason=_mgp_str_reason,
     folds=lambda self: [pair for b in self.blocks for pair in ((b.norm1, b.attn.qkv), (b.norm2, b.mlp))],
     by_name=True,
@@ -151,7 +148,6 @@ def _bridgetower_reason(self: Foreign) -> str | None:
     "pre-norm block",
     *classes("bridgetower.BridgeTowerResidualAttention"),
     needs="attn.in_proj_weight ln_1 ln_2 mlp.c_fc mlp.gelu mlp.c_proj attn_mask",
-    takes="attention_mask",
     reason=_bridgetower_reason,
     folds=lambda self: [(self.ln_1, self.attn), (self.ln_2, self.mlp.c_fc)],
 )
@@ -184,7 +180,6 @@ def pix2struct_parts(self: Foreign, attention_mask: Tensor | None = None, **more
 @fused_body(
     *classes("pix2struct.Pix2StructVisionMlp", "kosmos2_5.Kosmos2_5VisionMlp"),
     needs="wi_0 wi_1 wo dropout act",
-    takes="",
 )
 def pix2struct_mlp_parts(self: Foreign) -> Any:
     """Parts of T5's gated MLP."""
@@ -193,9 +188,7 @@ def pix2struct_mlp_parts(self: Foreign) -> Any:
     return gated_mlp_body((self.wi_0, self.wi_1), self.act, self.wo, (self.dropout, None))
 
 
-@fused_body(
-    *classes("granite_docling.GraniteDoclingDeepStackMerger"), needs="layer_norm linear_1 act linear_2", takes=""
-)
+@fused_body(*classes("granite_docling.GraniteDoclingDeepStackMerger"), needs="layer_norm linear_1 act linear_2")
 def merger_parts(self: Foreign) -> MlpBody:
     """Parts of an MLP after a norm."""
     return MlpBody((self.linear_1,), activation_of(self.act), self.linear_2, first=self.layer_norm)
@@ -225,7 +218,7 @@ def docling_connector(self: Foreign, image_hidden_states: Tensor, *inputs: Any, 
     return features.flatten(0, 1), inner
 
 
-@fused_body(*classes("lfm3_vl.Lfm3VlVisionMLP"), needs="w1 w2 w3", takes="")
+@fused_body(*classes("lfm3_vl.Lfm3VlVisionMLP"), needs="w1 w2 w3")
 def numbered_parts(self: Foreign) -> MlpBody:
     """Parts of a SwiGLU with LLaMA's names."""
     return MlpBody((self.w1, self.w3), "swiglu", self.w2)

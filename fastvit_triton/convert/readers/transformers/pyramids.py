@@ -80,7 +80,6 @@ def attention_parts(
     f"{PVT}Attention",
     needs="self.query self.key self.value self.num_attention_heads self.attention_head_size self.dropout "
     "self.sr_ratio|self.sequences_reduction_ratio output.dense output.dropout",
-    takes="height width output_attentions",
     after=(),
     by_name=True,
 )
@@ -104,7 +103,6 @@ def nested_parts(
     f"{PVT_V2}SelfAttention",
     needs="query key value proj proj_drop attn_drop num_attention_heads attention_head_size spatial_reduction_ratio "
     "linear_attention",
-    takes="height width output_attentions",
     after=(),
     by_name=True,
 )
@@ -148,7 +146,6 @@ def _parts(
     f"{GLPN}MixFFN",
     f"{PVT_V2}ConvFeedForwardNetwork",
     needs="fc1|dense1 dwconv.dwconv activation_fn|intermediate_act_fn fc2|dense2 dropout",
-    takes="height width",
     by_name=True,
 )
 def mix_parts(self: Foreign, height: int | None = None, width: int | None = None) -> Body | str:
@@ -170,7 +167,6 @@ def mix_parts(self: Foreign, height: int | None = None, width: int | None = None
 @fused_body(
     f"{PVT}FFN",
     needs="dense1 intermediate_act_fn dense2 dropout",
-    takes="",
     by_name=True,
 )
 def mlp_parts(self: Foreign) -> MlpBody:
@@ -215,7 +211,6 @@ def _layer(self: Foreign, x: Tensor, grid: dict[str, int], call: dict[str, Any])
 @fused_body(
     *classes("hiera.HieraMaskUnitAttention"),
     needs="qkv proj num_heads scale query_stride window_size use_mask_unit_attn",
-    takes="output_attentions",
     after=(None,),
 )
 def hiera_parts(self: Foreign, output_attentions: bool = False) -> Body | str:
@@ -251,7 +246,7 @@ def sam2_parts(self: Foreign, **more: object) -> Body | str:
     return why or Body("attention", (self.qkv,), between, self.proj, heads)
 
 
-@fused_body(*classes("sam2.Sam2FeedForward"), needs="proj_in activation layers proj_out sigmoid_output", takes="")
+@fused_body(*classes("sam2.Sam2FeedForward"), needs="proj_in activation layers proj_out sigmoid_output")
 def sam2_mlp_parts(self: Foreign) -> MlpBody | str:
     """Parts of SAM 2's MLP, if it has two layers."""
     if len(self.layers) or self.sigmoid_output:
@@ -263,7 +258,6 @@ def sam2_mlp_parts(self: Foreign) -> MlpBody | str:
     "window attention",
     *classes("florence2.Florence2VisionWindowAttention"),
     needs="qkv proj num_heads scale window_size is_causal config",
-    takes="",
     reason=lambda self: attention_reason(self, 0.0, None, None, {}),
 )
 def florence2_windows(self: Foreign, hidden_states: Tensor) -> Tensor:
@@ -274,7 +268,7 @@ def florence2_windows(self: Foreign, hidden_states: Tensor) -> Tensor:
     return window_body((self.qkv,), self.proj, self.num_heads, self.scale, window)(hidden_states).flatten(1, 2)
 
 
-@fused_body(*classes("florence2.Florence2VisionChannelAttention"), needs="qkv proj groups is_causal config", takes="")
+@fused_body(*classes("florence2.Florence2VisionChannelAttention"), needs="qkv proj groups is_causal config")
 def florence2_channel_parts(self: Foreign) -> Body | str:
     """Parts of an attention among the channels of a group, whose vectors are as long as the image has tokens."""
 
@@ -305,7 +299,6 @@ def _cvt_reason(self: Foreign) -> str | None:
     f"{CVT}Attention",
     needs="attention.scale attention.with_cls_token attention.num_heads attention.dropout output.dense output.dropout "
     + " ".join(f"attention.convolution_projection_{n} attention.projection_{n}" for n in CVT_NAMES),
-    takes="height width",
     by_name=True,
 )
 def cvt_parts(self: Foreign, height: int = 0, width: int = 0) -> Body | str:
@@ -349,7 +342,6 @@ def _convolved(self: Foreign, image: Tensor) -> Tensor:
     f"{CVT}Layer",
     needs="attention layernorm_before layernorm_after intermediate.dense intermediate.activation output.dense "
     "output.dropout drop_path",
-    takes="height width",
     reason=lambda self: parts_reason(self, CVT, intermediate="Intermediate", output="Output"),
     folds=lambda self: [(self.layernorm_before, self.attention), (self.layernorm_after, self.intermediate.dense)],
     by_name=True,
@@ -377,7 +369,7 @@ def _value_dim(self: Foreign) -> int:
     return self.attention_ratio * self.key_dim
 
 
-@fused_body(f"{LEVIT}Attention", needs=f"queries_keys_values {LEVIT_NEEDS}", takes="", by_name=True)
+@fused_body(f"{LEVIT}Attention", needs=f"queries_keys_values {LEVIT_NEEDS}", by_name=True)
 def levit_parts(self: Foreign) -> Body:
     """Parts of LeViT's attention, with an activation before the last layer."""
     heads = self.num_attention_heads
@@ -393,7 +385,6 @@ def _activated(self: Foreign, qkv: Tensor) -> Tensor:
     "attention with fewer queries",
     f"{LEVIT}AttentionSubsample",
     needs=f"keys_values queries_subsample queries {LEVIT_NEEDS}",
-    takes="",
     by_name=True,
 )
 def subsample(self: Foreign, hidden_state: Tensor) -> Tensor:
@@ -404,7 +395,7 @@ def subsample(self: Foreign, hidden_state: Tensor) -> Tensor:
     return finish(self.activation(o), normed(self.projection))
 
 
-@fused_body(f"{LEVIT}MLPLayer", needs="linear_up activation linear_down", takes="", by_name=True)
+@fused_body(f"{LEVIT}MLPLayer", needs="linear_up activation linear_down", by_name=True)
 def levit_mlp_parts(self: Foreign) -> MlpBody | str:
     """Parts of LeViT's MLP, with the BatchNorms folded into its layers."""
     return folded_mlp(normed(self.linear_up), self.activation, normed(self.linear_down), (None, None))
@@ -414,7 +405,7 @@ def _residual_reason(self: Foreign) -> str | None:
     return f"stochastic depth {self.drop_rate}" if self.training and self.drop_rate > 0 else None
 
 
-@fused_forward("residual", f"{LEVIT}ResidualLayer", needs="module drop_rate", takes="", reason=_residual_reason)
+@fused_forward("residual", f"{LEVIT}ResidualLayer", needs="module drop_rate", reason=_residual_reason)
 def residual(self: Foreign, hidden_state: Tensor) -> Tensor:
     """x + module(x); [B, N, D] → [B, N, D]."""
     return add_branches(hidden_state, Branch(self.module), block=self)

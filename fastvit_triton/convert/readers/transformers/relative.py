@@ -31,7 +31,6 @@ def _parts(self: Foreign, heads: int, positions: bool, scale: float | None) -> B
 @fused_body(
     *classes("sam.SamVisionSdpaAttention"),
     needs="qkv proj num_attention_heads use_rel_pos get_rel_pos",
-    takes="output_attentions",
     after=(None,),
 )
 def sam_sdpa_parts(self: Foreign, output_attentions: bool = False) -> Body:
@@ -42,7 +41,6 @@ def sam_sdpa_parts(self: Foreign, output_attentions: bool = False) -> Body:
 @fused_body(
     *classes("sam.SamVisionAttention"),
     needs="qkv proj num_attention_heads scale dropout use_rel_pos get_rel_pos",
-    takes="output_attentions",
     after=(None,),
 )
 def sam_parts(self: Foreign, output_attentions: bool | None = None) -> Body | str:
@@ -57,13 +55,11 @@ def sam_parts(self: Foreign, output_attentions: bool | None = None) -> Body | st
 @fused_body(
     *classes("seggpt.SegGptAttention"),
     needs="qkv proj num_attention_heads scale use_relative_position_embeddings get_rel_pos",
-    takes="output_attentions",
     after=(None,),
 )
 @fused_body(
     *classes("vitdet.VitDetAttention"),
     needs="qkv proj num_heads scale use_relative_position_embeddings",
-    takes="output_attentions",
     after=(),
 )
 def seggpt_parts(self: Foreign, output_attentions: bool = False) -> Body | str:

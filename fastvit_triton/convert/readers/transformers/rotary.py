@@ -60,7 +60,6 @@ def weights_reason(self: Foreign) -> str | None:
     "MLP with an activation after it",
     *classes("llama4.Llama4VisionMLP2"),
     needs="fc1 fc2 activation_fn dropout",
-    takes="",
     reason=lambda self: f"dropout {self.dropout}" if self.training and self.dropout > 0 else None,
 )
 def llama4_adapter(self: Foreign, hidden_states: Tensor) -> Tensor:
@@ -86,7 +85,7 @@ def sam3_parts(self: Foreign, position_embeddings: Tables = None, **more: object
     return why or Body("attention", (self.q_proj, self.k_proj, self.v_proj), attend, self.o_proj, heads)
 
 
-@fused_body(*classes("sam3.Sam3MLP"), needs="fc1 dropout activation_fn fc2", takes="")
+@fused_body(*classes("sam3.Sam3MLP"), needs="fc1 dropout activation_fn fc2")
 def sam3_mlp_parts(self: Foreign) -> MlpBody | str:
     """Parts of SAM 3's MLP."""
     if not is_inactive(self.dropout):
@@ -98,7 +97,6 @@ def sam3_mlp_parts(self: Foreign) -> MlpBody | str:
     *classes("vjepa2.VJEPA2RopeAttention"),
     needs="query key value proj num_attention_heads attention_head_size d_dim h_dim w_dim get_position_ids scaling "
     "dropout_prob is_causal config",
-    takes="position_mask",
     after=(None,),
 )
 def vjepa2_parts(self: Foreign, position_mask: Tensor | None = None) -> Body | str:
@@ -231,7 +229,7 @@ def _rotated_by_axis(x: Tensor, tables: tuple[Tensor, Tensor], axes: int) -> Ten
     return x * cos + torch.cat((-second, first), -1).flatten(-2) * sin
 
 
-@fused_body(*classes("gemma4.Gemma4VisionMLP"), needs="gate_proj up_proj act_fn down_proj", takes="")
+@fused_body(*classes("gemma4.Gemma4VisionMLP"), needs="gate_proj up_proj act_fn down_proj")
 def gemma4_mlp_parts(self: Foreign) -> MlpBody | Body:
     """Parts of Gemma 4's gated MLP."""
     gate, up, down = (_unclipped(layer) for layer in (self.gate_proj, self.up_proj, self.down_proj))

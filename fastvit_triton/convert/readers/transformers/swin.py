@@ -206,7 +206,6 @@ def _layer(self: Foreign, x: Tensor, grid: tuple[int, int]) -> Tensor:
     "patch merging",
     *(f"{family}PatchMerging" for family in (SWIN, *COPIES)),
     needs="norm reduction",
-    takes="input_dimensions",
     folds=lambda self: [(self.norm, self.reduction)],
     by_name=True,
 )

@@ -187,7 +187,6 @@ def written_out_parts(self: Foreign, attention_mask: Tensor | None = None, **mor
     *classes("vjepa2.VJEPA2MLP", "janus.JanusVisionMLP", "mgp_str.MgpstrMlp", "vitdet.VitDetMlp"),
     *classes("inkling2.Inkling2VisionMerger", "llava.LlavaMultiModalProjector"),
     needs="fc1|lin1|linear_fc1|linear_1 act|act_fn|activation|activation_fn fc2|lin2|linear_fc2|linear_2",
-    takes="",
 )
 def mlp_parts(self: Foreign) -> MlpBody:
     """Parts of an MLP: a layer, an activation, another layer; and optional dropouts after both layers."""
@@ -209,7 +208,6 @@ def _first(self: Foreign, *names: str) -> Any:
     "attention pooling",
     *classes("aimv2.Aimv2AttentionPoolingHead"),
     needs="k_proj v_proj cls_token output_proj num_heads",
-    takes="",
 )
 def class_pooling(self: Foreign, hidden_states: Tensor) -> Tensor:
     """A learned query attends to all tokens; [B, N, D] → [B, D]."""

@@ -152,7 +152,6 @@ def packed_gate_parts(self: Foreign) -> MlpBody:
     *classes("siglip.SiglipMultiheadAttentionPoolingHead", "siglip2.Siglip2MultiheadAttentionPoolingHead"),
     *classes("phi4_multimodal.Phi4MultimodalVisionMultiheadAttentionPoolingHead"),
     needs="probe attention.in_proj_weight layernorm mlp",
-    takes="attention_mask",
     reason=lambda self: "its attention has a hook" if has_hooks(self.attention) else multihead_reason(self.attention),
     folds=lambda self: [(self.layernorm, self.mlp)],
 )

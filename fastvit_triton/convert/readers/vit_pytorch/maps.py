@@ -90,7 +90,7 @@ def normalized(norm: Foreign, tokens: Tensor) -> Tensor:
     return layer_norm(tokens, norm.g.flatten(), norm.b.flatten(), norm.eps)
 
 
-@fused_forward("LayerNorm", *NORMS, needs="g b eps", takes="", by_name=True, products=False)
+@fused_forward("LayerNorm", *NORMS, needs="g b eps", by_name=True, products=False)
 def channel_norm(self: Foreign, x: Tensor) -> Tensor:
     """LayerNorm of the channels of a map; [B, C, H, W] → [B, C, H, W]."""
     if not is_norm(self):
@@ -272,7 +272,6 @@ def _run(self: Foreign, x: Tensor) -> Tensor:
 @fused_forward(
     "attention of a map",
     *(n for n in READERS if "Attention" in n),
-    takes="",
     reason=_body_reason,
     by_name=True,
     checked=False,
@@ -285,7 +284,6 @@ def map_attention(self: Foreign, x: Tensor) -> Tensor:
 @fused_forward(
     "MLP of a map",
     *(n for n in READERS if "Feed" in n),
-    takes="",
     reason=_body_reason,
     by_name=True,
     checked=False,
@@ -327,14 +325,14 @@ def _pair(module: Foreign, x: Tensor, grid: Grid, *bodies: Foreign) -> Tensor:
     return add_branches(x, *_branches(list(bodies), grid) or (), block=module)
 
 
-@fused_forward("blocks", f"{CVT}Transformer", f"{LEVIT}Transformer", needs="layers", takes="", by_name=True)
+@fused_forward("blocks", f"{CVT}Transformer", f"{LEVIT}Transformer", needs="layers", by_name=True)
 def blocks(self: Foreign, x: Tensor) -> Tensor:
     """Runs all blocks; [B, C, H, W] → [B, C', H', W']."""
     adds = getattr(self, "attn_residual", True)
     return _added(self, x, [(pair, tuple(pair)) for pair in self.layers]) if adds else NotImplemented
 
 
-@fused_forward("blocks", f"{TWINS}Transformer", needs="layers", takes="", by_name=True)
+@fused_forward("blocks", f"{TWINS}Transformer", needs="layers", by_name=True)
 def twins_blocks(self: Foreign, x: Tensor) -> Tensor:
     """Runs all blocks of Twins, of four branches each; [B, C, H, W] → [B, C, H, W]."""
     bodies = [body for block in self.layers for body in block if not is_identity(body)]
@@ -348,7 +346,7 @@ def _position_reason(self: Foreign) -> str | None:
     return None if plain else REPLACED
 
 
-@fused_forward("depthwise convolution", f"{TWINS}PEG", needs="proj.fn", takes="", reason=_position_reason, by_name=True)
+@fused_forward("depthwise convolution", f"{TWINS}PEG", needs="proj.fn", reason=_position_reason, by_name=True)
 def positions(self: Foreign, x: Tensor) -> Tensor:
     """Positional encoding by a depthwise convolution; [B, C, H, W] → [B, C, H, W]."""
     conv = self.proj.fn

@@ -55,7 +55,6 @@ def _end(self: Foreign) -> Projection | str:
 @fused_body(
     *(f"vit_pytorch.{file}.Attention" for file in ("vit", "simple_vit", "pit")),
     needs="norm to_qkv attend to_out heads scale",
-    takes="",
 )
 def attention_parts(self: Foreign) -> Body | str:
     """Parts of an attention: norm, packed qkv, and a projection with optional dropout."""
@@ -64,7 +63,7 @@ def attention_parts(self: Foreign) -> Body | str:
     return attention_body((self.to_qkv,), end[0], self.heads, self.scale, first=self.norm, drops=end[1:])
 
 
-@fused_body("vit_pytorch.deepvit.Attention", needs="norm to_qkv dropout reattn_weights reattn_norm to_out", takes="")
+@fused_body("vit_pytorch.deepvit.Attention", needs="norm to_qkv dropout reattn_weights reattn_norm to_out")
 def deepvit_parts(self: Foreign) -> Body | str:
     """Parts of DeepViT's attention, whose heads mix their probabilities (re-attention)."""
     if isinstance(end := _projection(self), str):
@@ -81,7 +80,7 @@ def _mixed(self: Foreign, qkv: Tensor) -> Tensor:
     return merged_heads(maps @ v, qkv.shape[1:-1])
 
 
-@fused_body("vit_pytorch.cait.Attention", needs="norm to_q to_kv attend mix_heads_pre_attn to_out", takes="context")
+@fused_body("vit_pytorch.cait.Attention", needs="norm to_q to_kv attend mix_heads_pre_attn to_out")
 def cait_parts(self: Foreign, context: Tensor | None = None) -> Body | str:
     """Parts of CaiT's attention, whose heads mix scores and probabilities; to itself, or to itself and a context."""
     if isinstance(end := _projection(self), str):
@@ -109,7 +108,6 @@ def _cross_heads(self: Foreign, x: Tensor, context: Tensor, both: bool) -> tuple
 @fused_body(
     "vit_pytorch.cross_vit.Attention",
     needs="norm to_q to_kv attend dropout to_out heads scale",
-    takes="context kv_include_self",
 )
 def crossvit_parts(self: Foreign, context: Tensor | None = None, kv_include_self: bool = False) -> Body | str:
     """Parts of CrossViT's attention; to itself, to a context, or to both."""
@@ -130,7 +128,6 @@ def _crossed(self: Foreign, x: Tensor, context: Tensor | None, both: bool) -> Te
 @fused_body(
     "vit_pytorch.na_vit.Attention",
     needs="norm q_norm k_norm dropout_p to_q to_kv to_out heads",
-    takes="context mask attn_mask",
 )
 def navit_parts(
     self: Foreign, context: Tensor | None = None, mask: Tensor | None = None, attn_mask: Tensor | None = None
@@ -156,7 +153,7 @@ def _pooled(self: Foreign, x: Tensor, context: Tensor, bias: Tensor | None) -> T
     return merged_heads(attention(self.q_norm(q), self.k_norm(k), v, bias, 1.0), x.shape[1:-1])
 
 
-@fused_body(*(f"vit_pytorch.{file}.FeedForward" for file in FILES), needs="net", takes="", by_name=True)
+@fused_body(*(f"vit_pytorch.{file}.FeedForward" for file in FILES), needs="net", by_name=True)
 def feed_forward_parts(self: Foreign) -> MlpBody | str:
     """Parts of an MLP: LayerNorm, Linear, GELU, Linear in a Sequential."""
     if type(self.net) is not nn.Sequential:
@@ -172,7 +169,7 @@ def transformer(self: Foreign, x: Tensor) -> Tensor:
     return self.norm(_blocks(self, x))
 
 
-@fused_forward("blocks", "vit_pytorch.deepvit.Transformer", "vit_pytorch.pit.Transformer", needs="layers", takes="")
+@fused_forward("blocks", "vit_pytorch.deepvit.Transformer", "vit_pytorch.pit.Transformer", needs="layers")
 def blocks(self: Foreign, x: Tensor) -> Tensor:
     """Runs all blocks; [B, N, D] → [B, N, D]."""
     return _blocks(self, x)
@@ -199,7 +196,7 @@ def _add(
     return x
 
 
-@fused_forward("blocks and last norm", "vit_pytorch.na_vit.Transformer", needs="layers norm", takes="mask attn_mask")
+@fused_forward("blocks and last norm", "vit_pytorch.na_vit.Transformer", needs="layers norm")
 def navit_transformer(self: Foreign, x: Tensor, mask: Tensor | None = None, attn_mask: Tensor | None = None) -> Tensor:
     """Runs all blocks of NaViT with masks, and the final norm; [B, N, D] → [B, N, D]."""
     return self.norm(_add(self.layers, x, _navit_branches, mask, attn_mask))
@@ -219,9 +216,7 @@ def _cait_reason(self: Foreign) -> str | None:
     return None if plain else "a LayerScale is of another type or has a hook"
 
 
-@fused_forward(
-    "blocks", "vit_pytorch.cait.Transformer", needs="layers layer_dropout", takes="context", reason=_cait_reason
-)
+@fused_forward("blocks", "vit_pytorch.cait.Transformer", needs="layers layer_dropout", reason=_cait_reason)
 def cait_transformer(self: Foreign, x: Tensor, context: Tensor | None = None) -> Tensor:
     """Runs all blocks of CaiT, with a context for attention or not; [B, N, D] → [B, N, D]."""
     return _add(self.layers, x, _cait_branches, context)
@@ -234,7 +229,7 @@ def _cait_branches(pair: Iterable[Foreign], context: Tensor | None) -> tuple[Bra
     return first, Branch(mlp.fn, layer_scale=mlp.scale.flatten())
 
 
-@fused_body("vit_pytorch.cct.Attention", needs="qkv attn_drop proj proj_drop heads scale", takes="")
+@fused_body("vit_pytorch.cct.Attention", needs="qkv attn_drop proj proj_drop heads scale")
 def cct_parts(self: Foreign) -> Body | str:
     """Parts of CCT's attention, which contains no norm."""
     parts = attention_body((self.qkv,), self.proj, self.heads, self.scale, drops=(self.proj_drop,))
