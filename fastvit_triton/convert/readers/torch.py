@@ -4,6 +4,7 @@ nn.MultiheadAttention stores its output [B, N, D] as [N, B, D], and dropout draw
 dropout of it runs on a tensor stored so, and therefore drops the same elements as the original with the same seed.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -145,12 +146,16 @@ def cross_attend(
     causal: bool = False,
 ) -> Tensor:
     """Queries [B, Nq, D] of one sequence attend to keys and values [B, Nk, D] of another."""
-    weights = self.in_proj_weight.chunk(3)
-    biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-    layers = [Packed(*pair) for pair in zip(weights, biases, strict=True)]
-    q, k, v = (project(x, (layer,)) for x, layer in zip((query, key, value), layers, strict=True))
+    q, k, v = projected(self, query, key, value)
     q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
     return finish(attention(q, k, v, bias, causal=causal).transpose(1, 2).flatten(2), self.out_proj)
+
+
+def projected(self: nn.MultiheadAttention, *inputs: Tensor) -> Iterator[Tensor]:
+    """Queries, keys and values of three inputs."""
+    biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+    for x, weight, bias in zip(inputs, self.in_proj_weight.chunk(3), biases, strict=True):
+        yield project(x, (Packed(weight, bias),))
 
 
 def _masks(

@@ -106,17 +106,13 @@ def _activated(self: Foreign, qkv: Tensor) -> Tensor:
     return self.proj.act(_heads(self, qkv))
 
 
-def _as_tokens(self: Foreign) -> dict[str, object]:
-    return {"tokens": True}
-
-
 @fused_body(
     "timm.models.levit.Attention",
     "fastvit_triton.models.levit.DistanceAttention",
     needs="qkv proj.act proj.ln num_heads scale key_dim val_dim attention_biases attention_bias_idxs|grid "
     "use_conv|grid",
     takes="",
-    call=_as_tokens,
+    call=lambda self: {"tokens": True},
 )
 def levit_parts(self: Foreign, tokens: bool = False) -> Body | str:
     """Parts of LeViT's attention, with an activation before the last layer; maps only as `tokens`, by the block."""
@@ -150,7 +146,7 @@ def levit_downsample(self: Foreign, x: Tensor) -> Tensor:
     "fastvit_triton.models.levit.NormedMlp",
     needs="ln1 act drop ln2",
     takes="",
-    call=_as_tokens,
+    call=lambda self: {"tokens": True},
 )
 def levit_mlp_parts(self: Foreign, tokens: bool = False) -> MlpBody | str:
     """Parts of LeViT's MLP, with the BatchNorms folded into its layers; maps only as `tokens`, by the block."""

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from ....engine.body import finish, normalize, project
 from ....engine.freeze import derived, keeps
 from ....engine.hooks import are_plain_tensors, can_fuse, has_hooks, has_type
-from ....engine.leaves import Foreign, Packed, activation_of, is_readable
+from ....engine.leaves import Foreign, activation_of, is_readable
 from ....engine.mlp import MlpBody
 from ....kernels.attention import attention
 from ....kernels.backend import kernels_available
 from ....kernels.linear import linear
 from ...forwards import INNER, arguments, fused_body, fused_forward, inner_reason, known_type, original
 from ...third_party import can_run, classes, four_axes, is_fusable, runs_original
-from ..torch import multihead_reason
+from ..torch import multihead_reason, projected
 from ..two_branches import checkpointed
 from .deformable import PADDED, WHOLE, sampled, sampled_padded
 from .vit import attention_reason
@@ -434,11 +434,8 @@ def _query_reason(self: Foreign, call: dict[str, Any]) -> str | None:
 def _query_layer(self: Foreign, x: Tensor, **call: Any) -> Tensor:
     positions, level = call["query_position_embeddings"], call["level_index"]
     memory = call["encoder_hidden_states"][level]  # [M, B, D]
-    inner: Foreign = self.cross_attn
-    weights = inner.in_proj_weight.chunk(3)
-    biases = (None, None, None) if inner.in_proj_bias is None else inner.in_proj_bias.chunk(3)
-    read = x + positions, memory + call["position_embeddings"][level], memory
-    q, k, v = (project(t, (Packed(w, b),)) for t, w, b in zip(read, weights, biases, strict=True))
+    inner: Any = self.cross_attn
+    q, k, v = projected(inner, x + positions, memory + call["position_embeddings"][level], memory)
     y = _crossed(q, k, v, inner.num_heads, call.get("encoder_attention_mask"))
     x = normalize(added(inner.out_proj, y, x, self), self.cross_attn_layer_norm)
 

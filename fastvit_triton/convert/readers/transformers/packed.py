@@ -24,7 +24,7 @@ from ....kernels.rms_norm import rms_norm
 from ...forwards import arguments, fused_body, fused_forward, known_type, original
 from ...third_party import classes
 from .blocks import CLIP, LAMBDAS, Names, register_transformers
-from .vit import attention_reason
+from .vit import attention_reason, first_of
 
 PLAIN = Names("norm1", "attn", "norm2", "mlp")
 INTERLEAVED = classes("inkling2.Inkling2VisionAttention")  # rotate channel pairs (2i, 2i + 1)
@@ -140,22 +140,18 @@ def _parts(
         why = "grouped-query attention"
     if why is not None:
         return why
-    projections = (self.qkv,) if hasattr(self, "qkv") else tuple(_any(self, f"{name}_proj", name) for name in "qkv")
+    projections = (self.qkv,) if hasattr(self, "qkv") else tuple(first_of(self, f"{name}_proj", name) for name in "qkv")
     width = sum(getattr(layer, "out_features", 0) for layer in projections) // 3
     rope = None if position_embeddings is None else (*position_embeddings, known_type(self) in INTERLEAVED)
     return attention_body(
         projections,
-        _any(self, "proj", "out_proj", "o_proj"),
+        first_of(self, "proj", "out_proj", "o_proj"),
         self.num_heads if hasattr(self, "num_heads") else width // self.head_dim,
         self.scaling if hasattr(self, "scaling") else self.scale,
         rope=rope,
         norms=(self.q_norm, self.k_norm) if hasattr(self, "q_norm") else None,
         varlen=None if cu_seqlens is None else Varlen(cu_seqlens, max_seqlen or longest(cu_seqlens)),
     )
-
-
-def _any(self: Foreign, *names: str) -> Any:
-    return next(getattr(self, name) for name in names if hasattr(self, name))
 
 
 BLOCKS = {
@@ -179,28 +175,19 @@ def _merged(self: Foreign, x: Tensor, mlp: MlpBody, y: Tensor) -> Tensor:
 
 @fused_forward(
     "patch merger",
-    *classes("qwen3_vl.Qwen3VLVisionPatchMerger"),
-    needs="norm linear_fc1 act_fn linear_fc2 hidden_size use_postshuffle_norm",
+    *classes("qwen3_vl.Qwen3VLVisionPatchMerger", "qwen3_omni_moe.Qwen3OmniMoeVisionPatchMerger"),
+    needs="norm|ln_q linear_fc1|mlp.0 act_fn|mlp.1 linear_fc2|mlp.2 hidden_size use_postshuffle_norm",
 )
 def merger(self: Foreign, x: Tensor) -> Tensor:
-    """Norm of patches, or of merged patches, then an MLP of merged patches; [T, D] → [T / 4, F]."""
-    after = self.use_postshuffle_norm
-    mlp = MlpBody((self.linear_fc1,), activation_of(self.act_fn), self.linear_fc2, first=self.norm if after else None)
-    return _merged(self, x, mlp, (x if after else normalize(x, self.norm)).reshape(-1, self.hidden_size))
-
-
-@fused_forward(
-    "patch merger",
-    *classes("qwen3_omni_moe.Qwen3OmniMoeVisionPatchMerger"),
-    needs="ln_q mlp.0 mlp.2 hidden_size use_postshuffle_norm",
-)
-def listed_merger(self: Foreign, x: Tensor) -> Tensor:
-    """As `merger`, with the layers in a list."""
-    if len(self.mlp) != 3:
+    """Norm of patches, or of merged patches, then an MLP of merged patches, perhaps in a list; [T, D] → [T / 4, F]."""
+    listed = hasattr(self, "mlp")
+    layers: Any = self.mlp if listed else (self.linear_fc1, self.act_fn, self.linear_fc2)
+    if len(layers) != 3:
         return NotImplemented
-    after, (fc1, act, fc2) = self.use_postshuffle_norm, self.mlp
-    mlp = MlpBody((fc1,), activation_of(act), fc2, first=self.ln_q if after else None)
-    return _merged(self, x, mlp, (x if after else normalize(x, self.ln_q)).reshape(-1, self.hidden_size))
+    norm = self.ln_q if listed else self.norm
+    after, (fc1, act, fc2) = self.use_postshuffle_norm, layers
+    mlp = MlpBody((fc1,), activation_of(act), fc2, first=norm if after else None)
+    return _merged(self, x, mlp, (x if after else normalize(x, norm)).reshape(-1, self.hidden_size))
 
 
 @fused_forward(

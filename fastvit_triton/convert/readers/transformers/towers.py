@@ -18,7 +18,7 @@ from ....kernels.argument import Varlen
 from ....kernels.attention import attention
 from ...forwards import arguments, fused_body, fused_forward
 from ...third_party import classes, dropout_reason, four_axes, head_norms
-from .vit import attention_parts, attention_reason, gated_parts
+from .vit import attention_parts, attention_reason, first_of, gated_parts
 
 LAYER_SCALES |= dict.fromkeys(
     classes(
@@ -119,7 +119,7 @@ def _head_dim_parts(
     max_length_q: int = 0,
     **more: object,
 ) -> Body | str:
-    drop = next((getattr(self, n) for n in ("attention_dropout", "dropout") if hasattr(self, n)), 0.0)
+    drop = first_of(self, "attention_dropout", "dropout") or 0.0
     if getattr(self, "num_key_value_groups", 1) != 1:
         return "grouped-query attention"
     varlen = None
@@ -190,18 +190,13 @@ def written_out_parts(self: Foreign, attention_mask: Tensor | None = None, **mor
 )
 def mlp_parts(self: Foreign) -> MlpBody:
     """Parts of an MLP: a layer, an activation, another layer; and optional dropouts after both layers."""
-    fc1, fc2 = (_first(self, f"fc{i}", f"lin{i}", f"linear_fc{i}", f"linear_{i}") for i in (1, 2))
-    act = _first(self, "act", "act_fn", "activation", "activation_fn")
-    drops = tuple(_first(self, f"dropout{i}", "drop") for i in (1, 2))
+    fc1, fc2 = (first_of(self, f"fc{i}", f"lin{i}", f"linear_fc{i}", f"linear_{i}") for i in (1, 2))
+    act = first_of(self, "act", "act_fn", "activation", "activation_fn")
+    drops = tuple(first_of(self, f"dropout{i}", "drop") for i in (1, 2))
     return MlpBody((fc1,), activation_of(act), fc2, drops)
 
 
 fused_body(*classes("qwen2_5_vl.Qwen2_5_VLMLP"), needs="gate_proj up_proj act_fn down_proj", takes="")(gated_parts)
-
-
-def _first(self: Foreign, *names: str) -> Any:
-    """The first of these attributes that the module has; None if it has none."""
-    return next((getattr(self, name) for name in names if hasattr(self, name)), None)
 
 
 @fused_forward(

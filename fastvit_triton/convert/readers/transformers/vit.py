@@ -1,5 +1,7 @@
 """Fused forwards for transformers: ViT, DeiT, ViT-MAE, DINOv2 (with registers), DINOv3, CLIP and SigLIP (1 and 2)."""
 
+from typing import Any
+
 from torch import Tensor
 
 from ....engine.attention import attention_body
@@ -60,6 +62,11 @@ def attention_parts(
         rope,
         causal=causal,
     )
+
+
+def first_of(self: Foreign, *names: str) -> Any:
+    """The first of these attributes that the module has; None if it has none."""
+    return next((getattr(self, name) for name in names if hasattr(self, name)), None)
 
 
 def heads_reason(self: Foreign) -> str | None:
