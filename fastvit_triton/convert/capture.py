@@ -49,7 +49,7 @@ from .flop_shares import ATTENTION_FLOPS, enclosing
 from .graph.nodes import kind, read, same, up, value
 from .graph.regions import SDPA_KERNEL, Memory, memory, written
 from .graph.weights import WeightSplit, split
-from .region import Region, region
+from .region import Region, first_line, region
 from .reporting import Row
 from .third_party import is_rate
 
@@ -265,7 +265,7 @@ def _capture(module: nn.Module, args: tuple, named: dict[str, Any], key: tuple, 
             failure, running.found = failure or error, None
     found, running.found = running.found, None
     if found is None:
-        why = "Dynamo is disabled" if failure is None else f"{type(failure).__name__}: {_first_line(failure)}"
+        why = "Dynamo is disabled" if failure is None else f"{type(failure).__name__}: {first_line(failure)}"
         raise CaptureRefusal(why) from failure
     if isinstance(found, CaptureRefusal):
         raise found
@@ -365,11 +365,6 @@ def _settings(ones: bool) -> Iterator[None]:
     ):
         warnings.simplefilter("ignore")
         yield
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else ""
 
 
 def _rewritten(graph: fx.GraphModule, examples: list) -> tuple[_Found, Callable, Callable[..., bool] | None]:

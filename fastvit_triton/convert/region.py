@@ -79,9 +79,13 @@ def region(
     # Any error of Inductor or of a compiler under it: the graph runs as it is, and the report has the error.
     except Exception as error:
         log.debug("Inductor failed", exc_info=True)
-        line = next((text for text in str(error).splitlines() if text.strip()), "")
-        return Region(counted, why=f"Inductor failed with {type(error).__name__}: {line}", parts=parts)
+        return Region(counted, why=f"Inductor failed with {type(error).__name__}: {first_line(error)}", parts=parts)
     return Region(counted, call, time.perf_counter() - start, parts=parts)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message that has text; "" if there is none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
 
 
 @contextlib.contextmanager

@@ -167,7 +167,8 @@ class _Reader:
             return before
         name = kind(node)
         function = getattr(self, f"_{name}", None) if name is not None else None
-        if function is None or (_is_complex(node) and name not in ("mul", "view_as_complex")):
+        is_complex = value(node) is not None and value(node).is_complex()
+        if function is None or (is_complex and name not in ("mul", "view_as_complex")):
             return None
         return function(node, **read(node))
 
@@ -323,7 +324,8 @@ class _Reader:
     def _sliced(self, x: fx.Node, index: tuple, sizes: tuple) -> Heads | None:
         """x[index] with these sizes; tokens may be sliced between runs, and within one that has no tables."""
         heads = self.values.get(x)
-        if not isinstance(heads, Heads) or value(x).is_complex() or not all(_is_index(i) for i in index):
+        plain = all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in index)
+        if not isinstance(heads, Heads) or value(x).is_complex() or not plain:
             return None
         if Ellipsis in index:
             place = index.index(Ellipsis)
@@ -482,14 +484,6 @@ def _is_number(node: fx.Node) -> bool:
     """True for sizes and what is computed from them."""
     example = node.meta.get("example_value")
     return isinstance(example, (int, float, torch.SymInt, torch.SymFloat, torch.Size)) or _name(node)[:8] == "wrapped_"
-
-
-def _is_complex(node: fx.Node) -> bool:
-    return value(node) is not None and value(node).is_complex()
-
-
-def _is_index(i: Any) -> bool:
-    return i is None or i is Ellipsis or isinstance(i, (int, slice))
 
 
 def _fits(heads: Heads, sizes: tuple) -> bool:

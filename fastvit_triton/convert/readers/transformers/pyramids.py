@@ -124,11 +124,7 @@ def pvt_v2_parts(
 
 def _reason(self: Foreign, dropout: Foreign, output_attentions: bool) -> str | None:
     """Why an attention must run its own forward now, or None."""
-    if (why := heads_reason(self)) is not None:
-        return why
-    if output_attentions:
-        return "its weights are requested"
-    return dropout_reason(dropout)
+    return heads_reason(self) or ("its weights are requested" if output_attentions else dropout_reason(dropout))
 
 
 def _parts(
@@ -364,11 +360,6 @@ LEVIT_NEEDS = (
 )
 
 
-def _value_dim(self: Foreign) -> int:
-    """Channels of the values of a head."""
-    return self.attention_ratio * self.key_dim
-
-
 @fused_body(f"{LEVIT}Attention", needs=f"queries_keys_values {LEVIT_NEEDS}", by_name=True)
 def levit_parts(self: Foreign) -> Body:
     """Parts of LeViT's attention, with an activation before the last layer."""
@@ -378,7 +369,7 @@ def levit_parts(self: Foreign) -> Body:
 
 
 def _activated(self: Foreign, qkv: Tensor) -> Tensor:
-    return self.activation(attend_narrow(self, qkv, self.num_attention_heads, _value_dim(self)))
+    return self.activation(attend_narrow(self, qkv, self.num_attention_heads, self.attention_ratio * self.key_dim))
 
 
 @fused_forward(
@@ -391,7 +382,7 @@ def subsample(self: Foreign, hidden_state: Tensor) -> Tensor:
     """LeViT's attention between stages; [B, N, D] → [B, N', D']."""
     kv = project(hidden_state, (normed(self.keys_values),))
     q = project(self.queries_subsample(hidden_state), (normed(self.queries),))
-    o = attend_fewer(self, q, kv, self.num_attention_heads, _value_dim(self))
+    o = attend_fewer(self, q, kv, self.num_attention_heads, self.attention_ratio * self.key_dim)
     return finish(self.activation(o), normed(self.projection))
 
 
