@@ -50,8 +50,6 @@ FROZEN_BATCH_NORMS |= dict.fromkeys(
     1e-5,
 )  # all with the same code
 FROZEN_BATCH_NORMS["torchvision.ops.misc.FrozenBatchNorm2d"] = None
-
-
 RESNETS = classes("resnet.ResNet", "rt_detr.rt_detr_resnet.RTDetrResNet")
 CSP = classes("rt_detr.RTDetr", "d_fine.DFine")  # detectors with these layers in their encoders; others are recognised
 CONV_LAYERS = {f"{name}ConvLayer" for name in RESNETS} | {f"{name}ConvNormLayer" for name in CSP}
