@@ -164,6 +164,7 @@ class AttentionConv(TokenModel):
     """Attention as convolution; its features are tokens [B, N, D]."""
 
     layout = "attention_conv"
+    stem_pattern = r"^patch_embed"
     num_prefix_tokens = 0
 
     def __init__(self, config: AttentionConvConfig) -> None:
@@ -191,10 +192,6 @@ class AttentionConv(TokenModel):
     def to_map(self, x: Tensor, image: Tensor, output_fmt: str) -> tuple[Tensor, None]:
         """Tokens [B, N, D] in another format; there are no prefix tokens."""
         return super().to_map(x, image, output_fmt)[0], None
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Regular expressions that assign parameters to layers, for layer-wise learning rates."""
-        return dict(stem=r"^patch_embed", blocks=[(r"^blocks\.(\d+)", None)])
 
 
 CONFIG = AttentionConvConfig

@@ -1,6 +1,7 @@
 """The base class of all models: timm's model methods."""
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,13 +13,17 @@ from ..layers.fusable import Fusable
 from .config import ALIASES, BaseConfig
 from .hub import HubMethods
 
+Patterns = tuple[tuple[str, tuple[int, ...] | None], ...]
+LAST = (99_999,)  # number of the last layer, as in timm
+BLOCKS, NORM = (r"^blocks\.(\d+)", None), (r"^norm", LAST)
+
 
 class ImageModel(HubMethods, Fusable):
     """A model of images, by default a classifier, with timm's methods.
 
-    A family implements `forward_features`, `forward_head`, `group_matcher` and, for the methods that return
-    intermediate features, `feature_info`, `stages`, `to_map`, `prune` and, unless every stage has the width of `norm`,
-    `normalize_stage`. A stage is what ends in one intermediate feature: a block of a ViT, or a level of a pyramid.
+    A family implements `forward_features`, `forward_head` and, for the methods that return intermediate features,
+    `feature_info`, `stages`, `to_map`, `prune` and, unless every stage has the width of `norm`, `normalize_stage`. A
+    stage is what ends in one intermediate feature: a block of a ViT, or a level of a pyramid.
 
     Attributes:
         task: "classify", or "detect" for models whose output is objects; see `detector.Detector`; "segment" for
@@ -34,6 +39,11 @@ class ImageModel(HubMethods, Fusable):
         feature_formats: values of `output_fmt`; the first is the default of `FeatureGetterNet`.
         feature_indices: its default `out_indices`; None means every stage.
         pruned: keys of the state dict that pruning has removed; `load_weights` ignores them.
+        undecayed: regular expression of the parameters to exclude from weight decay.
+        stem_pattern: regular expression of the parameters of the first layer, see `group_matcher`.
+        layer_patterns: those of the other layers, whose groups are numbers, each with further numbers or None; the
+            layers are in the order of these.
+        coarse_patterns: the same with one layer for each stage; None if a stage is a block.
     """
 
     task = "classify"
@@ -43,6 +53,10 @@ class ImageModel(HubMethods, Fusable):
     feature_formats: tuple[str, ...] = ("NCHW",)
     feature_indices: int | None = None
     pruned: frozenset[str] = frozenset()
+    undecayed: str = r"^$"  # none
+    stem_pattern: str
+    layer_patterns: Patterns = (BLOCKS, NORM)
+    coarse_patterns: Patterns | None = None
     config: BaseConfig
     num_classes: int
     num_features: int
@@ -185,11 +199,12 @@ class ImageModel(HubMethods, Fusable):
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Regular expressions that assign parameters to layers, for timm's layer-wise learning rates."""
-        raise NotImplementedError
+        by_stage = coarse and self.coarse_patterns is not None
+        return dict(stem=self.stem_pattern, blocks=self.coarse_patterns if by_stage else self.layer_patterns)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters to exclude from weight decay, as in timm."""
-        return set()
+        """Names of parameters to exclude from weight decay, as in timm and in the authors' code."""
+        return {name for name, _ in self.named_parameters() if re.search(self.undecayed, name)}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Enables recomputing every block in the backward pass instead of storing its activations."""

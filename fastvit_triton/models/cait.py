@@ -23,6 +23,7 @@ from ..layers.drop_path import add
 from ..layers.head_mixing import MixedAttention
 from ..layers.scaled_block import ScaledBlock, times
 from . import fit
+from .base import BLOCKS, LAST
 from .config import Options, ViTConfig, check_only, check_positive
 from .transformer import VisionTransformer
 
@@ -96,6 +97,7 @@ class Cait(VisionTransformer):
 
     config: CaitConfig
     layout = "cait"
+    layer_patterns = (BLOCKS, (r"^blocks_token_only|^norm", LAST))  # the class blocks are one layer with the norm
 
     def __init__(self, config: CaitConfig) -> None:
         super().__init__(config)
@@ -147,11 +149,6 @@ class Cait(VisionTransformer):
         if head:
             self.blocks_token_only = self.cls_token = None
             self.config = self.config.replace(class_token=False)
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Regular expressions that assign parameters to layers; the class blocks are one layer with the norm."""
-        groups = super().group_matcher(coarse)
-        return groups | {"blocks": [groups["blocks"][0], (r"^blocks_token_only|^norm", (99999,))]}
 
 
 SIZES = {  # D, heads, blocks, LayerScale, image sides

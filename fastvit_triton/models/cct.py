@@ -26,7 +26,7 @@ from ..layers import Attention, Blocks, DropPath, drop_path_rates, resize_pos_em
 from ..layers.drop_path import add
 from ..layers.embed import sides
 from ..layers.fusable import Fusable
-from .base import ImageModel, init_linear
+from .base import LAST, ImageModel, init_linear
 from .config import BaseConfig, Options
 
 
@@ -205,6 +205,9 @@ class CompactTransformer(ImageModel):
     head_names = ("classifier.fc",)
     feature_formats = ("NCHW", "NLC")
     feature_indices = 3
+    undecayed = r"^classifier\.(positional|class)_emb$"  # as in ViT
+    stem_pattern = r"^tokenizer|^classifier\.(?:class|positional)_emb"
+    layer_patterns = ((r"^classifier\.blocks\.(\d+)", None), (r"^classifier\.norm", LAST))
     position_resize = "bilinear"
 
     def __init__(self, config: CctConfig) -> None:
@@ -306,15 +309,6 @@ class CompactTransformer(ImageModel):
         super().reset_classifier(num_classes, global_pool)
         if self.config.global_pool != "seq":
             self.classifier.attention_pool = None
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        stem = r"^tokenizer|^classifier\.(?:class|positional)_emb"
-        last = (r"^classifier\.norm", (99999,))
-        return dict(stem=stem, blocks=[(r"^classifier\.blocks\.(\d+)", None), last])
-
-    def no_weight_decay(self) -> set[str]:
-        """Names of parameters to exclude from weight decay: positions and class token, as in ViT."""
-        return {"classifier.positional_emb", "classifier.class_emb"} & dict(self.named_parameters()).keys()
 
 
 SIZES = {2: (2, 1.0, 128), 4: (2, 1.0, 128), 6: (4, 2.0, 256), 7: (4, 2.0, 256), 14: (6, 3.0, 384)}

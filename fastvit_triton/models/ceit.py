@@ -22,6 +22,7 @@ from ..layers.drop_path import add
 from ..layers.embed import sides
 from ..layers.fusable import Fusable
 from ..layers.recompute import recomputed
+from .base import BLOCKS, LAST
 from .config import Options, check_multiple, check_patches
 from .fit import fit_table
 from .tokens import TokenConfig, TokenModel
@@ -145,6 +146,9 @@ class ConvolutionalTransformer(TokenModel):
 
     config: CeitConfig
     layout = "ceit"
+    undecayed = r"^(pos_embed|cls_token)$"
+    stem_pattern = r"^cls_token|pos_embed|i2t"
+    layer_patterns = (BLOCKS, (r"^norm|^lca|^pos_layer_embed", LAST))
 
     def __init__(self, config: CeitConfig) -> None:
         super().__init__(config)
@@ -198,15 +202,6 @@ class ConvolutionalTransformer(TokenModel):
             del self.lca, self.pos_layer_embed
             self.config = self.config.replace(layer_attention=False)
         super().prune(stages, norm, head)
-
-    def no_weight_decay(self) -> set[str]:
-        """Names of parameters to exclude from weight decay, as in the authors' code."""
-        return {"pos_embed", "cls_token"}
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Regular expressions that assign parameters to layers, for layer-wise learning rates."""
-        blocks = [(r"^blocks\.(\d+)", None), (r"^norm|^lca|^pos_layer_embed", (99999,))]
-        return dict(stem=r"^cls_token|pos_embed|i2t", blocks=blocks)
 
 
 SIZES: dict[str, Options] = {

@@ -10,12 +10,12 @@ Adds the convolutions.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..layers import Peg
+from .base import NORM
 from .config import Options, ViTConfig
 from .transformer import VisionTransformer
 from .vit import BASE, SMALL, TINY
@@ -49,6 +49,8 @@ class ConditionalVisionTransformer(VisionTransformer):
     """ViT with positional encoding generators after its first blocks."""
 
     config: CpvtConfig
+    undecayed = rf"{VisionTransformer.undecayed}|^pos_block\."  # as in the authors' Twins
+    layer_patterns = ((r"^(?:blocks|pos_block)\.(\d+)", None), NORM)
 
     def __init__(self, config: CpvtConfig) -> None:
         super().__init__(config)
@@ -65,18 +67,10 @@ class ConditionalVisionTransformer(VisionTransformer):
         patches = peg(x[:, T:].unflatten(1, grid)).flatten(1, 2)
         return torch.cat((x[:, :T], patches), 1) if T else patches
 
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        _, *norm = super().group_matcher(coarse)["blocks"]
-        return super().group_matcher(coarse) | {"blocks": [(r"^(?:blocks|pos_block)\.(\d+)", None), *norm]}
-
     def prune(self, stages: int, norm: bool, head: bool) -> None:
         """Keeps the first `stages` blocks and their generators; for the others see `VisionTransformer.prune`."""
         self.pos_block = self.pos_block[:stages]
         super().prune(stages, norm, head)
-
-    def no_weight_decay(self) -> set[str]:
-        """Names of parameters to exclude from weight decay, as in the authors' Twins."""
-        return super().no_weight_decay() | {f"pos_block.{name}" for name, _ in self.pos_block.named_parameters()}
 
 
 GAP = dict(class_token=False, global_pool="avg", fc_norm=False)

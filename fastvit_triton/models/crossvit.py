@@ -136,6 +136,8 @@ class CrossVit(BranchModel):
 
     config: CrossVitConfig
     layout = "crossvit"
+    undecayed = r"^(pos_embed|cls_token)_\d$"
+    stem_pattern = r"^cls_token|pos_embed|patch_embed"
 
     def __init__(self, config: CrossVitConfig) -> None:
         super().__init__(config)
@@ -161,12 +163,6 @@ class CrossVit(BranchModel):
             xs.append(self.pos_drop(embed(scaled_image(image, size, self.config.crop_scale), pos, token)))
         for block in self.blocks:
             yield (xs := block(xs, self.recomputes))
-
-    def no_weight_decay(self) -> set[str]:
-        return {f"{name}_{i}" for name in ("pos_embed", "cls_token") for i in range(2)}
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        return dict(stem=r"^cls_token|pos_embed|patch_embed", blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))])
 
 
 def build_block(config: CrossVitConfig, counts: tuple[int, ...], rates: list[float]) -> MultiScaleBlock:

@@ -9,7 +9,6 @@ Adds the convolutional projections. No relation to the CVT of arXiv:2104.05704 (
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +20,7 @@ from ..layers.drop_path import add
 from ..layers.embed import sides
 from ..layers.fusable import Fusable
 from ..layers.recompute import recomputed
+from .base import NORM
 from .config import Options
 from .fit import keep
 from .pyramid import PyramidConfig, PyramidTransformer
@@ -202,6 +202,9 @@ class ConvolutionalVisionTransformer(PyramidTransformer):
     flattens = True
     info = "stage{}", 0
     undecayed = r"cls_token$"
+    stem_pattern = r"^stage0\.patch_embed"
+    layer_patterns = ((r"^stage(\d+)\.blocks\.(\d+)", None), (r"^stage(\d+)\.(?:patch_embed|cls_token)", (0,)), NORM)
+    coarse_patterns = ((r"^stage(\d+)", None), NORM)
 
     def __init__(self, config: CvtConfig) -> None:
         super().__init__(config)
@@ -244,12 +247,6 @@ class ConvolutionalVisionTransformer(PyramidTransformer):
         if self.config.global_pool == "token":
             return x[:, 0]
         return super().pool(x[:, 1:] if self.config.class_token and self.config.global_pool == "avg" else x)
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Regular expressions that assign parameters to layers, for layer-wise learning rates."""
-        fine = [(r"^stage(\d+)\.blocks\.(\d+)", None), (r"^stage(\d+)\.(?:patch_embed|cls_token)", (0,))]
-        blocks = [(r"^stage(\d+)", None)] if coarse else fine
-        return dict(stem=r"^stage0\.patch_embed", blocks=[*blocks, (r"^norm", (99999,))])
 
 
 def build_block(config: CvtConfig, stage: int, drop_path: float) -> ConvBlock:

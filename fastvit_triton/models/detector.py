@@ -118,6 +118,13 @@ class BoxMlp(nn.Module):
         return self.layers[2](F.relu(self.layers[1](F.relu(self.layers[0](x)))))
 
 
+TRANSFORMER = (  # layers after the backbone, see `ImageModel.group_matcher`
+    (r"^input_proj", (10_000,)),
+    (r"^transformer\.encoder\.layers\.(\d+)", (20_000,)),
+    (r"^transformer|^query_embed", (30_000,)),
+)
+
+
 class Detector(ImageModel):
     """Base of models that predict a set of objects for each image.
 
@@ -131,6 +138,9 @@ class Detector(ImageModel):
     task = "detect"
     scoring = "softmax"
     position_resize = "bicubic"  # of tables, which detectors do not have
+    stem_pattern = r"^backbone\.0\.body\.(conv1|bn1|layers|stem)"
+    layer_patterns = ((r"^backbone\.0\.body\.layer(\d+)\.(\d+)", None), *TRANSFORMER)
+    coarse_patterns = ((r"^backbone\.0\.body\.layer(\d+)", None), *TRANSFORMER)
     config: DetectorConfig
 
     def __init__(self, config: DetectorConfig) -> None:
@@ -210,18 +220,6 @@ class Detector(ImageModel):
             boxes = corners[i, queries[i][keep]] * corners.new_tensor([width, height, width, height])
             detections.append(dict(boxes=boxes, labels=labels[i][keep], scores=scores[i][keep]))
         return detections
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        stages = r"^backbone\.0\.body\.layer(\d+)" + ("" if coarse else r"\.(\d+)")
-        return dict(
-            stem=r"^backbone\.0\.body\.(conv1|bn1|layers|stem)",
-            blocks=[
-                (stages, None),
-                (r"^input_proj", (10_000,)),
-                (r"^transformer\.encoder\.layers\.(\d+)", (20_000,)),
-                (r"^transformer|^query_embed", (30_000,)),
-            ],
-        )
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replaces the class heads by new ones with their initial values; boxes keep theirs. There is no pooling."""

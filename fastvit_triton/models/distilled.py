@@ -53,6 +53,8 @@ class NamedStages(PyramidTransformer):
 
     parts = ("stages",)
     info = "stages.{}", 0
+    stem_pattern = r"^stem"
+    coarse_patterns = ((r"^stages\.(\d+)", None),)
 
     @property
     def stages(self) -> Any:

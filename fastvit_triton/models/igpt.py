@@ -26,12 +26,9 @@ from ..kernels.attention import attention
 from ..kernels.attention_qkv import attention_qkv
 from ..layers.embed import sides
 from ..layers.fusable import Fusable
+from .base import LAST
 from .config import BaseConfig, Options, check_multiple, check_positive
 from .pixel import KeyValues, PixelModel
-
-PREPARATION = dict(
-    mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), crop_pct=1.0, crop_mode="squash", interpolation="bilinear"
-)
 
 
 class CausalAttention(Fusable):
@@ -123,6 +120,8 @@ class IGPT(PixelModel):
 
     config: IGPTConfig
     layout = "igpt"
+    stem_pattern = r"^wte|^wpe"
+    layer_patterns = ((r"^h\.(\d+)", None), (r"^ln_f|^lm_head", LAST))
     order = None
     clusters: Tensor
 
@@ -240,10 +239,6 @@ class IGPT(PixelModel):
         if head:
             self._modules["lm_head"] = nn.Identity()
         self.config = self.config.replace(depth=stages)
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Regular expressions that assign parameters to layers, for layer-wise learning rates."""
-        return dict(stem=r"^wte|^wpe", blocks=[(r"^h\.(\d+)", None), (r"^ln_f|^lm_head", (99999,))])
 
 
 def uniform_colours(count: int, channels: int) -> Tensor:

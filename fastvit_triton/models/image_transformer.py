@@ -24,6 +24,7 @@ from ..layers import Mlp
 from ..layers.embed import sides
 from ..layers.fusable import Fusable
 from . import fit
+from .base import LAST
 from .config import BaseConfig, Options, check_multiple, check_positive
 from .pixel import KeyValues, PixelModel
 
@@ -248,6 +249,8 @@ class ImageTransformer(PixelModel):
 
     config: ImageTransformerConfig
     layout = "image_transformer"
+    stem_pattern = r"^embed|^class_embed|^rows|^columns"
+    layer_patterns = ((r"^layers\.(\d+)", None), (r"^head", LAST))
 
     def __init__(self, config: ImageTransformerConfig) -> None:
         super().__init__(config, config.embed_dim)
@@ -391,11 +394,6 @@ class ImageTransformer(PixelModel):
         self.layers = self.layers[:stages]
         if head:
             self.config = self.config.replace(depth=stages)
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Regular expressions that assign parameters to layers, for layer-wise learning rates."""
-        stem = r"^embed|^class_embed|^rows|^columns"
-        return dict(stem=stem, blocks=[(r"^layers\.(\d+)", None), (r"^head", (99999,))])
 
 
 def mixture_of(params: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -22,6 +22,7 @@ from ..layers.embed import sides
 from ..layers.packed_attention import PackedLayer
 from ..layers.recompute import recomputed
 from . import fit
+from .base import LAST
 from .config import BaseConfig, Options, check_multiple, check_positive
 from .pixel import Prepared
 
@@ -197,6 +198,12 @@ class IPT(Prepared):
     task = "restore"
     layout = "ipt"
     head_names = ()
+    stem_pattern = r"^head|^body\.(linear_encoding|position_encoding|query_embed)"
+    layer_patterns = (
+        (r"^body\.encoder\.layers\.(\d+)", None),
+        (r"^body\.decoder\.layers\.(\d+)", None),
+        (r"^body\.mlp_head|^tail", LAST),
+    )
     position_resize = "bicubic"
     preparation = MappingProxyType(dict(mean=(0.0,) * 3, std=(1 / 255,) * 3, crop_pct=1.0, crop_mode="squash"))
     config: IPTConfig
@@ -306,12 +313,6 @@ class IPT(Prepared):
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Not for restoration: raises ValueError."""
         raise ValueError("IPT restores images and has no classifier")
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Regular expressions that assign parameters to layers, for layer-wise learning rates."""
-        layers = [(r"^body\.encoder\.layers\.(\d+)", None), (r"^body\.decoder\.layers\.(\d+)", None)]
-        stem = r"^head|^body\.(linear_encoding|position_encoding|query_embed)"
-        return dict(stem=stem, blocks=[*layers, (r"^body\.mlp_head|^tail", (99999,))])
 
 
 def scale_of(task: str) -> int:

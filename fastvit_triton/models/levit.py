@@ -250,6 +250,7 @@ class Levit(NormedHead):
 
     layout = "levit"
     undecayed = r"attention_biases$"
+    layer_patterns = ((r"^stages\.(\d+)\.downsample", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None))
 
     def __init__(self, config: LevitConfig) -> None:
         super().__init__(config)
@@ -276,10 +277,6 @@ class Levit(NormedHead):
     def stage(self, x: Tensor, i: int) -> Tensor:
         """Stage i: image [B, C, H, W] or map [B, H, W, D] → map [B, H', W', D']."""
         return self.stages[i](x if i else self.stem(x).permute(0, 2, 3, 1), self.recomputes)
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        fine = [(r"^stages\.(\d+)\.downsample", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
-        return dict(stem=r"^stem", blocks=r"^stages\.(\d+)" if coarse else fine)
 
 
 class LevitDistilled(Distilled, Levit):

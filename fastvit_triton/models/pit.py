@@ -19,6 +19,7 @@ from ..checkpoints.renaming import CheckpointFormats, Fitted, Layout
 from ..checkpoints.tensors import State
 from ..layers import Attention, Block, Blocks, Mlp
 from ..layers.embed import INTERPOLATION, sides
+from .base import NORM
 from .config import Options
 from .distilled import Distilled, TokenPyramid, Tokens
 from .pyramid import PyramidConfig
@@ -140,6 +141,9 @@ class PoolingVisionTransformer(TokenPyramid):
     info = "transformers.{}", 0
     parts = ("transformers",)
     undecayed = r"^(pos_embed|cls_token)$"
+    stem_pattern = r"^patch_embed|pos_embed|cls_token"
+    layer_patterns = ((r"^transformers\.(\d+)\.pool", (0,)), (r"^transformers\.(\d+)\.blocks\.(\d+)", None), NORM)
+    coarse_patterns = ((r"^transformers\.(\d+)", None), NORM)
     position_resize = "bicubic_antialias"
 
     def __init__(self, config: PitConfig) -> None:
@@ -167,12 +171,6 @@ class PoolingVisionTransformer(TokenPyramid):
     def feature_info(self) -> list[dict[str, Any]]:
         """As in timm; a step of the first map is the stride of its patches."""
         return [stage | dict(reduction=self.config.stride << i) for i, stage in enumerate(super().feature_info)]
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Regular expressions that assign parameters to layers, for layer-wise learning rates."""
-        fine = [(r"^transformers\.(\d+)\.pool", (0,)), (r"^transformers\.(\d+)\.blocks\.(\d+)", None)]
-        blocks = [(r"^transformers\.(\d+)", None)] if coarse else fine
-        return dict(stem=r"^patch_embed|pos_embed|cls_token", blocks=[*blocks, (r"^norm", (99999,))])
 
     @torch.no_grad()
     def init_weights(self) -> None:

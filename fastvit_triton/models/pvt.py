@@ -20,6 +20,7 @@ from ..checkpoints.tensors import State, WeightsError, variant
 from ..layers import Block, Blocks, Mlp, NormedPatchEmbed, ReducedAttention, resize_pos_embed
 from ..layers.embed import sides
 from . import fit
+from .base import LAST
 from .config import Options
 from .pyramid import PyramidTransformer, ReducedConfig
 
@@ -58,6 +59,9 @@ class PyramidVisionTransformer(PyramidTransformer):
     flattens = True
     info = "block{}", 1
     undecayed = r"^cls_token$"
+    stem_pattern = r"^patch_embed1"  # these as in timm's Twins
+    layer_patterns = ((r"^block(\d+)\.(\d+)", None), (r"^(?:patch|pos)_embed(\d+)", (0,)), (r"^norm|^cls_token", LAST))
+    coarse_patterns = ((r"^(?:block|patch_embed|pos_embed)(\d+)", None), (r"^norm|^cls_token", LAST))
 
     def __init__(self, config: PvtConfig) -> None:
         super().__init__(config)
@@ -99,12 +103,6 @@ class PyramidVisionTransformer(PyramidTransformer):
         """Tokens [B, 1 + N, D] → [B, D]; all tokens for global_pool="none"."""
         pool = self.config.global_pool
         return x[:, 0] if pool == "token" else super().pool(x[:, self.prefix_tokens[-1] :] if pool == "avg" else x)
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Regular expressions that assign parameters to layers, as in timm's Twins."""
-        fine = [(r"^block(\d+)\.(\d+)", None), (r"^(?:patch|pos)_embed(\d+)", (0,))]
-        blocks = [(r"^(?:block|patch_embed|pos_embed)(\d+)", None)] if coarse else fine
-        return dict(stem=r"^patch_embed1", blocks=[*blocks, (r"^norm|^cls_token", (99999,))])
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -5,7 +5,6 @@ its modules as timm or the authors do, and builds them; what is common to the fa
 """
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -134,7 +133,6 @@ class PyramidTransformer(ImageModel):
     feature_formats = ("NCHW", "NHWC", "NLC")
     parts: tuple[str, ...]  # attributes that are lists with an entry per stage
     info: tuple[str, int] = "layers.{}", 0  # name of a stage in `feature_info`, and the number of the first one
-    undecayed: str  # regular expression of the parameters to exclude from weight decay
     flattens = False  # forward_features returns tokens [B, N, D], not the map
     position_resize = "bilinear"
 
@@ -256,10 +254,6 @@ class PyramidTransformer(ImageModel):
         """Features → logits [B, num_classes], or the pooled features with `pre_logits`."""
         x = self.head_drop(self.pool(x))
         return x if pre_logits else self.get_submodule(self.head_names[0])(x)
-
-    def no_weight_decay(self) -> set[str]:
-        """Names of parameters to exclude from weight decay, as in timm and in the authors' code."""
-        return {name for name, _ in self.named_parameters() if re.search(self.undecayed, name)}
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -67,7 +67,7 @@ class ResidualNetwork(NamedStages):
 
     config: ResidualConfig
     head_names = ("head.fc",)
-    undecayed = r"^$"  # none
+    layer_patterns = ((r"^stages\.(\d+)\.(\d+)", None),)
 
     def __init__(self, config: ResidualConfig) -> None:
         super().__init__(config)
@@ -107,9 +107,6 @@ class ResidualNetwork(NamedStages):
 
     def make_head(self) -> nn.Module:
         return nn.ModuleDict(dict(fc=super().make_head()))
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        return dict(stem=r"^stem", blocks=r"^stages\.(\d+)" if coarse else r"^stages\.(\d+)\.(\d+)")
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -25,6 +25,7 @@ from ..layers import Block, Blocks, Mlp, NormedPatchEmbed, PatchMerging, Window,
 from ..layers.embed import sides
 from ..layers.window import resize_table
 from . import fit
+from .base import NORM
 from .config import Options
 from .pyramid import PyramidConfig, PyramidTransformer, Stage
 
@@ -78,6 +79,9 @@ class SwinTransformer(PyramidTransformer):
     parts = ("layers",)
     head_names = ("head.fc",)
     undecayed = r"relative_position_bias_table$"
+    stem_pattern = r"^patch_embed"
+    layer_patterns = ((r"^layers\.(\d+).downsample", (0,)), (r"^layers\.(\d+)\.\w+\.(\d+)", None), NORM)
+    coarse_patterns = ((r"^layers\.(\d+)", None),)
 
     def __init__(self, config: SwinConfig) -> None:
         super().__init__(config)
@@ -97,10 +101,6 @@ class SwinTransformer(PyramidTransformer):
         if not i:
             x = self.patch_embed(x).unflatten(1, self.patch_embed.grid_of(x))
         return self.layers[i](x, self.recomputes)
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        fine = [(r"^layers\.(\d+).downsample", (0,)), (r"^layers\.(\d+)\.\w+\.(\d+)", None), (r"^norm", (99999,))]
-        return dict(stem=r"^patch_embed", blocks=r"^layers\.(\d+)" if coarse else fine)
 
 
 def build_block(config: SwinConfig, stage: int, window: Window, drop_path: float) -> Block:

@@ -181,6 +181,8 @@ class TokensToTokenViT(TokenModel):
     """T2T-ViT; its features are tokens [B, 1 + N, D]."""
 
     layout = "t2t"
+    undecayed = r"^cls_token$"  # frozen ones have no gradient
+    stem_pattern = r"^cls_token|pos_embed|tokens_to_token"
 
     def __init__(self, config: T2tConfig) -> None:
         super().__init__(config)
@@ -205,15 +207,6 @@ class TokensToTokenViT(TokenModel):
         self.grid_of(image)
         x = torch.cat((self.cls_token.expand(image.shape[0], -1, -1), self.tokens_to_token(image)), 1)
         yield from self.blocks.outputs(self.pos_drop(x + self.pos_embed), (), self.recomputes)
-
-    def no_weight_decay(self) -> set[str]:
-        """Names of parameters to exclude from weight decay, as in the authors' code; frozen ones have no gradient."""
-        return {"cls_token"}
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Regular expressions that assign parameters to layers, for layer-wise learning rates."""
-        stem = r"^cls_token|pos_embed|tokens_to_token"
-        return dict(stem=stem, blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))])
 
 
 def build_block(config: T2tConfig, drop_path: float) -> Block:

@@ -184,6 +184,8 @@ class TransformerInTransformer(TokenModel):
     """TNT; its features are tokens [B, 1 + N, D]."""
 
     layout = "tnt"
+    undecayed = r"^(patch_pos|pixel_pos|cls_token)$"
+    stem_pattern = r"^cls_token|patch_pos|pixel_pos|pixel_embed|norm[12]_proj|proj"
 
     def __init__(self, config: TntConfig) -> None:
         super().__init__(config)
@@ -221,13 +223,6 @@ class TransformerInTransformer(TokenModel):
     def merge(self, pixels: Tensor) -> Tensor:
         """Pixels [B · N, n, c] → patches [B, N, D]."""
         return merged_pixels(pixels, self.pixel_embed.num_patches, self.norm1_proj, self.proj, self.norm2_proj)
-
-    def no_weight_decay(self) -> set[str]:
-        return {"patch_pos", "pixel_pos", "cls_token"}
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        stem = r"^cls_token|patch_pos|pixel_pos|pixel_embed|norm[12]_proj|proj"
-        return dict(stem=stem, blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))])
 
 
 CONFIG = TntConfig

@@ -51,6 +51,8 @@ class VisionTransformer(ImageModel):
     pos_embed: Tensor | Learned2d | None
     feature_formats: tuple[str, ...] = ("NCHW", "NLC")
     feature_indices = 3
+    undecayed = r"^(pos_embed|cls_token|reg_token|dist_token)$|pos_embed\.|\.position\."
+    stem_pattern = r"^cls_token|reg_token|dist_token|pos_embed|patch_embed|norm_pre"
     position_resize = "bicubic_antialias"  # interpolation mode of this family's code; see `resize_pos_embed`
 
     def __init__(
@@ -188,10 +190,6 @@ class VisionTransformer(ImageModel):
         norms = [not isinstance(module, nn.Identity) for module in (self.norm, self.fc_norm)]
         self.config = self.config.replace(final_norm=any(norms), fc_norm=norms[1], **changes)
 
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        stem = r"^cls_token|reg_token|dist_token|pos_embed|patch_embed|norm_pre"
-        return dict(stem=stem, blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))])
-
     def pool(self, x: Tensor) -> Tensor:
         """Tokens [B, T + N, D] → [B, D]; all tokens for global_pool="none"."""
         if self.config.global_pool == "token":
@@ -205,11 +203,6 @@ class VisionTransformer(ImageModel):
         """Tokens [B, T + N, D] → logits [B, num_classes], or the pooled features with `pre_logits`."""
         x = self.head_drop(self.pre_logits(normalize(self.pool(x), self.fc_norm)))
         return x if pre_logits else self.head(x)
-
-    def no_weight_decay(self) -> set[str]:
-        tokens = {"pos_embed", "cls_token", "reg_token", "dist_token"}
-        positions = {name for name, _ in self.named_parameters() if "pos_embed." in name or ".position." in name}
-        return tokens | positions
 
     def poolings(self) -> list[str]:
         return [name for name in super().poolings() if name != "map" or self.attn_pool is not None]

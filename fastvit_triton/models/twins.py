@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..layers import Block, Blocks, Mlp, NormedPatchEmbed, Peg, ReducedAttention, Window, WindowAttention
 from ..layers.embed import sides
+from .base import NORM
 from .config import Options
 from .fit import keep
 from .pyramid import PyramidTransformer, ReducedConfig
@@ -45,6 +46,9 @@ class Twins(PyramidTransformer):
     info = "block.{}", 0
     parts = ("patch_embeds", "pos_drops", "blocks", "pos_block")
     undecayed = r"^pos_block\."
+    stem_pattern = r"^patch_embeds.0"
+    layer_patterns = ((r"^blocks\.(\d+)\.(\d+)", None), (r"^(?:patch_embeds|pos_block)\.(\d+)", (0,)), NORM)
+    coarse_patterns = ((r"^(?:blocks|patch_embeds|pos_block)\.(\d+)", None), NORM)
 
     def __init__(self, config: TwinsConfig) -> None:
         super().__init__(config)
@@ -72,12 +76,6 @@ class Twins(PyramidTransformer):
         image = x.permute(0, 3, 1, 2) if i else x
         x = self.pos_drops[i](embed(image).unflatten(1, embed.grid_of(image)))
         return self.blocks[i](x, (self.pos_block[i],), self.recomputes)
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        norm = (r"^norm", (99999,))
-        coarser = (r"^(?:blocks|patch_embeds|pos_block)\.(\d+)", None)
-        fine = [(r"^blocks\.(\d+)\.(\d+)", None), (r"^(?:patch_embeds|pos_block)\.(\d+)", (0,)), norm]
-        return dict(stem=r"^patch_embeds.0", blocks=[coarser, norm] if coarse else fine)
 
     @torch.no_grad()
     def init_weights(self) -> None:
