@@ -189,10 +189,6 @@ class AttentionConv(TokenModel):
             x = recomputed(block, x) if self.recomputes else block(x)
             yield x
 
-    def to_map(self, x: Tensor, image: Tensor, output_fmt: str) -> tuple[Tensor, None]:
-        """Tokens [B, N, D] in another format; there are no prefix tokens."""
-        return super().to_map(x, image, output_fmt)[0], None
-
 
 CONFIG = AttentionConvConfig
 MODEL = AttentionConv

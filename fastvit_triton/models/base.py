@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.body import normalize
+from ..layers.embed import sides
 from ..layers.fusable import Fusable
 from .config import ALIASES, BaseConfig
 from .hub import HubMethods
@@ -21,9 +22,8 @@ BLOCKS, NORM = (r"^blocks\.(\d+)", None), (r"^norm", LAST)
 class ImageModel(HubMethods, Fusable):
     """A model of images, by default a classifier, with timm's methods.
 
-    A family implements `forward_features`, `forward_head` and, for the methods that return intermediate features,
-    `feature_info`, `stages`, `to_map`, `prune` and, unless every stage has the width of `norm`, `normalize_stage`. A
-    stage is what ends in one intermediate feature: a block of a ViT, or a level of a pyramid.
+    A family implements `stages` and `prune`. A stage is what ends in one intermediate feature: a block of a ViT, or a
+    level of a pyramid. Unless a family says otherwise, stages yield tokens [B, T + N, D], see `grid_of`.
 
     Attributes:
         task: "classify", or "detect" for models whose output is objects; see `detector.Detector`; "segment" for
@@ -38,6 +38,8 @@ class ImageModel(HubMethods, Fusable):
             initial values, as heads of several layers would not learn from zeros.
         feature_formats: values of `output_fmt`; the first is the default of `FeatureGetterNet`.
         feature_indices: its default `out_indices`; None means every stage.
+        num_prefix_tokens: T, tokens before those of patches.
+        blocks_path: name of the list of blocks, each of which is a stage.
         pruned: keys of the state dict that pruning has removed; `load_weights` ignores them.
         undecayed: regular expression of the parameters to exclude from weight decay.
         stem_pattern: regular expression of the parameters of the first layer, see `group_matcher`.
@@ -52,6 +54,8 @@ class ImageModel(HubMethods, Fusable):
     zero_missing_heads: bool = True
     feature_formats: tuple[str, ...] = ("NCHW",)
     feature_indices: int | None = None
+    num_prefix_tokens: int = 0
+    blocks_path = "blocks"
     pruned: frozenset[str] = frozenset()
     undecayed: str = r"^$"  # none
     stem_pattern: str
@@ -61,6 +65,7 @@ class ImageModel(HubMethods, Fusable):
     num_classes: int
     num_features: int
     norm: nn.Module
+    head_drop: nn.Module
     grad_checkpointing: bool
 
     def __init__(self, config: BaseConfig, num_features: int) -> None:
@@ -71,12 +76,21 @@ class ImageModel(HubMethods, Fusable):
         self.grad_checkpointing = config.grad_checkpointing
 
     def forward_features(self, image: Tensor) -> Tensor:
-        """image [B, C, H, W] → features before the pooling."""
-        raise NotImplementedError
+        """image [B, C, H, W] → features before the pooling, those of the last stage."""
+        _, x, last = self.collect(image, [], False, False)
+        return self.stage_features(x, last)
+
+    def pool(self, x: Tensor) -> Tensor:
+        """Features → [B, D]: the class token, or the mean of the patches; all of them for global_pool="none"."""
+        pool = vars(self.config)["global_pool"]
+        if pool == "avg":
+            return x[:, self.num_prefix_tokens :].flatten(1, -2).mean(1)
+        return x if pool == "none" else x[:, 0]
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Features → logits [B, num_classes], or the pooled features with `pre_logits`."""
-        raise NotImplementedError
+        x = self.head_drop(self.pool(x))
+        return x if pre_logits else self.get_submodule(self.head_names[0])(x)
 
     def forward(self, image: Tensor) -> Tensor:
         """image [B, C, H, W] → logits [B, num_classes]."""
@@ -85,7 +99,16 @@ class ImageModel(HubMethods, Fusable):
     @property
     def feature_info(self) -> list[dict[str, Any]]:
         """For each stage: `num_chs`, its channels; `reduction`, pixels a step; `module`, its name (as in timm)."""
-        raise NotImplementedError
+        shared = dict(num_chs=self.num_features, reduction=self.reduction)
+        blocks: Any = self.get_submodule(self.blocks_path)
+        return [dict(module=f"{self.blocks_path}.{i}", **shared) for i in range(len(blocks))]
+
+    @property
+    def reduction(self) -> int:
+        """Pixels of the image for each token."""
+        if not hasattr(self.config, "patch_size"):
+            raise NotImplementedError(f"{type(self).__name__} has no stages of features")
+        return max(sides(self.config.patch_size))
 
     def stages(self, image: Tensor) -> Iterator[Tensor]:
         """Yields the output of each stage in turn, before the final norm."""
@@ -101,6 +124,14 @@ class ImageModel(HubMethods, Fusable):
 
     def to_map(self, x: Tensor, image: Tensor, output_fmt: str) -> tuple[Tensor, Tensor | None]:
         """A stage's output as a map in one of `feature_formats`, and its prefix tokens [B, T, D] if it has any."""
+        T = self.num_prefix_tokens
+        patches = x[:, T:]
+        if output_fmt == "NCHW":
+            patches = patches.transpose(1, 2).unflatten(2, self.grid_of(image)).contiguous()
+        return patches, x[:, :T] if T else None
+
+    def grid_of(self, image: Tensor) -> tuple[int, int]:
+        """(rows, columns) of the patch tokens of an image [B, C, H, W]."""
         raise NotImplementedError
 
     def prune(self, stages: int, norm: bool, head: bool) -> None:

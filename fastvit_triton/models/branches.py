@@ -117,11 +117,6 @@ class BranchModel(ImageModel):
         """A classifier for each branch, an Identity for no classes."""
         return [nn.Linear(D, self.num_classes) if self.num_classes else nn.Identity() for D in self.config.embed_dim]
 
-    def forward_features(self, image: Tensor) -> Any:
-        """image [B, C, H, W] → tokens [B, 1 + N, D] of each branch, after their final norms."""
-        *_, xs = self.stages(image)
-        return self.stage_features(xs, 0)
-
     @property
     def feature_info(self) -> list[dict[str, Any]]:
         """For each branch and block: `num_chs`, its channels; `reduction`, pixels a token; `module`, its name."""
@@ -144,7 +139,8 @@ class BranchModel(ImageModel):
         i = 0
         for i, xs in enumerate(self.stages(image) if stages is None else stages):
             for branch, x in enumerate(self.stage_features(xs, i) if norm else xs):
-                outputs[branch * self.num_blocks + i] = x, branch
+                if (index := branch * self.num_blocks + i) in take:
+                    outputs[index] = x, branch
             if stop_early and i == max(index % self.num_blocks for index in take):
                 break
         return [outputs[index] for index in sorted(set(take))], xs, i

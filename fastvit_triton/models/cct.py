@@ -205,6 +205,7 @@ class CompactTransformer(ImageModel):
     head_names = ("classifier.fc",)
     feature_formats = ("NCHW", "NLC")
     feature_indices = 3
+    blocks_path = "classifier.blocks"
     undecayed = r"^classifier\.(positional|class)_emb$"  # as in ViT
     stem_pattern = r"^tokenizer|^classifier\.(?:class|positional)_emb"
     layer_patterns = ((r"^classifier\.blocks\.(\d+)", None), (r"^classifier\.norm", LAST))
@@ -215,7 +216,7 @@ class CompactTransformer(ImageModel):
         super().__init__(config, D)
         self.num_prefix_tokens = int(config.class_token)
         self.tokenizer = ConvTokenizer(config.in_chans, D, config.kernel_size, config.conv_layers)
-        self.grid_size = self.grid_of(sides(config.img_size))
+        self.grid_size = self.grid_at(sides(config.img_size))
         blocks = Blocks()
         attn_drop = config.attn_drop_rate
         drop = config.proj_drop_rate
@@ -236,7 +237,11 @@ class CompactTransformer(ImageModel):
         self.classifier.fc = nn.Linear(D, self.num_classes) if self.num_classes else nn.Identity()
         self.classifier.reset_parameters()
 
-    def grid_of(self, size: tuple[int, ...]) -> tuple[int, int]:
+    def grid_of(self, image: Tensor) -> tuple[int, int]:
+        """(rows, columns) of tokens of an image [B, C, H, W]."""
+        return self.grid_at(image.shape[2:])
+
+    def grid_at(self, size: tuple[int, ...]) -> tuple[int, int]:
         """(rows, columns) of tokens of an image of (height, width); raises ValueError if there are none."""
         rows, columns = self.tokenizer.grid_of(size)
         if not rows * columns:
@@ -248,24 +253,20 @@ class CompactTransformer(ImageModel):
         if image.dim() != 4 or image.shape[1] != self.config.in_chans:
             raise ValueError(f"image must have axes [B, {self.config.in_chans}, H, W], got shape {list(image.shape)}")
         parts = self.classifier
-        grid = self.grid_of(image.shape[2:])
+        grid = self.grid_of(image)
         pos = self.classifier.positional_emb
         if pos is not None and grid != self.grid_size:
             pos = resize_pos_embed(pos, self.grid_size, grid, self.num_prefix_tokens, self.position_resize)
         x = parts.dropout(self.tokenizer(image, pos, parts.class_emb))
         yield from parts.blocks.outputs(x, recompute=self.recomputes)
 
-    def forward_features(self, image: Tensor) -> Tensor:
-        """image [B, C, H, W] → tokens [B, T + N, D] after the final norm."""
-        x = image
-        for y in self.stages(image):
-            x = y
-        return self.normalize_stage(x, 0)
+    def pool(self, x: Tensor) -> Tensor:
+        """Tokens [B, T + N, D] → [B, D]; all tokens for global_pool="none"."""
+        return self.sequence_pool(x) if self.config.global_pool == "seq" else super().pool(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Tokens [B, T + N, D] → logits [B, num_classes], or the pooled features with `pre_logits`."""
-        pool = self.config.global_pool
-        x = self.sequence_pool(x) if pool == "seq" else x[:, 0] if pool == "token" else x
+        x = self.pool(x)
         return x if pre_logits else self.classifier.fc(x)
 
     def sequence_pool(self, x: Tensor) -> Tensor:
@@ -273,21 +274,13 @@ class CompactTransformer(ImageModel):
         return sequence_pool(x, self.classifier.attention_pool)
 
     @property
-    def feature_info(self) -> list[dict[str, Any]]:
-        """For each block: `num_chs`, its channels; `reduction`, pixels a token; `module`, its name."""
-        shared = dict(num_chs=self.num_features, reduction=self.tokenizer.reduction)
-        return [dict(module=f"classifier.blocks.{i}", **shared) for i in range(len(self.classifier.blocks))]
+    def reduction(self) -> int:
+        """Pixels of the image for each token."""
+        return self.tokenizer.reduction
 
     def normalize_stage(self, x: Tensor, stage: int) -> Tensor:
         """The final norm of a block's output."""
         return normalize(x, self.classifier.norm)
-
-    def to_map(self, x: Tensor, image: Tensor, output_fmt: str) -> tuple[Tensor, Tensor | None]:
-        """Tokens [B, T + N, D] → patch tokens, as [B, D, h, w] or [B, N, D], and the class token [B, 1, D] or None."""
-        T = self.num_prefix_tokens
-        prefix = x[:, :T] if T else None
-        x = x[:, T:]
-        return (x.mT.unflatten(2, self.grid_of(image.shape[2:])) if output_fmt == "NCHW" else x).contiguous(), prefix
 
     def prune(self, stages: int, norm: bool, head: bool) -> None:
         """Keeps the first `stages` blocks; removes the final norm if `norm`, pooling and classifier if `head`."""

@@ -189,10 +189,6 @@ class CvtConfig(PyramidConfig):
         if self.global_pool == "token" and not self.class_token:
             raise ValueError("global_pool 'token' needs class_token=True; use global_pool='avg' without a class token")
 
-    @property
-    def widths(self) -> tuple[int, ...]:
-        return self.embed_dim
-
 
 class ConvolutionalVisionTransformer(PyramidTransformer):
     """CvT; its features are tokens [B, 1 + N, D]."""
@@ -211,6 +207,7 @@ class ConvolutionalVisionTransformer(PyramidTransformer):
         stride = sides(config.patch_size)
         widths = (config.in_chans, *config.widths)
         last = self.num_stages - 1
+        self.num_prefix_tokens = int(config.class_token)
         for i, (D, rates) in enumerate(zip(config.widths, self.drop_path_rates(), strict=True)):
             blocks = Blocks(*(build_block(config, i, p) for p in rates))
             embed = ConvEmbed(widths[i], D, (2, 2) if i else stride, config.eps)
@@ -230,7 +227,7 @@ class ConvolutionalVisionTransformer(PyramidTransformer):
         """A stage's map [B, H, W, D], or its tokens [B, 1 + N, D], in another format, and the class token or None."""
         if x.dim() == 4:
             return super().to_map(x, image, output_fmt)
-        T = int(self.config.class_token)
+        T = self.num_prefix_tokens
         grid = image.shape[2:]
         for i in range(self.num_stages):
             grid = getattr(self, f"stage{i}").patch_embed.grid_of(grid)
@@ -240,13 +237,8 @@ class ConvolutionalVisionTransformer(PyramidTransformer):
         """Removes all but the first `kept` stages, and so the class token."""
         for i in range(kept, self.num_stages):
             delattr(self, f"stage{i}")
+        self.num_prefix_tokens = 0
         self.config = self.config.replace(class_token=False, global_pool="none")
-
-    def pool(self, x: Tensor) -> Tensor:
-        """Tokens [B, 1 + N, D] → [B, D]; all tokens for global_pool="none"."""
-        if self.config.global_pool == "token":
-            return x[:, 0]
-        return super().pool(x[:, 1:] if self.config.class_token and self.config.global_pool == "avg" else x)
 
 
 def build_block(config: CvtConfig, stage: int, drop_path: float) -> ConvBlock:

@@ -40,10 +40,6 @@ class TokenPyramid(PyramidTransformer):
         prefix, patches = x.split()
         return super().to_map(patches, image, output_fmt)[0], prefix
 
-    def pool(self, x: Tensor) -> Tensor:
-        """Class token [B, 1, D] → [B, D]; as it is for global_pool="none"."""
-        return x if self.config.global_pool == "none" else x[:, 0]
-
 
 class NamedStages(PyramidTransformer):
     """A hierarchical model without final norm, whose list of stages has the name `stages` in timm.
@@ -124,7 +120,6 @@ class Distilled(PyramidTransformer):
     """
 
     head_names = ("head", "head_dist")
-    num_prefix_tokens = 2
     distilled_training = False
 
     def build_head(self) -> None:

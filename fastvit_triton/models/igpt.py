@@ -10,7 +10,7 @@ Differs from ViT:
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,7 @@ class IGPT(PixelModel):
 
     config: IGPTConfig
     layout = "igpt"
+    blocks_path = "h"
     stem_pattern = r"^wte|^wpe"
     layer_patterns = ((r"^h\.(\d+)", None), (r"^ln_f|^lm_head", LAST))
     order = None
@@ -158,9 +159,6 @@ class IGPT(PixelModel):
             elif parameter.dim() == 2:
                 ends = name.endswith("c_proj.weight")
                 nn.init.normal_(parameter, std=0.02 / (2 * self.config.depth) ** 0.5 if ends else 0.02)
-
-    def block_list(self) -> Sequence[Any]:
-        return list(self.h)
 
     def encode(self, images: Tensor) -> Tensor:
         """Normalised images [B, C, H, W] → the numbers of the nearest colours, [B, H·W]."""
@@ -224,12 +222,6 @@ class IGPT(PixelModel):
             what = "values that are not finite" if tuple(colours.shape) == wanted else f"shape {list(colours.shape)}"
             raise ValueError(f"clusters have {what}; this model takes {list(wanted)} finite numbers")
         self.clusters.copy_(colours)
-
-    @property
-    def feature_info(self) -> list[dict[str, Any]]:
-        """For each block: `num_chs`, its channels; `reduction`, 1 pixel a token; `module`, its name."""
-        shared = dict(num_chs=self.config.embed_dim, reduction=1)
-        return [dict(module=f"h.{i}", **shared) for i in range(len(self.h))]
 
     def prune(self, stages: int, norm: bool, head: bool) -> None:
         """Keeps the first `stages` blocks; removes the final norm if `norm`, the head if `head`."""

@@ -10,7 +10,6 @@ Differs from ViT:
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -249,6 +248,7 @@ class ImageTransformer(PixelModel):
 
     config: ImageTransformerConfig
     layout = "image_transformer"
+    blocks_path = "layers"
     stem_pattern = r"^embed|^class_embed|^rows|^columns"
     layer_patterns = ((r"^layers\.(\d+)", None), (r"^head", LAST))
 
@@ -299,9 +299,6 @@ class ImageTransformer(PixelModel):
         """Places in the map of the tokens in the order of the generation; None for the order of rows."""
         layer: Any = self.layers[0]
         return getattr(layer.attn.region, "order", None)
-
-    def block_list(self) -> Sequence[Any]:
-        return list(self.layers)
 
     def encode(self, images: Tensor) -> Tensor:
         """Images [B, C, H, W] between −1 and 1 → levels [B, H·W·C], or of pixels [B, H·W, 3]."""
@@ -382,12 +379,6 @@ class ImageTransformer(PixelModel):
     def empty_codes(self, count: int) -> Tensor:
         codes = super().empty_codes(count)
         return codes[..., None].repeat(1, 1, 3) if self.config.mixtures else codes
-
-    @property
-    def feature_info(self) -> list[dict[str, Any]]:
-        """For each block: `num_chs`, its channels; `reduction`, 1 row a token; `module`, its name."""
-        shared = dict(num_chs=self.config.embed_dim, reduction=1)
-        return [dict(module=f"layers.{i}", **shared) for i in range(len(self.layers))]
 
     def prune(self, stages: int, norm: bool, head: bool) -> None:
         """Keeps the first `stages` blocks; removes the head if `head`. There is no final norm."""

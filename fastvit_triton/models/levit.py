@@ -237,10 +237,6 @@ class LevitConfig(PyramidConfig):
             raise ValueError(f"patch_size is {self.patch_size}; use 8 or 16, the strides of LeViT's stems")
         check_patches(self.img_size, self.patch_size)
 
-    @property
-    def widths(self) -> tuple[int, ...]:
-        return self.embed_dim
-
     def check_heads(self) -> None:
         """Heads have `key_dim` channels each, whatever the width of the stage."""
 

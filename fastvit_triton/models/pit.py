@@ -182,6 +182,8 @@ class PoolingVisionTransformer(TokenPyramid):
 class DistilledPooling(Distilled, PoolingVisionTransformer):
     """PiT with a distillation token after the class token, and a second head on it, as DeiT."""
 
+    num_prefix_tokens = 2
+
 
 def build_block(config: PitConfig, stage: int, drop_path: float) -> Block:
     """Builds one block of a stage."""

@@ -1,7 +1,7 @@
 """The base of models that predict the pixels of an image one after another: likelihoods, samples and features."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -79,6 +79,7 @@ class PixelModel(Prepared):
     head_names = ()
     position_resize = "bicubic"
     feature_formats = ("NCHW", "NLC")
+    reduction = 1  # a row of pixels for each row of positions
     order: Tensor | None
     num_positions: int
 
@@ -94,17 +95,13 @@ class PixelModel(Prepared):
         """Inputs [B, stop − start, D] of these steps, from the codes of the steps before `stop` − 1 (or more)."""
         raise NotImplementedError
 
-    def block_list(self) -> Sequence[Any]:
+    def block_list(self) -> list[Any]:
         """The blocks, in order."""
-        raise NotImplementedError
+        return list(self.get_submodule(self.blocks_path).children())
 
     def final(self, x: Tensor) -> Tensor:
         """What follows the last block and precedes the head: [B, n, D] → [B, n, D]."""
         return x
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Features [B, n, D] → logits [B, n, K]."""
-        raise NotImplementedError
 
     def losses(self, logits: Tensor, codes: Tensor) -> Tensor:
         """Negative log-likelihoods in nats of each dimension, [B, dimensions], from logits and codes of all steps."""

@@ -69,7 +69,8 @@ class PyramidVisionTransformer(PyramidTransformer):
         patch = sides(config.patch_size)
         channels = config.in_chans
         self.cls_token = nn.Parameter(torch.empty(1, 1, self.num_features)) if config.class_token else None
-        self.prefix_tokens = [0] * (self.num_stages - 1) + [int(config.class_token)]
+        self.num_prefix_tokens = int(config.class_token)
+        self.prefix_tokens = [0] * (self.num_stages - 1) + [self.num_prefix_tokens]
         for i, (D, rates) in enumerate(zip(config.widths, self.drop_path_rates(), strict=True), 1):
             embed = NormedPatchEmbed(size, patch, channels, D, strict_img_size=False)
             size = embed.grid_size
@@ -96,13 +97,9 @@ class PyramidVisionTransformer(PyramidTransformer):
         for name in (f"{part}{i + 1}" for part in PARTS for i in range(kept, self.num_stages)):
             delattr(self, name)
         self.cls_token = None
+        self.num_prefix_tokens = 0
         self.prefix_tokens = [0] * kept
         self.config = self.config.replace(class_token=False, global_pool="none")
-
-    def pool(self, x: Tensor) -> Tensor:
-        """Tokens [B, 1 + N, D] → [B, D]; all tokens for global_pool="none"."""
-        pool = self.config.global_pool
-        return x[:, 0] if pool == "token" else super().pool(x[:, self.prefix_tokens[-1] :] if pool == "avg" else x)
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -72,7 +72,7 @@ class PyramidConfig(BaseConfig):
     @property
     def widths(self) -> tuple[int, ...]:
         """Channels of each stage."""
-        raise NotImplementedError
+        return vars(self)["embed_dim"]
 
     @property
     def smallest(self) -> tuple[int, int]:
@@ -187,14 +187,6 @@ class PyramidTransformer(ImageModel):
             x = self.stage(x, i)
             yield x.flatten(1, 2) if self.flattens and i == self.num_stages - 1 else x
 
-    def forward_features(self, image: Tensor) -> Tensor:
-        """image [B, C, H, W] → the last map [B, H', W', D], or its tokens, after the final norm."""
-        self.check_image(image)
-        x = image
-        for i in range(self.num_stages):
-            x = self.stage(x, i)
-        return self.stage_features(x.flatten(1, 2) if self.flattens else x, self.num_stages - 1)
-
     @property
     def feature_info(self) -> list[dict[str, Any]]:
         """For each stage: `num_chs`, its channels; `reduction`, pixels a token; `module`, its name (as in timm)."""
@@ -245,15 +237,6 @@ class PyramidTransformer(ImageModel):
         if head or ends:
             self.reset_classifier(0, "none")
         self.config = self.config.replace(**changes, final_norm=isinstance(self.norm, nn.LayerNorm))
-
-    def pool(self, x: Tensor) -> Tensor:
-        """Features → [B, D]; all of them for global_pool="none"."""
-        return x.flatten(1, -2).mean(1) if self.config.global_pool == "avg" else x
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Features → logits [B, num_classes], or the pooled features with `pre_logits`."""
-        x = self.head_drop(self.pool(x))
-        return x if pre_logits else self.get_submodule(self.head_names[0])(x)
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -43,10 +43,6 @@ class ResidualConfig(PyramidConfig):
             raise ValueError(f"strides is {self.strides}; use 1 or 2 for each stage")
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        return self.embed_dim
-
-    @property
     def reductions(self) -> tuple[int, ...]:
         """Pixels of the image for each step of the map of each stage."""
         return tuple(4 * math.prod(self.strides[: i + 1]) for i in range(len(self.strides)))

@@ -88,25 +88,6 @@ class TokenModel(ImageModel):
             raise ValueError(f"image has shape {list(image.shape)}, the model takes {size}{fix}")
         return height // rows, width // columns
 
-    def forward_features(self, image: Tensor) -> Tensor:
-        """image [B, C, H, W] → tokens [B, T + N, D] after the final norm."""
-        *_, x = self.stages(image)
-        return self.stage_features(x, len(self.blocks) - 1)
-
-    @property
-    def feature_info(self) -> list[dict[str, Any]]:
-        """For each block: `num_chs`, its channels; `reduction`, pixels a token; `module`, its name (as in timm)."""
-        shared = dict(num_chs=self.embed_dim, reduction=max(sides(self.config.patch_size)))
-        return [dict(module=f"blocks.{i}", **shared) for i in range(len(self.blocks))]
-
-    def to_map(self, x: Tensor, image: Tensor, output_fmt: str) -> tuple[Tensor, Tensor | None]:
-        """Tokens [B, T + N, D] → patch tokens, as [B, D, h, w] or [B, N, D], and prefix tokens [B, T, D]."""
-        prefix = x[:, : self.num_prefix_tokens]
-        x = x[:, self.num_prefix_tokens :]
-        if output_fmt == "NLC":
-            return x, prefix
-        return x.transpose(1, 2).unflatten(2, self.grid_of(image)).contiguous(), prefix
-
     def prune(self, stages: int, norm: bool, head: bool) -> None:
         """Keeps the first `stages` blocks; removes the final norm if `norm`, the classifier if `head`."""
         rate = self.config.drop_path_rate * (stages - 1) / max(len(self.blocks) - 1, 1)
@@ -117,16 +98,6 @@ class TokenModel(ImageModel):
             self.reset_classifier(0, "none")
         final_norm = isinstance(self.norm, nn.LayerNorm)
         self.config = self.config.replace(depth=stages, drop_path_rate=rate, final_norm=final_norm)
-
-    def pool(self, x: Tensor) -> Tensor:
-        """Tokens [B, T + N, D] → [B, D]; all tokens for global_pool="none"."""
-        pool = self.config.global_pool
-        return x if pool == "none" else x[:, 0] if pool == "token" else x[:, self.num_prefix_tokens :].mean(1)
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Tokens [B, T + N, D] → logits [B, num_classes], or the pooled features with `pre_logits`."""
-        x = self.head_drop(self.pool(x))
-        return x if pre_logits else self.head(x)
 
     @torch.no_grad()
     def init_weights(self) -> None:

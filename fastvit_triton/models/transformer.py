@@ -154,26 +154,15 @@ class VisionTransformer(ImageModel):
         """Hook for subclasses: functions of the output of the first blocks, see `Blocks.outputs`."""
         return ()
 
-    @property
-    def feature_info(self) -> list[dict[str, Any]]:
-        """For each block: `num_chs`, its channels; `reduction`, pixels a token; `module`, its name (as in timm)."""
-        shared = dict(num_chs=self.embed_dim, reduction=max(sides(self.config.patch_size)))
-        return [dict(module=f"blocks.{i}", **shared) for i in range(len(self.blocks))]
-
     def stages(self, image: Tensor) -> Iterator[Tensor]:
         """Yields the tokens [B, T + N, D] after each block."""
         yield from self.blocks.outputs(self.embed(image), self.after(image), self.recomputes)
 
-    def to_map(self, x: Tensor, image: Tensor, output_fmt: str) -> tuple[Tensor, Tensor | None]:
-        """Tokens [B, T + N, D] → patch tokens, as [B, D, h, w] or [B, N, D], and prefix tokens [B, T, D] or None."""
-        T = self.num_prefix_tokens
-        prefix = x[:, :T] if T else None
-        x = x[:, T:]
-        if output_fmt == "NLC":
-            return x, prefix
+    def grid_of(self, image: Tensor) -> tuple[int, int]:
+        """(rows, columns) of the patch tokens of an image [B, C, H, W]; raises ValueError if some were dropped."""
         if self.training and self.config.patch_drop_rate:
             raise ValueError("output_fmt is 'NCHW', but training drops patches (patch_drop_rate); use 'NLC' or eval()")
-        return x.transpose(1, 2).unflatten(2, self.patch_embed.grid_of(image)).contiguous(), prefix
+        return self.patch_embed.grid_of(image)
 
     def prune(self, stages: int, norm: bool, head: bool) -> None:
         """Keeps the first `stages` blocks; removes the final norm if `norm`, and what follows the blocks if `head`."""
