@@ -89,54 +89,6 @@ class ConvTokenizer(Fusable):
         return assemble(self.conv_layers(image).flatten(2).transpose(1, 2), pos, prefix)
 
 
-class CompactClassifier(nn.Module):
-    """The modules after the tokenizer, under the authors' names; the model calls them.
-
-    Args:
-        blocks: the blocks.
-        dim: D.
-        rows: positions, with that of the class token.
-        pos_embed: "learned", "sincos1d" (a parameter that is not trained) or "none".
-        class_token: prepend a learned token.
-        norm: after the last block.
-        pooled: pool the tokens by a learned query.
-        pos_drop: dropout after the positions.
-    """
-
-    class_emb: nn.Parameter | None
-    positional_emb: nn.Parameter | None
-
-    def __init__(
-        self,
-        blocks: Blocks,
-        dim: int,
-        rows: int,
-        pos_embed: str,
-        class_token: bool,
-        norm: nn.Module,
-        pooled: bool,
-        pos_drop: float,
-    ) -> None:
-        super().__init__()
-        self.class_emb = nn.Parameter(torch.zeros(1, 1, dim)) if class_token else None
-        self.attention_pool = nn.Linear(dim, 1) if pooled else None
-        learned = pos_embed == "learned"
-        table = torch.empty(1, rows, dim) if learned else sincos1d(rows, dim) if pos_embed == "sincos1d" else None
-        self.positional_emb = None if table is None else nn.Parameter(table, requires_grad=learned)
-        self.dropout = nn.Dropout(pos_drop)
-        self.blocks = blocks
-        self.norm = norm
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Reinitialises all weights as the authors do."""
-        init_linear(self)
-        if self.class_emb is not None:
-            nn.init.zeros_(self.class_emb)
-        if self.positional_emb is not None and self.positional_emb.requires_grad:
-            nn.init.trunc_normal_(self.positional_emb, std=0.2)
-
-
 def sequence_pool(x: Tensor, score: nn.Linear) -> Tensor:
     """Sequence pooling: softmax(x w + b)ᵀ x over the tokens (equation 5), [B, N, D] → [B, D]."""
     return (score(x).softmax(1).mT @ x)[:, 0]
@@ -196,7 +148,44 @@ class CctConfig(BaseConfig):
             raise ValueError("global_pool 'token' needs class_token=True; use 'seq' without a class token")
 
 
-# number of blocks → heads, MLP ratio, D
+class CompactClassifier(nn.Module):
+    """The modules after the tokenizer, under the authors' names; the model calls them.
+
+    Args:
+        config: of the model.
+        rows: positions, with that of the class token.
+    """
+
+    class_emb: nn.Parameter | None
+    positional_emb: nn.Parameter | None
+
+    def __init__(self, config: CctConfig, rows: int) -> None:
+        super().__init__()
+        D = config.embed_dim
+        drop = config.proj_drop_rate
+        self.class_emb = nn.Parameter(torch.zeros(1, 1, D)) if config.class_token else None
+        self.attention_pool = nn.Linear(D, 1) if config.global_pool == "seq" else None
+        learned = config.pos_embed == "learned"
+        table = torch.empty(1, rows, D) if learned else sincos1d(rows, D) if config.pos_embed == "sincos1d" else None
+        self.positional_emb = None if table is None else nn.Parameter(table, requires_grad=learned)
+        self.dropout = nn.Dropout(config.pos_drop_rate)
+        self.blocks: Any = Blocks()
+        for rate in drop_path_rates(config.drop_path_rate, config.depth):
+            attn = Attention(D, config.num_heads, None, False, attn_drop=config.attn_drop_rate, proj_drop=drop)
+            self.blocks.append(CompactBlock(D, attn, int(D * config.mlp_ratio), config.eps, drop, rate))
+        self.norm = nn.LayerNorm(D, eps=config.eps) if config.final_norm else nn.Identity()
+        self.fc = nn.Linear(D, config.num_classes) if config.num_classes else nn.Identity()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Reinitialises all weights as the authors do."""
+        init_linear(self)
+        if self.class_emb is not None:
+            nn.init.zeros_(self.class_emb)
+        if self.positional_emb is not None and self.positional_emb.requires_grad:
+            nn.init.trunc_normal_(self.positional_emb, std=0.2)
+
+
 class CompactTransformer(ImageModel):
     """CCT, CVT or ViT-Lite. Positions are resampled for images of another size than `img_size`."""
 
@@ -217,24 +206,8 @@ class CompactTransformer(ImageModel):
         self.num_prefix_tokens = int(config.class_token)
         self.tokenizer = ConvTokenizer(config.in_chans, D, config.kernel_size, config.conv_layers)
         self.grid_size = self.grid_at(sides(config.img_size))
-        blocks = Blocks()
-        attn_drop = config.attn_drop_rate
-        drop = config.proj_drop_rate
-        for rate in drop_path_rates(config.drop_path_rate, config.depth):
-            attn = Attention(D, config.num_heads, None, False, attn_drop=attn_drop, proj_drop=drop)
-            blocks.append(CompactBlock(D, attn, int(D * config.mlp_ratio), config.eps, drop, rate))
         rows = self.grid_size[0] * self.grid_size[1] + self.num_prefix_tokens
-        self.classifier: Any = CompactClassifier(
-            blocks,
-            D,
-            rows,
-            config.pos_embed,
-            config.class_token,
-            nn.LayerNorm(D, eps=config.eps) if config.final_norm else nn.Identity(),
-            config.global_pool == "seq",
-            config.pos_drop_rate,
-        )
-        self.classifier.fc = nn.Linear(D, self.num_classes) if self.num_classes else nn.Identity()
+        self.classifier: Any = CompactClassifier(config, rows)
         self.classifier.reset_parameters()
 
     def grid_of(self, image: Tensor) -> tuple[int, int]:
@@ -304,6 +277,7 @@ class CompactTransformer(ImageModel):
             self.classifier.attention_pool = None
 
 
+# number of blocks → heads, MLP ratio, D
 SIZES = {2: (2, 1.0, 128), 4: (2, 1.0, 128), 6: (4, 2.0, 256), 7: (4, 2.0, 256), 14: (6, 3.0, 384)}
 
 

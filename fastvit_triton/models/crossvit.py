@@ -70,22 +70,52 @@ class CrossBlock(Fusable):
         return x[:, :1] + self.drop_path(self.attn(self.norm1(x)))
 
 
+@dataclass(frozen=True, kw_only=True)
+class CrossVitConfig(BranchConfig):
+    """Options of CrossViT, in addition to those of `BranchConfig`.
+
+    Attributes:
+        multi_conv: project patches by three convolutions.
+        crop_scale: cut out the middle of the image instead of interpolating it, where it is larger.
+    """
+
+    multi_conv: bool = False
+    crop_scale: bool = False
+
+
 class MultiScaleBlock(nn.Module):
     """Blocks of each branch, then the class token of each attends to the patches of the other (figure 4).
 
     Args:
-        dims: D of each branch.
-        blocks: of each branch.
-        fusion: for each branch the module that attends to the patches of the next one, in whose width.
-        eps: LayerNorm epsilon.
+        config: of the model.
+        counts: blocks of each branch, and cross attentions.
+        rates: of stochastic depth.
     """
 
-    def __init__(self, dims: tuple[int, ...], blocks: list[Blocks], fusion: list[nn.Module], eps: float = 1e-6) -> None:
+    def __init__(self, config: CrossVitConfig, counts: tuple[int, ...], rates: list[float]) -> None:
         super().__init__()
+        dims = config.embed_dim
+        eps = config.eps
+        drop = config.proj_drop_rate
+        bias = config.qkv_bias
+        branches = []
+        fusion: list[nn.Module] = []
+        for i, (D, heads) in enumerate(zip(dims, config.num_heads, strict=True)):
+            blocks = Blocks()
+            for rate in rates[: counts[i]]:
+                attn = Attention(D, heads, qkv_bias=bias, attn_drop=config.attn_drop_rate, proj_drop=drop)
+                mlp = Mlp(D, int(D * config.mlp_ratio[i]), drop=drop)
+                blocks.append(Block(D, attn, mlp, eps, drop_path=rate))
+            branches.append(blocks)
+            cross = []
+            for _ in range(counts[-1] or 1):
+                reads = CrossAttention(D, heads, bias, config.attn_drop_rate, drop)
+                cross.append(CrossBlock(D, reads, eps, rates[-1]))
+            fusion.append(nn.Sequential(*cross) if counts[-1] else cross[0])
         others = dims[1:] + dims[:1]
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = nn.ModuleList(branches)
         self.projs = nn.ModuleList(projection(a, b, eps) for a, b in zip(dims, others, strict=True))
-        self.fusion = nn.ModuleList(fusion)
+        self.fusion = nn.ModuleList(fusion[1:] + fusion[:1])  # in the width of the branch whose patches they read
         self.revert_projs = nn.ModuleList(projection(b, a, eps) for a, b in zip(dims, others, strict=True))
 
     def forward(self, xs: list[Tensor], recompute: bool = False) -> list[Tensor]:
@@ -118,19 +148,6 @@ def scaled_image(image: Tensor, size: tuple[int, int], crop: bool) -> Tensor:
     return F.interpolate(image, size, mode="bicubic", align_corners=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CrossVitConfig(BranchConfig):
-    """Options of CrossViT, in addition to those of `BranchConfig`.
-
-    Attributes:
-        multi_conv: project patches by three convolutions.
-        crop_scale: cut out the middle of the image instead of interpolating it, where it is larger.
-    """
-
-    multi_conv: bool = False
-    crop_scale: bool = False
-
-
 class CrossVit(BranchModel):
     """CrossViT; its features are a list of the tokens [B, 1 + N, D] of both branches."""
 
@@ -150,7 +167,7 @@ class CrossVit(BranchModel):
         rates = drop_path_rates(config.drop_path_rate, num_rates(config.depth))
         for counts in config.depth:
             n = num_rates((counts,))
-            self.blocks.append(build_block(config, counts, rates[:n]))
+            self.blocks.append(MultiScaleBlock(config, counts, rates[:n]))
             rates = rates[n:]
         self.build_head()
 
@@ -163,32 +180,6 @@ class CrossVit(BranchModel):
             xs.append(self.pos_drop(embed(scaled_image(image, size, self.config.crop_scale), pos, token)))
         for block in self.blocks:
             yield (xs := block(xs, self.recomputes))
-
-
-def build_block(config: CrossVitConfig, counts: tuple[int, ...], rates: list[float]) -> MultiScaleBlock:
-    """Builds the blocks of both branches with their cross attentions."""
-    bias = config.qkv_bias
-    drops = (config.attn_drop_rate, config.proj_drop_rate)
-    branches = []
-    fusion: list[nn.Module] = []
-    for i, (D, heads) in enumerate(zip(config.embed_dim, config.num_heads, strict=True)):
-        hidden = int(D * config.mlp_ratio[i])
-        blocks = (
-            Block(
-                D,
-                Attention(D, heads, qkv_bias=bias, attn_drop=drops[0], proj_drop=drops[1]),
-                Mlp(D, hidden, drop=drops[1]),
-                config.eps,
-                drop_path=p,
-            )
-            for p in rates[: counts[i]]
-        )
-        branches.append(Blocks(*blocks))
-        cross = [
-            CrossBlock(D, CrossAttention(D, heads, bias, *drops), config.eps, rates[-1]) for _ in range(counts[-1] or 1)
-        ]
-        fusion.append(nn.Sequential(*cross) if counts[-1] else cross[0])
-    return MultiScaleBlock(config.embed_dim, branches, fusion[1:] + fusion[:1], config.eps)
 
 
 def of(D: int, heads: int, blocks: int, ratio: float, **options: Any) -> Options:

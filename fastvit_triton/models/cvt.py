@@ -69,38 +69,54 @@ class ConvProjection(nn.Module):
         return self.bn(self.conv(x.permute(0, 3, 1, 2))).permute(0, 2, 3, 1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CvtConfig(PyramidConfig):
+    """Options of CvT, in addition to those of `PyramidConfig`; `patch_size` is the stride of the first convolution.
+
+    Attributes:
+        embed_dim: channels of each stage.
+        mlp_ratio: hidden channels of the MLP divided by the channels.
+        attn_drop_rate: dropout on attention probabilities.
+        class_token: prepend a learned token in the last stage.
+    """
+
+    embed_dim: tuple[int, ...] = (64, 192, 384)
+    depths: tuple[int, ...] = (1, 2, 10)
+    num_heads: tuple[int, ...] = (1, 3, 6)
+    mlp_ratio: float = 4.0
+    attn_drop_rate: float = 0.0
+    class_token: bool = True
+    global_pool: str = "token"
+    eps: float = 1e-5
+    pools = ("token", "avg", "none")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.global_pool == "token" and not self.class_token:
+            raise ValueError("global_pool 'token' needs class_token=True; use global_pool='avg' without a class token")
+
+
 class ConvAttention(Fusable):
     """Self-attention of convolved queries, keys and values, scaled by D^-1/2 for all D channels.
 
-    Prefix tokens bypass the convolutions.
-
-    Args:
-        dim: D, channels.
-        num_heads: H.
-        stride: of the convolutions of keys and values.
-        qkv_bias: biases on the projections of queries, keys and values.
-        attn_drop: dropout on the attention probabilities; while it is active, PyTorch computes the attention.
-        proj_drop: dropout after the output projection.
+    Prefix tokens bypass the convolutions, of which those of keys and values have a stride. While probabilities are
+    dropped, PyTorch computes the attention.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        stride: int = 2,
-        qkv_bias: bool = True,
-        attn_drop: float = 0.0,
-        proj_drop: float = 0.0,
-    ) -> None:
+    stride = 2
+
+    def __init__(self, config: CvtConfig, stage: int) -> None:
         super().__init__()
-        self.num_heads, self.stride, self.scale = num_heads, stride, dim**-0.5
+        dim = config.widths[stage]
+        self.num_heads = config.num_heads[stage]
+        self.scale = dim**-0.5
         for name in "qkv":
-            self.add_module(f"conv_proj_{name}", ConvProjection(dim, 1 if name == "q" else stride))
+            self.add_module(f"conv_proj_{name}", ConvProjection(dim, 1 if name == "q" else self.stride))
         for name in "qkv":
-            self.add_module(f"proj_{name}", nn.Linear(dim, dim, bias=qkv_bias))
-        self.attn_drop = nn.Dropout(attn_drop)
+            self.add_module(f"proj_{name}", nn.Linear(dim, dim))
+        self.attn_drop = nn.Dropout(config.attn_drop_rate)
         self.proj = nn.Linear(dim, dim)
-        self.proj_drop = nn.Dropout(proj_drop)
+        self.proj_drop = nn.Dropout(config.proj_drop_rate)
 
     def forward(self, x: Tensor, size: Grid) -> Tensor:
         """Tokens [B, T + H · W, D] of a map of this size, of which T are prefix tokens → [B, T + H · W, D]."""
@@ -163,33 +179,6 @@ class ConvStage(nn.Module):
         return x.unflatten(1, grid) if token is None else x.unsqueeze(1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CvtConfig(PyramidConfig):
-    """Options of CvT, in addition to those of `PyramidConfig`; `patch_size` is the stride of the first convolution.
-
-    Attributes:
-        embed_dim: channels of each stage.
-        mlp_ratio: hidden channels of the MLP divided by the channels.
-        attn_drop_rate: dropout on attention probabilities.
-        class_token: prepend a learned token in the last stage.
-    """
-
-    embed_dim: tuple[int, ...] = (64, 192, 384)
-    depths: tuple[int, ...] = (1, 2, 10)
-    num_heads: tuple[int, ...] = (1, 3, 6)
-    mlp_ratio: float = 4.0
-    attn_drop_rate: float = 0.0
-    class_token: bool = True
-    global_pool: str = "token"
-    eps: float = 1e-5
-    pools = ("token", "avg", "none")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.global_pool == "token" and not self.class_token:
-            raise ValueError("global_pool 'token' needs class_token=True; use global_pool='avg' without a class token")
-
-
 class ConvolutionalVisionTransformer(PyramidTransformer):
     """CvT; its features are tokens [B, 1 + N, D]."""
 
@@ -244,9 +233,8 @@ class ConvolutionalVisionTransformer(PyramidTransformer):
 def build_block(config: CvtConfig, stage: int, drop_path: float) -> ConvBlock:
     """Builds one block of a stage."""
     D = config.widths[stage]
-    drop = config.proj_drop_rate
-    attn = ConvAttention(D, config.num_heads[stage], attn_drop=config.attn_drop_rate, proj_drop=drop)
-    mlp = Mlp(D, int(D * config.mlp_ratio), "quick_gelu", drop=drop)
+    attn = ConvAttention(config, stage)
+    mlp = Mlp(D, int(D * config.mlp_ratio), "quick_gelu", drop=config.proj_drop_rate)
     return ConvBlock(D, attn, mlp, config.eps, drop_path=drop_path)
 
 

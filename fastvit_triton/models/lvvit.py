@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..engine.body import normalize
 from ..kernels.patch_embed import assemble
-from ..layers import Attention, Block, Mlp
+from ..layers import Attention, Block
 from ..layers.scaled_block import ScaledBlock
 from .config import Options, ViTConfig, check_only
 from .deepvit import build_stem, check_parts
@@ -92,13 +92,11 @@ class TokenLabelingTransformer(VisionTransformer):
     def build_block(self, i: int, drop_path: float, attention: type[Attention]) -> Block:
         """Creates block i."""
         config = self.config
-        D = config.embed_dim
-        drop = config.proj_drop_rate
-        attn = Attention(D, config.num_heads, None, config.qkv_bias, attn_drop=config.attn_drop_rate, proj_drop=drop)
-        mlp = Mlp(D, int(D * config.mlp_ratio), config.act, drop=drop)
+        block = super().build_block(i, drop_path, attention)
         if config.skip_lam == 1.0:
-            return Block(D, attn, mlp, config.eps, drop_path=drop_path)
-        return ScaledBlock(D, attn, mlp, config.eps, drop_path=drop_path, factor=1 / config.skip_lam)
+            return block
+        factor = 1 / config.skip_lam
+        return ScaledBlock(self.embed_dim, block.attn, block.mlp, config.eps, drop_path=drop_path, factor=factor)
 
     def set_dense_training(self, enable: bool = True) -> None:
         """Sets whether training returns the logits of all tokens, and mixes tokens if the config says so."""

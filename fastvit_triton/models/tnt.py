@@ -56,98 +56,6 @@ class SplitAttention(Fusable):
         return f"num_heads={self.num_heads}"
 
 
-class PixelEmbed(PatchEmbed):
-    """Projects 7 x 7 pixels at each `stride` within a patch (section 3.1).
-
-    Args:
-        stride: pixels between the projections.
-        legacy: convolve the whole image, whose patches then see each other; else each patch with zeros around it.
-        sizes: those of the image and of a patch, (height, width) in pixels.
-        in_chans: C.
-        dim: c, channels of a pixel.
-    """
-
-    def __init__(
-        self, stride: int, legacy: bool, sizes: tuple[tuple[int, int], tuple[int, int]], in_chans: int, dim: int
-    ) -> None:
-        self.stride = stride
-        self.legacy = legacy
-        super().__init__(*sizes, in_chans, dim)
-        self.pixels = (-(-self.patch_size[0] // stride), -(-self.patch_size[1] // stride))
-
-    def build(self, embed_dim: int, bias: bool) -> None:
-        self.proj = nn.Conv2d(self.in_chans, embed_dim, 7, self.stride, 3)
-
-    def forward(self, image: Tensor, pos: Tensor, prefix: None = None) -> Tensor:  # type: ignore[override]
-        """image [B, C, H, W], pos [1, c, h, w] → pixels [B · N, h · w, c]."""
-        grid = self.grid_of(image)
-        x = self.proj(image) if self.legacy else image
-        h, w = self.pixels if self.legacy else self.patch_size
-        x = x.unflatten(3, (grid[1], w)).unflatten(2, (grid[0], h)).permute(0, 2, 4, 1, 3, 5).flatten(0, 2)
-        x = x if self.legacy else self.proj(x)
-        return (x + pos).flatten(2).transpose(1, 2)
-
-
-class InnerBlock(Fusable):
-    """Attention and MLP of the pixels of each patch, then of the patches, to which the pixels are added (eq. 3-6).
-
-    Args:
-        inner: c, channels of a pixel.
-        dim: D, channels of a patch.
-        pixels: n, number of pixels of a patch.
-        num_heads: heads of the pixels' attention, and of the patches'.
-        mlp_ratio: hidden channels of the patches' MLP divided by D.
-        qkv_bias: biases on the projections of queries, keys and values.
-        proj_drop: dropout after the attention projection and inside the MLP.
-        drop_path: probability of skipping each branch.
-        legacy: the pixels' norm is that of each pixel, not of all together.
-        attn_drop: dropout on the attention probabilities.
-    """
-
-    def __init__(
-        self,
-        inner: int,
-        dim: int,
-        pixels: int,
-        num_heads: tuple[int, int],
-        mlp_ratio: float = 4.0,
-        qkv_bias: bool = False,
-        proj_drop: float = 0.0,
-        drop_path: float = 0.0,
-        legacy: bool = False,
-        attn_drop: float = 0.0,
-    ) -> None:
-        super().__init__()
-        self.norm_in = nn.LayerNorm(inner)
-        self.attn_in = SplitAttention(inner, num_heads[0], qkv_bias, attn_drop, proj_drop)
-        self.norm_mlp_in = nn.LayerNorm(inner)
-        self.mlp_in = Mlp(inner, 4 * inner, drop=proj_drop)
-        self.norm1_proj = nn.LayerNorm(inner if legacy else inner * pixels)
-        self.proj = nn.Linear(inner * pixels, dim, bias=legacy)
-        self.norm2_proj = None if legacy else nn.LayerNorm(dim)
-        self.norm_out = nn.LayerNorm(dim)
-        self.attn_out = SplitAttention(dim, num_heads[1], qkv_bias, attn_drop, proj_drop)
-        self.drop_path = DropPath(drop_path)
-        self.norm_mlp = nn.LayerNorm(dim)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop)
-
-    def forward(self, pixels: Tensor, patches: Tensor) -> tuple[Tensor, Tensor]:
-        """Pixels [B · N, n, c] and tokens [B, 1 + N, D] → the same."""
-        pixels = add(pixels, self.drop_path, lambda x: self.attn_in(self.norm_in(x)))
-        pixels = add(pixels, self.drop_path, lambda x: self.mlp_in(self.norm_mlp_in(x)))
-        merged = merged_pixels(pixels, patches.shape[1] - 1, self.norm1_proj, self.proj, self.norm2_proj)
-        patches = torch.cat((patches[:, :1], patches[:, 1:] + merged), 1)
-        patches = add(patches, self.drop_path, lambda x: self.attn_out(self.norm_out(x)))
-        return pixels, add(patches, self.drop_path, lambda x: self.mlp(self.norm_mlp(x)))
-
-
-def merged_pixels(x: Tensor, patches: int, before: nn.Module, proj: nn.Module, after: nn.Module | None) -> Tensor:
-    """Pixels x [B · N, n, c] of N patches → [B, N, D]: a norm, of a pixel or of all together, a projection, a norm."""
-    x = before(x) if after is None else x
-    x = x.reshape(-1, patches, x.shape[1] * x.shape[2])
-    return proj(x) if after is None else after(proj(before(x)))
-
-
 @dataclass(frozen=True, kw_only=True)
 class TntConfig(TokenConfig):
     """Options of TNT, in addition to those of `TokenConfig`.
@@ -180,6 +88,77 @@ class TntConfig(TokenConfig):
         return self.num_heads_outer
 
 
+class PixelEmbed(PatchEmbed):
+    """Projects 7 x 7 pixels at each `stride` within a patch (section 3.1).
+
+    A `legacy` model convolves the whole image, whose patches then see each other; others each patch with zeros around.
+    """
+
+    def __init__(self, config: TntConfig) -> None:
+        self.stride = stride = config.first_stride
+        self.legacy = config.legacy
+        super().__init__(sides(config.img_size), sides(config.patch_size), config.in_chans, config.inner_dim)
+        self.pixels = (-(-self.patch_size[0] // stride), -(-self.patch_size[1] // stride))
+
+    def build(self, embed_dim: int, bias: bool) -> None:
+        self.proj = nn.Conv2d(self.in_chans, embed_dim, 7, self.stride, 3)
+
+    def forward(self, image: Tensor, pos: Tensor, prefix: None = None) -> Tensor:  # type: ignore[override]
+        """image [B, C, H, W], pos [1, c, h, w] → pixels [B · N, h · w, c]."""
+        grid = self.grid_of(image)
+        x = self.proj(image) if self.legacy else image
+        h, w = self.pixels if self.legacy else self.patch_size
+        x = x.unflatten(3, (grid[1], w)).unflatten(2, (grid[0], h)).permute(0, 2, 4, 1, 3, 5).flatten(0, 2)
+        x = x if self.legacy else self.proj(x)
+        return (x + pos).flatten(2).transpose(1, 2)
+
+
+class InnerBlock(Fusable):
+    """Attention and MLP of the pixels of each patch, then of the patches, to which the pixels are added (eq. 3-6).
+
+    Args:
+        config: of the model; if it is `legacy`, the pixels' norm is that of each pixel, not of all together.
+        pixels: n, number of pixels of a patch.
+        drop_path: probability of skipping each branch.
+    """
+
+    def __init__(self, config: TntConfig, pixels: int, drop_path: float = 0.0) -> None:
+        super().__init__()
+        inner = config.inner_dim
+        dim = config.embed_dim
+        legacy = config.legacy
+        drop = config.proj_drop_rate
+        options = (config.qkv_bias, config.attn_drop_rate, drop)
+        self.norm_in = nn.LayerNorm(inner)
+        self.attn_in = SplitAttention(inner, config.num_heads_inner, *options)
+        self.norm_mlp_in = nn.LayerNorm(inner)
+        self.mlp_in = Mlp(inner, 4 * inner, drop=drop)
+        self.norm1_proj = nn.LayerNorm(inner if legacy else inner * pixels)
+        self.proj = nn.Linear(inner * pixels, dim, bias=legacy)
+        self.norm2_proj = None if legacy else nn.LayerNorm(dim)
+        self.norm_out = nn.LayerNorm(dim)
+        self.attn_out = SplitAttention(dim, config.num_heads_outer, *options)
+        self.drop_path = DropPath(drop_path)
+        self.norm_mlp = nn.LayerNorm(dim)
+        self.mlp = Mlp(dim, int(dim * config.mlp_ratio), drop=drop)
+
+    def forward(self, pixels: Tensor, patches: Tensor) -> tuple[Tensor, Tensor]:
+        """Pixels [B · N, n, c] and tokens [B, 1 + N, D] → the same."""
+        pixels = add(pixels, self.drop_path, lambda x: self.attn_in(self.norm_in(x)))
+        pixels = add(pixels, self.drop_path, lambda x: self.mlp_in(self.norm_mlp_in(x)))
+        merged = merged_pixels(pixels, patches.shape[1] - 1, self.norm1_proj, self.proj, self.norm2_proj)
+        patches = torch.cat((patches[:, :1], patches[:, 1:] + merged), 1)
+        patches = add(patches, self.drop_path, lambda x: self.attn_out(self.norm_out(x)))
+        return pixels, add(patches, self.drop_path, lambda x: self.mlp(self.norm_mlp(x)))
+
+
+def merged_pixels(x: Tensor, patches: int, before: nn.Module, proj: nn.Module, after: nn.Module | None) -> Tensor:
+    """Pixels x [B · N, n, c] of N patches → [B, N, D]: a norm, of a pixel or of all together, a projection, a norm."""
+    x = before(x) if after is None else x
+    x = x.reshape(-1, patches, x.shape[1] * x.shape[2])
+    return proj(x) if after is None else after(proj(before(x)))
+
+
 class TransformerInTransformer(TokenModel):
     """TNT; its features are tokens [B, 1 + N, D]."""
 
@@ -189,10 +168,9 @@ class TransformerInTransformer(TokenModel):
 
     def __init__(self, config: TntConfig) -> None:
         super().__init__(config)
-        sizes = (sides(config.img_size), sides(config.patch_size))
         c = config.inner_dim
         D = config.embed_dim
-        self.pixel_embed = PixelEmbed(config.first_stride, config.legacy, sizes, config.in_chans, c)
+        self.pixel_embed = PixelEmbed(config)
         pixels = self.pixel_embed.pixels
         n = pixels[0] * pixels[1]
         self.norm1_proj = nn.LayerNorm(n * c)
@@ -202,10 +180,8 @@ class TransformerInTransformer(TokenModel):
         self.patch_pos = nn.Parameter(torch.empty(1, 1 + self.pixel_embed.num_patches, D))
         self.pixel_pos = nn.Parameter(torch.empty(1, c, *pixels))
         self.pos_drop = nn.Dropout(config.pos_drop_rate)
-        heads = (config.num_heads_inner, config.num_heads_outer)
-        options = config.mlp_ratio, config.qkv_bias, config.proj_drop_rate
         for rate in drop_path_rates(config.drop_path_rate, config.depth):
-            self.blocks.append(InnerBlock(c, D, n, heads, *options, rate, config.legacy, config.attn_drop_rate))
+            self.blocks.append(InnerBlock(config, n, rate))
         self.build_head()
 
     def stages(self, image: Tensor) -> Iterator[Tensor]:

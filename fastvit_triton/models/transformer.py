@@ -110,7 +110,27 @@ class VisionTransformer(ImageModel):
 
     def build_block(self, i: int, drop_path: float, attention: type[Attention]) -> Block:
         """Creates block i; a subclass may create another kind."""
-        return build_block(self.config, drop_path, self.num_prefix_tokens, attention)
+        config = self.config
+        D = config.embed_dim
+        head_dim = config.head_dim or D // config.num_heads
+        grid = config.grid_size
+        attn = attention(
+            D,
+            config.num_heads,
+            head_dim,
+            config.qkv_bias,
+            config.proj_bias,
+            qk_norm=config.eps if config.qk_norm else None,
+            attn_drop=config.attn_drop_rate,
+            proj_drop=config.proj_drop_rate,
+            position=RelativePosition(grid[0] * grid[1], head_dim, self.num_prefix_tokens)
+            if config.pos_embed == "relative"
+            else None,
+        )
+        act = "swiglu" if config.mlp == "swiglu" else config.act
+        mlp = Mlp(D, int(D * config.mlp_ratio), act, config.proj_bias, config.proj_drop_rate)
+        kind = Block if config.norm == "pre" else PostNormBlock
+        return kind(D, attn, mlp, config.eps, config.init_values, drop_path)
 
     def build_positions(self) -> None:
         """Creates `pos_embed`: a parameter, a fixed buffer, a module or None."""
@@ -232,29 +252,3 @@ class VisionTransformer(ImageModel):
             nn.init.normal_(self.pos_embed, std=0.02) if scheme == "jax" else nn.init.trunc_normal_(
                 self.pos_embed, std=0.02
             )
-
-
-def build_block(
-    config: ViTConfig, drop_path: float, prefix_tokens: int, attention: type[Attention] = Attention
-) -> Block:
-    """Builds one block from the config."""
-    D = config.embed_dim
-    head_dim = config.head_dim or D // config.num_heads
-    grid = config.grid_size
-    attn = attention(
-        D,
-        config.num_heads,
-        head_dim,
-        config.qkv_bias,
-        config.proj_bias,
-        qk_norm=config.eps if config.qk_norm else None,
-        attn_drop=config.attn_drop_rate,
-        proj_drop=config.proj_drop_rate,
-        position=RelativePosition(grid[0] * grid[1], head_dim, prefix_tokens)
-        if config.pos_embed == "relative"
-        else None,
-    )
-    act = "swiglu" if config.mlp == "swiglu" else config.act
-    mlp = Mlp(D, int(D * config.mlp_ratio), act, config.proj_bias, config.proj_drop_rate)
-    kind = Block if config.norm == "pre" else PostNormBlock
-    return kind(D, attn, mlp, config.eps, config.init_values, drop_path)
