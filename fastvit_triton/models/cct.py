@@ -144,8 +144,6 @@ class CctConfig(BaseConfig):
                 raise ValueError(f"{field} is {getattr(self, field)}; it must be at least {value}")
         if self.embed_dim % self.num_heads:
             raise ValueError(f"embed_dim {self.embed_dim} is not a multiple of num_heads {self.num_heads}; change one")
-        if self.global_pool == "token" and not self.class_token:
-            raise ValueError("global_pool 'token' needs class_token=True; use 'seq' without a class token")
 
 
 class CompactClassifier(nn.Module):

@@ -56,6 +56,9 @@ class BaseConfig:
             object.__setattr__(self, "global_pool", pool)
             if pool not in self.pools:
                 raise ValueError(f"global_pool is {pool!r}; use one of {', '.join(self.pools)}")
+            if pool == "token" and not vars(self).get("class_token", True):
+                other = "global_pool='avg'" if "avg" in self.pools else "'seq'"
+                raise ValueError(f"global_pool 'token' needs class_token=True; use {other} without a class token")
 
     def replace(self: Config, **overrides: Any) -> Config:
         """Returns a copy with some fields changed; as in timm, None leaves a field that cannot be None.
@@ -188,8 +191,6 @@ class ViTConfig(BaseConfig):
             raise ValueError(f"pos_embed 'sincos2d' needs embed_dim divisible by 4, got {self.embed_dim}")
         if self.pos_embed in ("sincos1d", "learned2d") and self.embed_dim % 2:
             raise ValueError(f"pos_embed {self.pos_embed!r} needs an even embed_dim, got {self.embed_dim}")
-        if self.global_pool == "token" and not self.class_token:
-            raise ValueError("global_pool 'token' needs class_token=True; use global_pool='avg' without a class token")
 
     @property
     def grid_size(self) -> tuple[int, int]:

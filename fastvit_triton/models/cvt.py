@@ -90,11 +90,6 @@ class CvtConfig(PyramidConfig):
     eps: float = 1e-5
     pools = ("token", "avg", "none")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.global_pool == "token" and not self.class_token:
-            raise ValueError("global_pool 'token' needs class_token=True; use global_pool='avg' without a class token")
-
 
 class ConvAttention(Fusable):
     """Self-attention of convolved queries, keys and values, scaled by D^-1/2 for all D channels.

@@ -45,8 +45,6 @@ class PvtConfig(ReducedConfig):
         super().__post_init__()
         if self.class_token and self.sr_ratios[-1] != 1:
             raise ValueError(f"sr_ratios is {self.sr_ratios}; the class token is in the last stage, which must have 1")
-        if self.global_pool == "token" and not self.class_token:
-            raise ValueError("global_pool 'token' needs class_token=True; use global_pool='avg' without a class token")
 
 
 PARTS = ("patch_embed", "pos_embed", "pos_drop", "block")  # of a stage; its number, from 1, follows
