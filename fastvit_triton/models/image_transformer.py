@@ -134,57 +134,6 @@ class Blocks2d(nn.Module):
         return torch.cat(parts, 4).flatten(2, 3)
 
 
-class LocalAttention(Fusable):
-    """Self-attention without biases, within a region.
-
-    Args:
-        dim: D, channels.
-        num_heads: H.
-        head_dim: d, channels of a head.
-        region: maps queries, keys and values [B, H, n, d] to outputs, such as `Blocks1d`.
-        drop: dropout after the output projection.
-    """
-
-    def __init__(self, dim: int, num_heads: int, head_dim: int, region: nn.Module, drop: float = 0.0) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        inner = num_heads * head_dim
-        self.wq = nn.Linear(dim, inner, bias=False)
-        self.wk = nn.Linear(dim, inner, bias=False)
-        self.wv = nn.Linear(dim, inner, bias=False)
-        self.wo = nn.Linear(inner, dim, bias=False)
-        self.drop = nn.Dropout(drop)
-        self.region = region
-
-    def forward(self, x: Tensor, past: KeyValues | None = None) -> Tensor:
-        """The next n tokens [B, n, D] → [B, n, D]; `past` holds those before them."""
-        return self.drop(self.wo(self.attend(torch.cat((self.wq(x), self.wk(x), self.wv(x)), -1), past)))
-
-    def attend(self, qkv: Tensor, past: KeyValues | None = None) -> Tensor:
-        """Projections [B, n, 3·H·d] → the heads' outputs [B, n, H·d]."""
-        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        if past is not None:
-            k, v = past.append(k, v)
-        return self.region(q, k, v).transpose(1, 2).flatten(2)
-
-
-class LocalBlock(Fusable):
-    """norm(x + drop(attention(x))), then norm(x + drop(MLP(x))), with ReLU in the MLP."""
-
-    def __init__(self, dim: int, attn: nn.Module, hidden: int, eps: float, drop: float = 0.0) -> None:
-        super().__init__()
-        self.attn = attn
-        self.norm1 = nn.LayerNorm(dim, eps)
-        self.mlp = Mlp(dim, hidden, "relu", drop=drop)
-        self.mlp.drop1.p = 0.0
-        self.norm2 = nn.LayerNorm(dim, eps)
-
-    def forward(self, x: Tensor, past: KeyValues | None = None) -> Tensor:
-        """The next n tokens [B, n, D] → [B, n, D]; `past` holds those before them."""
-        x = self.norm1(x + self.attn(x, past))
-        return self.norm2(x + self.mlp(x))
-
-
 @dataclass(frozen=True, kw_only=True)
 class ImageTransformerConfig(BaseConfig):
     """Options of the Image Transformer, in addition to those of `BaseConfig`; images may depend on num_classes classes.
@@ -243,6 +192,55 @@ class ImageTransformerConfig(BaseConfig):
         return height, width * (1 if self.mixtures else self.in_chans)
 
 
+class LocalAttention(Fusable):
+    """Self-attention without biases, within a region.
+
+    Args:
+        config: of the model.
+        region: maps queries, keys and values [B, H, n, d] to outputs, such as `Blocks1d`.
+    """
+
+    def __init__(self, config: ImageTransformerConfig, region: nn.Module) -> None:
+        super().__init__()
+        dim = config.embed_dim
+        self.num_heads = config.num_heads
+        inner = config.num_heads * (config.head_dim or dim // config.num_heads)
+        self.wq = nn.Linear(dim, inner, bias=False)
+        self.wk = nn.Linear(dim, inner, bias=False)
+        self.wv = nn.Linear(dim, inner, bias=False)
+        self.wo = nn.Linear(inner, dim, bias=False)
+        self.drop = nn.Dropout(config.drop_rate)
+        self.region = region
+
+    def forward(self, x: Tensor, past: KeyValues | None = None) -> Tensor:
+        """The next n tokens [B, n, D] → [B, n, D]; `past` holds those before them."""
+        return self.drop(self.wo(self.attend(torch.cat((self.wq(x), self.wk(x), self.wv(x)), -1), past)))
+
+    def attend(self, qkv: Tensor, past: KeyValues | None = None) -> Tensor:
+        """Projections [B, n, 3·H·d] → the heads' outputs [B, n, H·d]."""
+        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        if past is not None:
+            k, v = past.append(k, v)
+        return self.region(q, k, v).transpose(1, 2).flatten(2)
+
+
+class LocalBlock(Fusable):
+    """norm(x + drop(attention(x))), then norm(x + drop(MLP(x))), with ReLU in the MLP."""
+
+    def __init__(self, config: ImageTransformerConfig, region: nn.Module) -> None:
+        super().__init__()
+        self.attn = LocalAttention(config, region)
+        self.norm1 = nn.LayerNorm(config.embed_dim, config.eps)
+        self.mlp = Mlp(config.embed_dim, config.mlp_dim, "relu", drop=config.drop_rate)
+        self.mlp.drop1.p = 0.0
+        self.norm2 = nn.LayerNorm(config.embed_dim, config.eps)
+
+    def forward(self, x: Tensor, past: KeyValues | None = None) -> Tensor:
+        """The next n tokens [B, n, D] → [B, n, D]; `past` holds those before them."""
+        x = self.norm1(x + self.attn(x, past))
+        return self.norm2(x + self.mlp(x))
+
+
 class ImageTransformer(PixelModel):
     """Image Transformer; a position is a channel of a pixel or, with mixtures, a pixel. Features are [B, N, D]."""
 
@@ -259,7 +257,6 @@ class ImageTransformer(PixelModel):
         D = config.embed_dim
         rows, columns = config.grid
         self.num_positions = rows * columns
-        drop = config.drop_rate
         region: Any
         if config.block_shape is None:
             short = self.num_positions < 2 * config.block_length  # then all are one block, as in tensor2tensor
@@ -273,12 +270,8 @@ class ImageTransformer(PixelModel):
         if config.pos_embed == "learned":
             self.rows = nn.Embedding(rows, D)
             self.columns = nn.Embedding(columns, D)
-        self.drop = nn.Dropout(drop)
-        d = config.head_dim or D // config.num_heads
-        self.layers = nn.ModuleList()
-        for _ in range(config.depth):
-            attn = LocalAttention(D, config.num_heads, d, region, drop)
-            self.layers.append(LocalBlock(D, attn, config.mlp_dim, config.eps, drop))
+        self.drop = nn.Dropout(config.drop_rate)
+        self.layers = nn.ModuleList(LocalBlock(config, region) for _ in range(config.depth))
         self.head = nn.Linear(D, 10 * config.mixtures or config.levels, bias=not config.mixtures)
         self.init_weights()
 

@@ -11,7 +11,6 @@ Adds the refinement.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +27,28 @@ from .fit import fit
 from .lvvit import LvvitConfig, TokenLabelingTransformer
 
 
+@dataclass(frozen=True, kw_only=True)
+class RefinerConfig(LvvitConfig):
+    """Options of Refiner, in addition to those of `LvvitConfig`; `skip_lam` is a in branches f(LN(a x)) / a.
+
+    Attributes:
+        expansion: channels of the convolutions of the maps divided by the heads.
+    """
+
+    embed_dim: int = 384
+    depth: int = 16
+    qkv_bias: bool = True
+    eps: float = 1e-6
+    skip_lam: float = 0.5
+    stem_widths: tuple[int, ...] = (32, 64, 128)
+    expansion: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.expansion < 1:
+            raise ValueError(f"expansion is {self.expansion}; it must be at least 1")
+
+
 class RefinedAttention(MixedAttention):
     """Attention that adds the map before it, or refines that map instead of computing its own.
 
@@ -38,20 +59,19 @@ class RefinedAttention(MixedAttention):
         refined:  y = s · BatchNorm(DLA(A')) v    passes on A'
 
     Args:
-        dim: D, channels per token.
-        num_heads: H.
+        config: of the model.
         refines: has no queries and keys, and refines A'.
-        expansion: see `LocalAttention`.
-        options: the further arguments of `MixedAttention`, in their order.
     """
 
-    def __init__(self, dim: int, num_heads: int, refines: bool, expansion: int, qkv_bias: bool, *options: Any) -> None:
-        super().__init__(dim, num_heads, qkv_bias, *options)
+    def __init__(self, config: RefinerConfig, refines: bool) -> None:
+        D = config.embed_dim
+        H = config.num_heads
+        super().__init__(D, H, config.qkv_bias, config.attn_drop_rate, config.proj_drop_rate)
         self.refines = refines
         if refines:
-            self.qkv = nn.Linear(dim, dim, bias=qkv_bias)
-            self.DLA = LocalAttention(num_heads, expansion)
-            self.adapt_bn = nn.BatchNorm2d(num_heads)
+            self.qkv = nn.Linear(D, D, bias=config.qkv_bias)
+            self.DLA = LocalAttention(H, config.expansion)
+            self.adapt_bn = nn.BatchNorm2d(H)
 
     def forward(self, x: Tensor, previous: Tensor | None = None, passed: list[Tensor] | None = None) -> Tensor:
         """x [B, N, D] → [B, N, D]; the map that is passed on is appended to the list."""
@@ -145,28 +165,6 @@ class RefinedBlocks(Blocks):
             yield x
 
 
-@dataclass(frozen=True, kw_only=True)
-class RefinerConfig(LvvitConfig):
-    """Options of Refiner, in addition to those of `LvvitConfig`; `skip_lam` is a in branches f(LN(a x)) / a.
-
-    Attributes:
-        expansion: channels of the convolutions of the maps divided by the heads.
-    """
-
-    embed_dim: int = 384
-    depth: int = 16
-    qkv_bias: bool = True
-    eps: float = 1e-6
-    skip_lam: float = 0.5
-    stem_widths: tuple[int, ...] = (32, 64, 128)
-    expansion: int = 3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.expansion < 1:
-            raise ValueError(f"expansion is {self.expansion}; it must be at least 1")
-
-
 class RefinedTransformer(TokenLabelingTransformer):
     """LV-ViT with refined attention maps."""
 
@@ -182,10 +180,8 @@ class RefinedTransformer(TokenLabelingTransformer):
         config = self.config
         D = config.embed_dim
         a = config.skip_lam
-        drop = config.proj_drop_rate
-        drops = config.attn_drop_rate, drop
-        attn = RefinedAttention(D, config.num_heads, i % 2 == 1, config.expansion, config.qkv_bias, *drops)
-        mlp = ScaledMlp(D, int(D * config.mlp_ratio), config.act, drop)
+        attn = RefinedAttention(config, i % 2 == 1)
+        mlp = ScaledMlp(D, int(D * config.mlp_ratio), config.act, config.proj_drop_rate)
         return RefinedBlock(D, attn, mlp, config.eps / a**2, drop_path=drop_path, factor=1 / a)
 
 

@@ -67,25 +67,23 @@ class UpHead(nn.Module):
     """Convolutions that enlarge a map to logits of each pixel.
 
     Args:
-        dim: D, channels of the tokens.
-        channels: channels of the convolutions.
-        num_classes: K.
-        kernel: side of the convolutions before the last one.
-        scales: for each of them, by how much the map is enlarged after it.
-        eps: of the LayerNorm of the tokens; None for none.
+        config: of the model.
+        scales: for each convolution before the last one, by how much the map is enlarged after it.
+        normalizes: a LayerNorm of the tokens comes first.
     """
 
-    def __init__(
-        self, dim: int, channels: int, num_classes: int, kernel: int, scales: tuple[int, ...], eps: float | None = None
-    ) -> None:
+    def __init__(self, config: SetrConfig, scales: tuple[int, ...], normalizes: bool = False) -> None:
         super().__init__()
+        dim = config.embed_dim
+        channels = config.decoder_dim
+        kernel = 1 if config.decoder == "naive" else 3
         self.scales = scales
-        self.norm = nn.Identity() if eps is None else nn.LayerNorm(dim, eps=eps)
+        self.norm = nn.LayerNorm(dim, eps=config.eps) if normalizes else nn.Identity()
         for i in range(len(scales)):
             conv = nn.Conv2d(channels if i else dim, channels, kernel, padding=kernel // 2)
             self.add_module(f"conv_{i}", conv)
             self.add_module(f"syncbn_fc_{i}", nn.BatchNorm2d(channels))
-        self.add_module(f"conv_{len(scales)}", nn.Conv2d(channels, num_classes, 1))
+        self.add_module(f"conv_{len(scales)}", nn.Conv2d(channels, config.num_classes, 1))
 
     def forward(self, x: Tensor, grid: tuple[int, int], size: tuple[int, int]) -> Tensor:
         """Patch tokens [B, h·w, D] of a grid (h, w) → logits [B, K, *size]."""
@@ -125,17 +123,14 @@ class Setr(VisionTransformer):
         super().__init__(config.replace(num_classes=0))
         self.config = config
         self.num_classes = config.num_classes
-        dims = (config.embed_dim, config.decoder_dim, config.num_classes)
-        kernel = 1
         scales: tuple[int, ...] = (1,)
         aux_scales = (1,)
         if config.decoder == "pup":
-            kernel = 3
             doublings = round(math.log2(max(sides(config.patch_size))))  # four for patches of 16 pixels
             scales = (*(2,) * (doublings - 1), 1)
             aux_scales = (4,)
-        heads = [UpHead(*dims, kernel, aux_scales, config.eps) for _ in config.aux_indices if config.num_classes]
-        self.decode_head = UpHead(*dims, kernel, scales) if config.num_classes else None
+        heads = [UpHead(config, aux_scales, normalizes=True) for _ in config.aux_indices if config.num_classes]
+        self.decode_head = UpHead(config, scales) if config.num_classes else None
         self.auxiliary_head = nn.ModuleList(heads)
 
     def forward(self, image: Tensor) -> Any:
