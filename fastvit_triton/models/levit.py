@@ -24,10 +24,10 @@ from ..layers import Blocks, DropPath
 from ..layers.drop_path import add
 from ..layers.embed import sides
 from ..layers.fusable import Fusable
-from ..layers.normed import ConvNorm, LinearNorm
+from ..layers.normed import ConvNorm, LinearNorm, NormLinear
 from ..layers.window import expand_table
 from .config import Options, check_patches
-from .distilled import Distilled, NormedHead
+from .distilled import Distilled, NamedStages
 from .pyramid import PyramidConfig
 
 Grid = tuple[int, int]
@@ -241,10 +241,11 @@ class LevitConfig(PyramidConfig):
         """Heads have `key_dim` channels each, whatever the width of the stage."""
 
 
-class Levit(NormedHead):
+class Levit(NamedStages):
     """LeViT with one head; its features are tokens [B, N, D]."""
 
     layout = "levit"
+    head_names: tuple[str, ...] = ("head.linear",)
     undecayed = r"attention_biases$"
     layer_patterns = ((r"^stages\.(\d+)\.downsample", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None))
 
@@ -273,6 +274,44 @@ class Levit(NormedHead):
     def stage(self, x: Tensor, i: int) -> Tensor:
         """Stage i: image [B, C, H, W] or map [B, H, W, D] → map [B, H', W', D']."""
         return self.stages[i](x if i else self.stem(x).permute(0, 2, 3, 1), self.recomputes)
+
+    def build_head(self) -> None:
+        """Creates the classifier, which has the dropout within it, and initialises all weights."""
+        super().build_head()
+        self.head_drop = nn.Dropout(0.0)
+
+    def stage_features(self, x: Tensor, stage: int) -> Tensor:
+        """A map [B, H, W, D] as tokens."""
+        return x.flatten(1, 2)
+
+    def get_classifier(self) -> Any:
+        heads = tuple(getattr(self, name.partition(".")[0]) for name in self.head_names)
+        return heads[0] if len(heads) == 1 else heads
+
+    def make_head(self) -> nn.Module:
+        """A classifier with its BatchNorm, an Identity for no classes."""
+        classes = self.num_classes
+        return NormLinear(self.num_features, classes, self.config.drop_rate) if classes else nn.Identity()
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replaces the heads by new ones, whose linear layers are zero; 0 removes them."""
+        like = next(self.parameters())
+        names = [name.partition(".")[0] for name in self.head_names]
+        self.config = self.config.replace(num_classes=num_classes, global_pool=global_pool)
+        self.num_classes = num_classes
+        for name in names:
+            setattr(self, name, self.make_head().to(like).train(self.training))
+            for parameter in getattr(getattr(self, name), "linear", nn.Identity()).parameters():
+                nn.init.zeros_(parameter)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Features → logits [B, num_classes], or the pooled features with `pre_logits`."""
+        x = self.pool(x)
+        return x if pre_logits else self.head(x)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Keeps the layers' own initial values, as in timm."""
 
 
 class LevitDistilled(Distilled, Levit):

@@ -9,7 +9,7 @@ Differs from ViT:
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,20 @@ from ..layers import Attention, Block, Blocks, Mlp
 from ..layers.embed import INTERPOLATION, sides
 from .base import NORM
 from .config import Options
-from .distilled import Distilled, TokenPyramid, Tokens
-from .pyramid import PyramidConfig
+from .distilled import Distilled
+from .pyramid import PyramidConfig, PyramidTransformer
+
+
+class Tokens(NamedTuple):
+    """Tokens x [B, T + N, D], of which the last N are those of a grid of (rows, columns)."""
+
+    x: Tensor
+    grid: tuple[int, int]
+
+    def split(self) -> tuple[Tensor, Tensor]:
+        """The prefix [B, T, D], and the map [B, rows, columns, D]."""
+        T = self.x.shape[1] - self.grid[0] * self.grid[1]
+        return self.x[:, :T], self.x[:, T:].unflatten(1, self.grid)
 
 
 def joined(prefix: Tensor, patches: Tensor) -> Tokens:
@@ -133,11 +145,12 @@ class PitConfig(PyramidConfig):
         return sides(self.patch_size)
 
 
-class PoolingVisionTransformer(TokenPyramid):
+class PoolingVisionTransformer(PyramidTransformer):
     """PiT; its features are the class token [B, 1, D]. Positions are resampled for images of another size."""
 
     config: PitConfig
     layout = "pit"
+    num_prefix_tokens = 1
     info = "transformers.{}", 0
     parts = ("transformers",)
     undecayed = r"^(pos_embed|cls_token)$"
@@ -166,6 +179,19 @@ class PoolingVisionTransformer(TokenPyramid):
             x = self.patch_embed(x, self.pos_embed, self.position_resize)
             x = joined(self.cls_token, self.pos_drop(x))
         return self.transformers[i](x, self.recomputes)
+
+    def normalize_stage(self, x: Any, stage: int) -> Any:
+        """The tokens as they are: the final norm is not that of patches."""
+        return x
+
+    def stage_features(self, x: Tokens, stage: int) -> Tensor:
+        """A stage's class token [B, 1, D]; that of the last stage after the final norm."""
+        return super().normalize_stage(x.split()[0], stage)
+
+    def to_map(self, x: Any, image: Tensor, output_fmt: str) -> tuple[Tensor, Tensor | None]:
+        """A stage's patches in another format, and its class token."""
+        prefix, patches = x.split()
+        return super().to_map(patches, image, output_fmt)[0], prefix
 
     @property
     def feature_info(self) -> list[dict[str, Any]]:
