@@ -27,10 +27,9 @@ from torch import Tensor, nn
 
 from ..checkpoints.renaming import CheckpointFormats, Fitted, Layout
 from ..checkpoints.tensors import State
-from ..layers import Mlp, PatchEmbed, PostNormBlock, drop_path_rates
+from ..layers import Blocks, Mlp, PatchEmbed, PostNormBlock, drop_path_rates
 from ..layers.embed import sides
 from ..layers.fusable import Fusable
-from ..layers.recompute import recomputed
 from .config import Options, check_only, check_patches
 from .tokens import TokenConfig, TokenModel
 
@@ -175,6 +174,7 @@ class AttentionConv(TokenModel):
         self.patch_embed = PatchEmbed(*sizes, config.in_chans, D)
         self.pos_drop = nn.Dropout(config.pos_drop_rate)
         grid = self.patch_embed.grid_size
+        self.blocks = Blocks()
         for rate in drop_path_rates(config.drop_path_rate, config.depth):
             attn = QuadraticAttention(D, config.num_heads, grid, config.isotropic, config.qkv_bias, drop)
             mlp = Mlp(D, int(D * config.mlp_ratio), drop=drop)
@@ -185,9 +185,7 @@ class AttentionConv(TokenModel):
         """Yields the tokens [B, N, D] after each block."""
         self.grid_of(image)
         x = self.pos_drop(self.patch_embed(image))
-        for block in self.blocks:
-            x = recomputed(block, x) if self.recomputes else block(x)
-            yield x
+        yield from self.blocks.outputs(x, (), self.recomputes)
 
 
 CONFIG = AttentionConvConfig

@@ -189,7 +189,7 @@ class ImageModel(HubMethods, Fusable):
         for i, x in enumerate(self.stages(image) if stages is None else stages):
             if i in take:
                 outputs.append(self.normalize_stage(x, i) if norm else x)
-            if stop_early and i == max(take):
+            if stop_early and i == max(map(self.stage_of, take)):
                 break
         return outputs, x, i
 
@@ -222,11 +222,15 @@ class ImageModel(HubMethods, Fusable):
         Returns:
             The indices, none of them negative.
         """
-        take, last = feature_take_indices(len(self.feature_info), indices)
+        take, _ = feature_take_indices(len(self.feature_info), indices)
         before = self.state_dict().keys()
-        self.prune(last + 1, prune_norm, prune_head)
+        self.prune(max(map(self.stage_of, take)) + 1, prune_norm, prune_head)
         self.pruned |= before - self.state_dict().keys()
         return take
+
+    def stage_of(self, index: int) -> int:
+        """The stage that has the feature of this number."""
+        return index
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Regular expressions that assign parameters to layers, for timm's layer-wise learning rates."""

@@ -24,7 +24,7 @@ from ..layers import Attention, Block, Blocks, DropPath, Mlp, PatchEmbed, drop_p
 from ..layers.class_attention import ClassAttention
 from ..layers.embed import sides
 from ..layers.fusable import Fusable
-from .base import ImageModel, feature_take_indices, init_linear
+from .base import ImageModel, init_linear
 from .config import BaseConfig, Options, check_positive
 from .fit import fit_table
 
@@ -289,7 +289,7 @@ class CrossVit(ImageModel):
             for branch, x in enumerate(self.stage_features(xs, i) if norm else xs):
                 if (index := branch * self.num_blocks + i) in take:
                     outputs[index] = x, branch
-            if stop_early and i == max(index % self.num_blocks for index in take):
+            if stop_early and i == max(map(self.stage_of, take)):
                 break
         return [outputs[index] for index in sorted(set(take))], xs, i
 
@@ -303,16 +303,8 @@ class CrossVit(ImageModel):
         embed: Any = self.patch_embed[branch]
         return patches.transpose(1, 2).unflatten(2, embed.grid_size).contiguous(), prefix
 
-    def prune_intermediate_layers(
-        self, indices: Any = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> list[int]:
-        """As in timm: removes the blocks after the last one that has a feature of `indices`."""
-        take, _ = feature_take_indices(len(self.feature_info), indices)
-        last = max(index % self.num_blocks for index in take)
-        before = self.state_dict().keys()
-        self.prune(last + 1, prune_norm, prune_head)
-        self.pruned |= before - self.state_dict().keys()
-        return take
+    def stage_of(self, index: int) -> int:
+        return index % self.num_blocks
 
     def prune(self, stages: int, norm: bool, head: bool) -> None:
         """Keeps the first `stages` blocks; removes the final norms if `norm`, the classifiers if `head`."""

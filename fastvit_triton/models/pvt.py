@@ -32,12 +32,10 @@ class PvtConfig(ReducedConfig):
     Attributes:
         class_token: prepend a learned token in the last stage, whose `sr_ratios` must be 1.
         qkv_bias: bias on the query, key and value projections.
-        attn_drop_rate: dropout on attention probabilities.
     """
 
     class_token: bool = True
     qkv_bias: bool = True
-    attn_drop_rate: float = 0.0
     global_pool: str = "token"
     pools = ("token", "avg", "none")
 

@@ -96,6 +96,7 @@ class ReducedConfig(PyramidConfig):
         mlp_ratios: hidden channels of the MLP divided by the channels.
         sr_ratios: side of the map divided by that of the smaller one to which it attends.
         pos_drop_rate: dropout after each patch projection, and positions if there are any.
+        attn_drop_rate: dropout on attention probabilities.
     """
 
     embed_dims: tuple[int, ...] = (64, 128, 320, 512)
@@ -103,6 +104,7 @@ class ReducedConfig(PyramidConfig):
     mlp_ratios: tuple[float, ...] = (8, 8, 4, 4)
     sr_ratios: tuple[int, ...] = (8, 4, 2, 1)
     pos_drop_rate: float = 0.0
+    attn_drop_rate: float = 0.0
 
     @property
     def widths(self) -> tuple[int, ...]:

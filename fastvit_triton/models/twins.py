@@ -31,11 +31,9 @@ class TwinsConfig(ReducedConfig):
 
     Attributes:
         wss: window sides of every other block, one per stage; None for no windows.
-        attn_drop_rate: dropout on attention probabilities.
     """
 
     wss: tuple[int, ...] | None = None
-    attn_drop_rate: float = 0.0
 
 
 class Twins(PyramidTransformer):
