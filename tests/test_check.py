@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from commands import prints, refused
 from patience import HANG
 from safetensors.torch import save_file
 from test_community import SOURCE, parts
@@ -547,8 +548,7 @@ FOREIGN = "--model", "timm:test_vit", "--device", "cpu", "--train"
 @pytest.mark.parametrize("words", [DIGITS, pytest.param(FOREIGN, marks=pytest.mark.full)])
 def test_a_run_on_a_cpu(here, capsys, words, monkeypatch):
     """Oracle: every stage starts and ends; the file has ratios, no absolute time, and its machine and versions."""
-    assert main(["check", *words]) == 0
-    head, *lines, last = capsys.readouterr().out.splitlines()
+    head, *lines, last = prints(capsys, "check", *words).splitlines()
     lines, notes = ([s for s in lines if s.startswith("note: ") == is_note] for is_note in (False, True))
     assert head.startswith(f"{words[1]}, {'training' if '--train' in words else 'inference'}, float32, batch ")
     assert [line.partition(":")[0] for line in lines[:-1]] == [name for name in BUDGETS | ON_A_CPU for _ in range(2)]
@@ -661,8 +661,7 @@ def test_exit_code(here, monkeypatch, capsys, stages, code):
     """Oracle: 1 if ours could not be measured or a check failed; a dry run ends without the verdict."""
     monkeypatch.setattr(command, "_in_process", lambda request, variables, name, seconds: stages[name])
     monkeypatch.setattr(command, "_selftest", lambda request, seconds: stages["selftest"])
-    assert main(["check", *DIGITS, "--dry-run", "--out", "out.json"]) == code
-    last = capsys.readouterr().out.splitlines()[-1]
+    last = prints(capsys, "check", *DIGITS, "--dry-run", "--out", "out.json", code=code).splitlines()[-1]
     done = "Failed, or not reached in time: compare." if "error" in stages["compare"] else "Every step was executed."
     assert last == f"{done} Times in the interpreter are meaningless, so there is no verdict."
     assert json.loads((here / "out.json").read_text())["check"]["verdict"]
@@ -845,8 +844,7 @@ def test_the_default_file_must_be_writable(monkeypatch, tmp_path, capsys):
     """Oracle: exit code 2 and one sentence; the default file's name is that of a folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / command.OUT).mkdir()
-    assert main(["check", *DIGITS]) == 2
-    assert f"{command.OUT} is a folder; give a file" in capsys.readouterr().err
+    assert f"{command.OUT} is a folder; give a file" in refused(capsys, "check", *DIGITS)
 
 
 # The file to contribute

@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -22,6 +21,7 @@ from typing import get_args
 import pytest
 import torch
 from catalogue.ours import CASES
+from commands import accuracy, prints, refused, start
 from patience import HANG
 from PIL import Image
 from safetensors.torch import load_file
@@ -48,21 +48,12 @@ from fastvit_triton.models.weights.load import load_model
 from fastvit_triton.train.checkpoint import PREVIOUS, load_state
 from fastvit_triton.train.data import digits, inspection
 from fastvit_triton.train.data.split import SPLIT
-from fastvit_triton.train.outputs import CURVES, EXAMPLE, FILES, LOCK, LOG, PREDICTIONS, STATE, WEIGHTS
+from fastvit_triton.train.outputs import CURVES, EXAMPLE, FILES, LOCK, PREDICTIONS, STATE, WEIGHTS
 from fastvit_triton.train.recipes import Recipe
 from fastvit_triton.train.settings import RECIPES
 
 EPOCHS = "3"
 OF_DIGITS = [name for name in FILES if name != SPLIT]  # files of a run without --val-split
-
-
-def start(*argv: str, variables: dict[str, str] | None = None, **options) -> subprocess.Popen:
-    """Starts the command in a process of its own."""
-    command = [sys.executable, "-m", "fastvit_triton.cli", *argv]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | (variables or {})
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options
-    )
 
 
 @pytest.fixture(scope="module")
@@ -71,20 +62,6 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "digits"
     assert main(["train", "--epochs", EPOCHS, "--out", str(out)]) == 0
     return out
-
-
-def accuracy(out: Path) -> float:
-    header, *_, last = (out / LOG).read_text().splitlines()
-    return float(last.split(",")[header.split(",").index("test_accuracy")])
-
-
-def refused(capsys: pytest.CaptureFixture, *argv: object, code: int = 2) -> str:
-    """The single sentence on stderr of a command that must fail with exit code `code`."""
-    capsys.readouterr()
-    assert main([str(word) for word in argv]) == code
-    (sentence,) = capsys.readouterr().err.splitlines()
-    assert sentence.startswith("fastvit-triton: ")
-    return sentence
 
 
 def stopped(capsys: pytest.CaptureFixture, *argv: str) -> str:
@@ -110,8 +87,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture):
 def test_models(capsys: pytest.CaptureFixture):
     """Oracle: list_models(); a word is a part of a name, a pattern is the whole name."""
     for words, pattern in (((), "*"), (("deit3",), "*deit3*"), (("vit_*_224",), "vit_*_224")):
-        assert main(["models", *words]) == 0
-        head, *rows = capsys.readouterr().out.splitlines()
+        head, *rows = prints(capsys, "models", *words).splitlines()
         assert head.split()[0] == "name" and [row.split()[0] for row in rows] == list_models(pattern)
     config = create_model("vit_small_patch16_384").config
     assert main(["models", "vit_small_patch16_384"]) == 0
@@ -161,10 +137,8 @@ def test_hierarchical_models_are_trained_and_evaluated(family: str, tmp_path: Pa
     case = CASES[family]
     small = replace(RECIPES["digits"], model=case.name, options=case.options, img_size=16, epochs=4)
     monkeypatch.setitem(RECIPES, "small", small)
-    assert main(["train", "--recipe", "small", "--out", str(tmp_path)]) == 0
-    capsys.readouterr()
-    assert main(["evaluate", "--checkpoint", str(tmp_path)]) == 0
-    assert float(re.search(r"accuracy +│ ([\d.]+) %", capsys.readouterr().out)[1]) > 15
+    prints(capsys, "train", "--recipe", "small", "--out", tmp_path)
+    assert float(re.search(r"accuracy +│ ([\d.]+) %", prints(capsys, "evaluate", "--checkpoint", tmp_path))[1]) > 15
 
 
 @pytest.mark.fast
@@ -189,8 +163,7 @@ def test_help(command: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.M
 @pytest.mark.fast
 def test_list_of_recipes_shows_their_values(capsys: pytest.CaptureFixture):
     """Oracle: each recipe's fields, read back from its options and from those of every recipe."""
-    assert main(["train", "--list-recipes"]) == 0
-    text = capsys.readouterr().out
+    text = prints(capsys, "train", "--list-recipes")
     assert max(map(len, text.splitlines())) < 80
     blocks = re.findall(r"^  (\w.*)\n((?:    .*\n)+)", text, re.MULTILINE)
     (_, common), *found = [(name, shlex.split(options)) for name, options in blocks]
@@ -318,8 +291,7 @@ def test_default_run_learns_the_digits(tmp_path: Path):
 @pytest.mark.full
 def test_summary_lists_the_files_and_next_commands(digits_run: Path, capsys: pytest.CaptureFixture):
     """Oracle: resuming a finished run trains nothing and prints the same summary; the suggested commands work."""
-    assert main(["train", "--out", str(digits_run), "--resume"]) == 0
-    text = capsys.readouterr().out
+    text = prints(capsys, "train", "--out", digits_run, "--resume")
     assert f"test accuracy {accuracy_text(accuracy(digits_run), 360)} after {EPOCHS} epochs" in text
     assert "1,437 training and 360 test images" in text
     assert all(str(digits_run / name) in text for name in OF_DIGITS)
@@ -348,8 +320,7 @@ def test_mistakes_are_explained_first(digits_run: Path, tmp_path: Path, undrawn,
 
 def test_evaluate_reproduces_the_logged_accuracy(digits_run: Path, capsys: pytest.CaptureFixture):
     """Oracle: the last row of the log; the counts of all classes add up."""
-    assert main(["evaluate", "--checkpoint", str(digits_run)]) == 0
-    text = capsys.readouterr().out
+    text = prints(capsys, "evaluate", "--checkpoint", digits_run)
     correct = round(accuracy(digits_run) * 360)
     assert correct / 360 == accuracy(digits_run)
     assert f"{correct} of 360 test images are correct" in text
@@ -366,8 +337,7 @@ def test_predict_reads_real_images(digits_run: Path, tmp_path: Path, capsys: pyt
     for i, image in enumerate(images[:20]):
         page = Image.fromarray((image[0] * 255).byte().numpy()).resize((96, 96), Image.Resampling.BICUBIC)
         page.convert("RGB").save(pages / f"{i:02d}.jpg")
-    assert main(["predict", "--checkpoint", str(digits_run / WEIGHTS), str(pages), "--top", "1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = prints(capsys, "predict", "--checkpoint", digits_run / WEIGHTS, pages, "--top", "1").splitlines()
     said = [re.fullmatch(rf"{re.escape(str(pages))}/(\d+)\.jpg: (\d) \([\d.]+ %\)", line).groups() for line in lines]
     assert [int(name) for name, _ in said] == list(range(20))
     correct = sum(int(answer) == target for (_, answer), target in zip(said, targets.tolist(), strict=False))
@@ -376,8 +346,7 @@ def test_predict_reads_real_images(digits_run: Path, tmp_path: Path, capsys: pyt
 
     dark = Image.open(pages / "00.jpg").convert("L").point(lambda level: 255 - level)
     dark.save(tmp_path / "dark.png")
-    assert main(["predict", "--checkpoint", str(digits_run), str(tmp_path / "dark.png"), "--invert"]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = prints(capsys, "predict", "--checkpoint", digits_run, tmp_path / "dark.png", "--invert").splitlines()
     assert line.count("%") == 3 and f": {said[0][1]} (" in line
 
 
@@ -481,8 +450,7 @@ def test_image_folder(tmp_path: Path, undrawn, capsys: pytest.CaptureFixture):
     options += ["--epochs", "12", "--batch-size", "8", "--lr", "0.003", "--workers", "0"]
     assert "1 of 32 images" in refused(capsys, "train", *options)
     assert not out.exists()
-    assert main(["train", *options, "--skip-bad-images"]) == 0
-    text = capsys.readouterr().out
+    text = prints(capsys, "train", *options, "--skip-bad-images")
     before, after = text.split("epoch 1/12")  # what the header shows is said first, the rest when it is decoded
     assert before.endswith(f"\nskipped 1 image that cannot be read: {folder / 'train' / 'red' / '1.png'}\n")
     assert f"\nskipped 1 more image that cannot be read: {cut}\n" in after and after.count("skipped") == 1
@@ -508,8 +476,7 @@ def test_resuming_a_finished_run_keeps_skipping_bad_images(tmp_path: Path, capsy
     printed = []
     for _ in range(2):
         capsys.readouterr()
-        assert main(["evaluate", "--checkpoint", out, "--workers", "0"]) == 0
-        printed.append(capsys.readouterr().out)
+        printed.append(prints(capsys, "evaluate", "--checkpoint", out, "--workers", "0"))
         assert main(["train", "--out", out, "--workers", "0", "--resume"]) == 0
     assert printed[0] == printed[1] and "skipped 1 image that" in printed[0]
 
@@ -534,8 +501,7 @@ def test_ctrl_c_keeps_the_last_epoch(tmp_path: Path, capsys: pytest.CaptureFixtu
     (sentence,) = errors.splitlines()
     assert sentence.startswith("fastvit-triton: stopped;") and f"train --out {out} --resume" in sentence
     assert len(load_state(out / STATE)["history"]) >= 2
-    assert main(["evaluate", "--checkpoint", str(out)]) == 0
-    assert "of 360 test images are correct" in capsys.readouterr().out
+    assert "of 360 test images are correct" in prints(capsys, "evaluate", "--checkpoint", out)
     assert not [path.name for path in out.iterdir() if path.name not in (*FILES, LOCK)]
 
 
@@ -729,8 +695,7 @@ def test_benchmark_ends_in_time(capsys: pytest.CaptureFixture, monkeypatch: pyte
 @pytest.mark.fast
 def test_doctor_gives_one_reason(capsys: pytest.CaptureFixture):
     """Oracle: versions and the switch; why the kernels do not run, once, or that they do."""
-    assert main(["doctor"]) == 0
-    text = capsys.readouterr().out
+    text = prints(capsys, "doctor")
     assert torch.__version__ in text and "FASTVIT_TRITON_BACKEND" in text
     assert re.search(rf"^fastvit_triton +{re.escape(__version__)}$", text, re.MULTILINE)
     reason = "run here" if torch.cuda.is_available() else "Triton kernels need a CUDA or ROCm GPU"
@@ -750,8 +715,7 @@ def test_doctor_names_a_torchvision_of_another_torch(capsys: pytest.CaptureFixtu
             return load(name, package)
 
         monkeypatch.setattr(importlib, "import_module", imported)
-        assert main(["doctor"]) == 0
-        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("torchvision ")]
+        return [line for line in prints(capsys, "doctor").splitlines() if line.startswith("torchvision ")]
 
     (line,) = failing(RuntimeError("operator torchvision::nms does not exist\nmore"))
     assert "cannot be imported (operator torchvision::nms does not exist), nor can timm" in line
@@ -850,8 +814,7 @@ def test_doctor_examines_a_tower_of_packed_images(tmp_path, capsys: pytest.Captu
 @pytest.mark.parametrize("name", ["timm:resnet18", "torchvision:vgg11"])
 def test_doctor_on_a_model_without_blocks(name: str, capsys: pytest.CaptureFixture):
     """Oracle: one sentence, and no table of what does not change."""
-    assert main(["doctor", "--model", name]) == 0
-    (sentence,) = capsys.readouterr().out.splitlines()
+    (sentence,) = prints(capsys, "doctor", "--model", name).splitlines()
     assert sentence.startswith(f"{name}: ") and "has no Transformer blocks" in sentence
 
 
@@ -874,8 +837,7 @@ def test_doctor_predicts_the_default(gpu, architecture, batch, training, model, 
     seen = []
     monkeypatch.setattr(count, "predict", lambda *given: seen.append(predict(*given)) or seen[0])
     words = ["--gpu", gpu, "--batch", str(batch), *(["--train"] if training else [])]
-    assert main(["doctor", "--model", model, *words]) == 0
-    text = capsys.readouterr().out
+    text = prints(capsys, "doctor", "--model", model, *words)
     phase = "training" if training else "inference"
     setting = Setting(model, batch, phase, architecture)
     want = [figures(replace(setting, frozen=frozen)) for frozen in (False, True)[: 2 - training]]
@@ -904,8 +866,7 @@ def test_doctor_predicts_the_default(gpu, architecture, batch, training, model, 
 @pytest.mark.full
 def test_doctor_has_default_batches_and_gpus(capsys: pytest.CaptureFixture):
     """Oracle: the table of rates, and the default batch sizes."""
-    assert main(["doctor", "--model", "vit_digits_patch2_8", "--gpu", "l40s"]) == 0
-    text = capsys.readouterr().out
+    text = prints(capsys, "doctor", "--model", "vit_digits_patch2_8", "--gpu", "l40s")
     assert re.findall(r"^batch (\d+):", text, re.MULTILINE) == ["1", "8", "64", "256"]
     assert "here for L40S, sm_89." in text and gpus()["l40s"].source in text
 
@@ -922,8 +883,7 @@ def test_doctor_uses_the_local_gpu(monkeypatch, capsys: pytest.CaptureFixture):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, found=properties: found)
         choose.forget()
         launch._architecture.cache_clear()
-        assert main(["doctor", "--model", "vit_digits_patch2_8", "--batch", "1"]) == 0
-        text = capsys.readouterr().out
+        text = prints(capsys, "doctor", "--model", "vit_digits_patch2_8", "--batch", "1")
         assert f"here for {want}\n" in text and "--gpu takes" not in text
     choose.forget()
     launch._architecture.cache_clear()
@@ -949,8 +909,7 @@ def test_doctor_predicts_autocast(model: str, capsys: pytest.CaptureFixture):
     """Oracle: launches of the casts that autocast adds in eager PyTorch: at least one for each product of a block."""
     counts = {}
     for amp in ("", "bfloat16", "float16"):
-        assert main(["doctor", "--model", model, "--batch", "64", *(["--amp", amp] if amp else [])]) == 0
-        text = capsys.readouterr().out
+        text = prints(capsys, "doctor", "--model", model, "--batch", "64", *(["--amp", amp] if amp else []))
         assert f" {f'autocast to {amp}' if amp else 'bfloat16'}, inference\n" in text
         counts[amp] = values(text, "launches")
     assert counts["bfloat16"] == counts["float16"] and counts["float16"][0] >= counts[""][0] + 12 * 4

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import refused
 from PIL import Image
 
-from fastvit_triton.cli import main
 from fastvit_triton.train import sources
 from fastvit_triton.train.augment import random_affine
 from fastvit_triton.train.data import DIGITS_MEAN, DIGITS_STD, digits
@@ -278,8 +278,7 @@ def test_levels_are_kept_with_the_transform(folder: Path, capsys):
     assert data.transform.levels == 4095 and all((images == 1).all() for images in restored)
     with pytest.raises(ValueError, match="leave --levels out"):
         load("digits", DIGITS, levels=4095)
-    assert main(["train", "--levels", "0", "--out", str(folder / "run")]) == 2
-    assert "--levels is 0; use a number above 0" in capsys.readouterr().err
+    assert "--levels is 0; use a number above 0" in refused(capsys, "train", "--levels", "0", "--out", folder / "run")
 
 
 def test_transparency_becomes_white_and_exif_orientation_is_applied(tmp_path: Path):

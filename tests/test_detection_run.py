@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from commands import prints
 from matplotlib.colors import to_hex
 from PIL import Image
 from test_detection_data import coco, write_images
@@ -250,8 +251,7 @@ def test_a_folder_is_trained_and_evaluated(boxes_folder: Path, tmp_path: Path, c
     assert train_command(out, "--recipe", "boxes", "--model", "deformable_detr_digits", *words) == 0
     settings = newest_state(out)[0]["settings"]
     assert settings["recipe"] == "boxes" and settings["lr_scales"] == BOXES.lr_scales
-    assert main(["evaluate", "--checkpoint", str(out), "--data", str(boxes_folder), "--device", "cpu"]) == 0
-    table = capsys.readouterr().out
+    table = prints(capsys, "evaluate", "--checkpoint", out, "--data", boxes_folder, "--device", "cpu")
     assert "cat?[31m" in table and "dog" in table and "2 test images. " in table
     assert main(["evaluate", "--checkpoint", str(out), "--data", "digits", "--device", "cpu"]) == 2
     assert "data 'digits' has no boxes, which" in capsys.readouterr().err
@@ -330,8 +330,7 @@ def test_commands_of_a_detector(few_scenes, tmp_path: Path, capsys: pytest.Captu
     assert "scenes: 10 classes" in out and "test AP" in out and "--draw drawn" in out
     with (run / LOG).open() as file:
         (row,) = csv.DictReader(file)
-    assert main(["evaluate", "--checkpoint", str(run), "--device", "cpu", "--out", str(tmp_path / "ap.json")]) == 0
-    printed = capsys.readouterr().out
+    printed = prints(capsys, "evaluate", "--checkpoint", run, "--device", "cpu", "--out", tmp_path / "ap.json")
     assert f"│ {percent(float(row['test_ap']), 6)} " in printed and "bootstrap over the images" in printed
     whole = json.loads((tmp_path / "ap.json").read_text())
     assert whole["ap"] == float(row["test_ap"]) and len(whole["classes"]) == 10 and whole["images"] == 6
@@ -340,11 +339,9 @@ def test_commands_of_a_detector(few_scenes, tmp_path: Path, capsys: pytest.Captu
     for file, image in zip(files, scenes("test", 2)[0], strict=True):
         Image.fromarray((255 * image[0].clamp(0, 1)).byte().numpy()).save(file)
     words = ["predict", *map(str, files), "--checkpoint", str(run), "--device", "cpu", "--threshold", "0"]
-    assert main([*words, "--draw", str(tmp_path / "drawn")]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = prints(capsys, *words, "--draw", tmp_path / "drawn").splitlines()
     for name in ("boxes.json", "boxes.csv"):
-        assert main([*words, "--out", str(tmp_path / name)]) == 0
-        assert "holds 16 objects of 2 images" in capsys.readouterr().out
+        assert "holds 16 objects of 2 images" in prints(capsys, *words, "--out", tmp_path / name)
     records = json.loads((tmp_path / "boxes.json").read_text())
     with (tmp_path / "boxes.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from budget import allowed, telling
 from catalogue import build, inputs, outputs, redraw
+from commands import prints, refused
 from interpreter import interpreting
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -823,8 +824,7 @@ def test_what_is_left_out_is_named(tmp_path: Path, checkpoint: Path, capsys: pyt
     model = redraw(create_model("levit_128s", img_size=64, num_classes=10))
     save_weights(model, tmp_path / "model.safetensors", metadata={"training": json.dumps(OF_64)})
     words = [str(checkpoint / "pictures" / "0.png"), "--no-test"]
-    assert main(["explain", *words, "--checkpoint", str(tmp_path), "--out", str(tmp_path / "r")]) == 0
-    first, *said = capsys.readouterr().out.splitlines()
+    first, *said = prints(capsys, "explain", *words, "--checkpoint", tmp_path, "--out", tmp_path / "r").splitlines()
     layers = {grid: "; ".join(f"attention of layer {n}" for n in numbers) for grid, numbers in (
         ("2 × 2", range(4, 8)), ("1 × 1", range(8, 12)))}  # fmt: skip
     few = "; ".join(f"distance and entropy of layer {n}" for n in range(4, 12))
@@ -851,8 +851,7 @@ def test_what_is_shown_instead_of_rollout_is_named(name: str, tmp_path: Path, ch
     model = create_model(name, img_size=64, num_classes=10, **shallow)
     save_weights(model, tmp_path / "model.safetensors", metadata={"training": json.dumps(OF_64)})
     words = [str(checkpoint / "pictures" / "0.png"), "--no-test", "--out", str(tmp_path / "r")]
-    assert main(["explain", *words, "--checkpoint", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
+    said = prints(capsys, "explain", *words, "--checkpoint", tmp_path)
     assert "left out, because layers attend to different tokens (explain.capture has their maps in Python): " in said
     names = {file.stem for file in (tmp_path / "r").iterdir()}
     assert names - {"filters"} == {"why", "prediction", "contributions", "tokens", "layers", "report"}
@@ -875,11 +874,9 @@ def test_unreadable_images_raise(checkpoint: Path, tmp_path: Path, capsys: pytes
     assert captured.err.count("\n") == 1 and "b.png cannot be read" in captured.err and "1 of 2 images" in captured.out
     assert not (tmp_path / "r" / "confusion.png").exists() and (tmp_path / "r" / "rollout.png").exists()
     assert main([*words, str(folder), "--most", "0"]) == 2 and "--most is 0" in capsys.readouterr().err
-    assert main([*words, str(folder / "a.png"), "--query", "99"]) == 2
-    assert "query is 99; the model has tokens 0 to 16" in capsys.readouterr().err
-    assert main([*words, str(folder / "a.png"), "--out", str(folder / "a.png" / "r")]) == 1
-    assert (
-        f"{folder / 'a.png' / 'r'} cannot be created: Not a directory; give another folder" in capsys.readouterr().err
+    assert "query is 99; the model has tokens 0 to 16" in refused(capsys, *words, folder / "a.png", "--query", "99")
+    assert f"{folder / 'a.png' / 'r'} cannot be created: Not a directory; give another folder" in refused(
+        capsys, *words, folder / "a.png", "--out", folder / "a.png" / "r", code=1
     )
 
 

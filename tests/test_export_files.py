@@ -17,6 +17,7 @@ import timm
 import torch
 from budget import allowed, telling
 from catalogue import build
+from commands import prints, refused
 from odd_images import odd_images
 from test_predict import by_command, save_as_trained
 from torch import nn
@@ -144,8 +145,7 @@ def test_openvino(trained, tmp_path, capsys):
     model, checkpoint = trained
     path, images = tmp_path / "model.xml", torch.randn(5, 3, 32, 32)
     words = ["export", "--to", "openvino", str(checkpoint), str(path)]
-    assert main(words) == 0
-    printed = capsys.readouterr().out
+    printed = prints(capsys, *words)
     assert f"its weights in {tmp_path / 'model.bin'}" in printed and "largest difference from PyTorch" in printed
     program = openvino.Core().read_model(path)
     compiled = openvino.compile_model(program, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
@@ -402,8 +402,7 @@ def test_what_is_missing(tmp_path, monkeypatch):
 def test_the_command_builds_models_of_timm(tmp_path, capsys):
     """Oracle: timm's model with the weights in the file, which the command calls random; timm's names for errors."""
     path = tmp_path / "model.pt2"
-    assert main(["export", "timm:test_vit", str(path), "--to", "torch-export"]) == 0
-    said = capsys.readouterr().out
+    said = prints(capsys, "export", "timm:test_vit", path, "--to", "torch-export")
     assert "for images of 3 x 160 x 160, and any batch\nits weights are random;" in said
     program = torch.export.load(path)
     model = timm.create_model("test_vit").eval()
@@ -430,8 +429,7 @@ def test_the_command_refuses(trained, tmp_path, monkeypatch, capsys):
             "--free is 'batch,depth'; use batch, height and width",
         ),
     ):
-        assert main([*words, *more]) == 2
-        assert sentence in capsys.readouterr().err and path.read_bytes() == b"old"
+        assert sentence in refused(capsys, *words, *more) and path.read_bytes() == b"old"
     assert main([*words, "torch-export", "--overwrite", "--free", "none"]) == 0 and path.read_bytes() != b"old"
     assert "for images of 3 x 32 x 32\n" in capsys.readouterr().out
     monkeypatch.setitem(export.LOADERS, "torch-export", lambda path: None)

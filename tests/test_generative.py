@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import prints, refused
 from PIL import Image
 from test_data import write_tiff
 from torch import Tensor
@@ -36,15 +37,6 @@ def trained(out: Path, **settings: object) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def refused(capsys: pytest.CaptureFixture, *words: object) -> str:
-    """The one sentence with which a command refuses its arguments."""
-    capsys.readouterr()
-    assert main([str(word) for word in words]) == 2
-    errors = capsys.readouterr().err
-    assert errors.count("\n") == 1, errors
-    return errors
-
-
 TINY = dict(model="igpt_digits", options=dict(embed_dim=16, depth=1, num_heads=2), img_size=8, batch_size=240)
 
 
@@ -60,10 +52,8 @@ def test_a_model_of_pixels_learns_and_is_evaluated(pixels, capsys):
     out, rows = pixels
     losses = [float(row["test_loss"]) for row in rows if row["test_loss"]]
     assert float(rows[1]["train_loss"]) < float(rows[0]["train_loss"]) and losses[-1] < math.log(16)
-    assert main(["evaluate", "--checkpoint", str(out)]) == 0
-    assert f"{losses[-1] / math.log(2):.4f} ± " in capsys.readouterr().out
-    assert main(["train", "--out", str(out), "--resume"]) == 0
-    text = capsys.readouterr().out
+    assert f"{losses[-1] / math.log(2):.4f} ± " in prints(capsys, "evaluate", "--checkpoint", out)
+    text = prints(capsys, "train", "--out", out, "--resume")
     assert f"{losses[-1] / math.log(2):.4f} bits a dimension after 2 epochs" in text
     commands = re.findall(r"^  fastvit-triton (\w+)", text, re.MULTILINE)
     assert commands == ["generate", "evaluate"]
@@ -173,8 +163,7 @@ def test_a_model_of_restoration_is_trained_evaluated_and_used(photos, capsys):
     options = dict(features=4, depth=1, num_heads=3)
     rows = trained(out, model="ipt_digits", data=str(photos), options=options, epochs=1, batch_size=3)
     assert float(rows[-1]["test_loss"]) > 0 and not rows[-1]["test_accuracy"]
-    assert main(["train", "--out", str(out), "--resume"]) == 0
-    assert "fastvit-triton restore --checkpoint" in capsys.readouterr().out
+    assert "fastvit-triton restore --checkpoint" in prints(capsys, "train", "--out", out, "--resume")
     assert main(["evaluate", "--checkpoint", str(out)]) == 0
     found = dict(re.findall(r"│ (x2|denoise30) +│ +[\d.]+ ± \S+ +│ +([\d.]+) ± \S+ +│", capsys.readouterr().out))
     noise = 20 * math.log10(255 / 30)

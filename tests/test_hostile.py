@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import prints, refused
 from PIL import EpsImagePlugin, Image
 from safetensors.torch import save_file
 
@@ -694,8 +695,7 @@ def test_headers_that_train_did_not_write(kind, small, tmp_path, capsys):
     entries, words = TRAINING[kind]
     path = rewrite(small, tmp_path / "x.safetensors", training=json.dumps(entries))
     (tmp_path / "x.png").write_bytes(PNG)
-    assert main(["predict", "--checkpoint", str(path), str(tmp_path / "x.png")]) == 2
-    said = capsys.readouterr().err
+    said = refused(capsys, "predict", "--checkpoint", path, tmp_path / "x.png")
     assert said.startswith(f"fastvit-triton: error: {path} ") and words in said and said.count("\n") == 1
 
 
@@ -714,8 +714,7 @@ def test_terminals_are_not_controlled(small, tmp_path, capsys, monkeypatch):
         (tmp_path / "data/val" / folder).mkdir(parents=True)
         (tmp_path / "data/val" / folder / "x.png").write_bytes(PNG)
     path = rewrite(small, path, training=json.dumps({"classes": ["[bold]", "x", "[/red]\x1b[2J"]}))
-    assert main(["evaluate", "--checkpoint", str(path), "--data", str(tmp_path / "data"), "--workers", "0"]) == 0
-    table = capsys.readouterr().out
+    table = prints(capsys, "evaluate", "--checkpoint", path, "--data", tmp_path / "data", "--workers", "0")
     assert "[bold]" in table and "[/red]" in table and r"\x1b[2J" in table
     assert not {c for c in said.out + said.err + table if c != "\n" and unicodedata.category(c) == "Cc"}
 

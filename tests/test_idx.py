@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_cli import accuracy, refused
+from commands import accuracy, refused
 
 from benchmarks import trainings
 from fastvit_triton.cli import main

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import prints
 from PIL import Image
 from test_data import write_tiff
 from test_detection_data import coco, write_images, yolo
@@ -234,8 +235,7 @@ def test_a_run_begins_with_the_table(tmp_path: Path, capsys: pytest.CaptureFixtu
     out = tmp_path / "run"
     words = ["--data", str(root), "--model", "vit_digits_patch2_8", "--img-size", "8", "--batch-size", "4"]
     words += ["--out", str(out), "--epochs", "1", "--device", "cpu", "--workers", "0"]
-    assert main(["train", *words]) == 0
-    assert capsys.readouterr().out.startswith(table) and (out / "data.txt").read_text() == table
+    assert prints(capsys, "train", *words).startswith(table) and (out / "data.txt").read_text() == table
 
 
 CORNERS = [[1, 1, 6, 4], [11, 2, 18, 8], [9, 5, 19, 9.5], [2, 3, 20, 10]]  # in 20 x 10 pixels

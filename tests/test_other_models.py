@@ -8,9 +8,9 @@ import pytest
 import timm
 import torch
 import transformers
+from commands import accuracy, refused
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_cli import accuracy, refused
 from test_photos import photographs
 from test_run import contents, log, train
 

@@ -12,8 +12,8 @@ import pytest
 import test_train
 import timm
 import torch
+from commands import refused
 from PIL import Image
-from test_cli import refused
 from test_data import write_folder
 from torch import nn
 from torchvision.transforms import v2
@@ -161,8 +161,7 @@ def test_a_run_keeps_its_transform(folder: Path, tmp_path: Path, capsys: pytest.
     assert main(["train", "--out", str(tmp_path / "parts"), "--epochs", "2", "--save-every", "1", *options]) == 0
     (tmp_path / "parts" / STATE).unlink()
     resumed = ["train", "--out", str(tmp_path / "parts"), "--resume"]
-    assert main(resumed) == 2
-    assert "imports test_own_objects:crop; give --transform test_own_objects:crop again" in capsys.readouterr().err
+    assert "imports test_own_objects:crop; give --transform test_own_objects:crop again" in refused(capsys, *resumed)
     assert main([*resumed, "--transform", "test_own_objects:crop"]) == 0
     states = [checkpoint.load_state(tmp_path / name / STATE) for name in ("whole", "parts")]
     assert all(torch.equal(tensor, states[1]["model"][name]) for name, tensor in states[0]["model"].items())

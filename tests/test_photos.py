@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from commands import prints, refused
 from PIL import Image
-from test_cli import refused
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit_triton import create_model, list_models, optimize, predict
@@ -139,8 +139,7 @@ def test_a_run_keeps_its_test_images(folder: Path, trained: Path, tmp_path: Path
     alone = tmp_path / "alone" / WEIGHTS
     alone.write_bytes((trained / WEIGHTS).read_bytes())
     for source in (trained, alone):
-        assert main([*evaluate, str(source)]) == 0
-        assert "of 7 test images" in capsys.readouterr().out
+        assert "of 7 test images" in prints(capsys, *evaluate, source)
     assert main([*evaluate, str(trained), "--data", str(photographs(tmp_path / "other", {"temple": 3}))]) == 0
     assert "of 3 test images" in capsys.readouterr().out
     added = [folder / "temple" / f"new {i}.png" for i in range(20)]
@@ -177,8 +176,7 @@ def test_images_of_the_training_are_counted(folder: Path, trained: Path, tmp_pat
     Image.effect_noise((32, 32), 60).save(target.parent / "new.png")
     evaluate = ["evaluate", "--workers", "0", "--checkpoint", str(trained)]
     sentence = "of these images are among those that the run was trained on"
-    assert main([*evaluate, "--data", str(tmp_path / "other")]) == 0
-    assert f"\nat least 2 {sentence}\n" in capsys.readouterr().out
+    assert f"\nat least 2 {sentence}\n" in prints(capsys, *evaluate, "--data", tmp_path / "other")
     assert main(evaluate) == 0 and sentence not in capsys.readouterr().out
     folder.rename(tmp_path / "gone")
     try:
@@ -197,8 +195,7 @@ def test_evaluate_says_whose_weights_it_takes(trained: Path, tmp_path: Path, cap
     for content, source, wanted in ((None, tmp_path, False), (b"", tmp_path, False), (b"other", tmp_path, True)):
         if content is not None:
             best.write_bytes(content or last.read_bytes())
-        assert main([*words, str(source)]) == 0
-        assert (sentence in capsys.readouterr().out) is wanted
+        assert (sentence in prints(capsys, *words, source)) is wanted
     assert main([*words, str(last)]) == 0 and sentence not in capsys.readouterr().out
 
 
@@ -209,8 +206,7 @@ def test_test_images_are_explained(folder: Path, trained: Path, tmp_path: Path, 
     assert all(pairs[0][0] == file.parent.name for file, pairs in zip(files, found, strict=True))
     order = sorted(range(7), key=lambda i: found[i][0][1])[:3]
     words = ["explain", "--checkpoint", str(trained), "--workers", "0", "--out", str(tmp_path / "report")]
-    assert main([*words, "--most", "3"]) == 0
-    assert "report.html shows 3 of 7 correct predictions on test images; its" in capsys.readouterr().out
+    assert "report.html shows 3 of 7 correct predictions on test images; its" in prints(capsys, *words, "--most", "3")
     page = (tmp_path / "report" / "report.html").read_text()
     assert re.findall(r"<li>([^<]*?): <a", page) == [f"{files[i].parent.name}/{files[i].name}" for i in order]
     pretrained = SimpleNamespace(model=None, classes=("a",), data=str(folder))

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
+from commands import prints
 
-from fastvit_triton.cli import main
 from fastvit_triton.cli.platforms import Here, next_step
 from fastvit_triton.expected.gpus import gpus
 
@@ -43,12 +43,10 @@ def test_each_platform_has_a_next_step(here, step):
 
 def test_doctor_prints_one_next_step(capsys, monkeypatch):
     """Oracle: one line; that of a Mac where Python says that this is one."""
-    assert main(["doctor"]) == 0
-    assert capsys.readouterr().out.count("next step  ") == 1
+    assert prints(capsys, "doctor").count("next step  ") == 1
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert main(["doctor"]) == 0
-    assert "as Triton has no release for it" in " ".join(capsys.readouterr().out.split())
+    assert "as Triton has no release for it" in " ".join(prints(capsys, "doctor").split())
 
 
 def test_the_table_names_what_is_compiled():

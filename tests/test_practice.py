@@ -10,10 +10,10 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from commands import prints, refused
 from interpreter import interpreting
 from PIL import Image
 from sklearn.utils.class_weight import compute_class_weight
-from test_cli import refused
 from test_data import write_folder
 from test_photos import SMALL, photographs
 from test_run import contents, log, train
@@ -260,8 +260,7 @@ def test_batchnorm_trains_without_a_batch_of_one_image(tmp_path: Path, capsys):
     (tmp_path / "divided" / "train" / "a" / "0.png").unlink()
     given = ["train", "--data", str(tmp_path / "divided"), "--model", "levit_128s", "--img-size", "64"]
     given += ["--allow", "shared-images", "--epochs", "1", "--workers", "0", "--device", "cpu", "--out"]
-    assert main([*given, str(tmp_path / "out"), "--batch-size", "4"]) == 0
-    text = capsys.readouterr().out
+    text = prints(capsys, *given, tmp_path / "out", "--batch-size", "4")
     assert "1 epoch of 1 step\n" in text
     assert "fastvit-triton export" in text and "fastvit-triton explain" in text
     sentence = refused(capsys, *given, tmp_path / "one", "--batch-size", "1")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 import torch
-from test_cli import refused
+from commands import refused
 
 from fastvit_triton import train
 from fastvit_triton.cli.recipe_options import RECIPE_OPTIONS

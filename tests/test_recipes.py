@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from commands import accuracy, prints, refused
 from PIL import Image, ImageEnhance, ImageOps
 from sampling import sampled
-from test_cli import accuracy, refused
 from test_data import write_folder
 from timm.optim import Lamb as TimmLamb
 from torch import nn
@@ -73,8 +73,7 @@ def test_masked_pretraining_then_fine_tuning(folder: Path, tmp_path: Path, capsy
     """Oracle: the loss on hidden pixels decreases; fine-tuning starts from the encoder's blocks."""
     first, second = tmp_path / "pretrained", tmp_path / "tuned"
     options = ["--data", str(folder), *SMALL]
-    assert main(["train", "--recipe", "mae-pretrain", "--out", str(first), "--epochs", "3", *options]) == 0
-    text = capsys.readouterr().out
+    text = prints(capsys, "train", "--recipe", "mae-pretrain", "--out", first, "--epochs", "3", *options)
     assert "test loss" in text and f"fastvit-triton train --weights {first}" in text
     history = load_state(first / STATE)["history"]
     assert history[2]["test_loss"] < history[0]["test_loss"] and history[0]["test_accuracy"] is None

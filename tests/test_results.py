@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from commands import prints, refused
 from PIL import Image
 from pyarrow import parquet
 from scipy.stats import binomtest
 from sklearn.metrics import confusion_matrix, f1_score, precision_recall_fscore_support, top_k_accuracy_score
-from test_cli import refused
 from test_photos import SMALL, photographs
 
 from fastvit_triton.cli import loading, main
@@ -216,8 +216,7 @@ def test_images_are_classified_in_batches_in_order(trained: Path, tmp_path: Path
             logits = held.model(held.transform(read_image(Path(row["file"])))[None])[0]
         found = torch.tensor([row[f"probability_{i}"] for i in range(1, 8)])
         torch.testing.assert_close(found, logits.softmax(0).sort(descending=True).values)
-    assert main(words) == 2
-    printed = capsys.readouterr().out.splitlines()
+    printed = prints(capsys, *words, code=2).splitlines()
     assert [line.split(": ")[0] for line in printed] == [row["file"] for row in rows]
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from commands import prints, refused
 from hub_server import HubServer
 from huggingface_hub import constants
 from scipy.stats import binomtest
-from test_cli import refused
 from test_hub import SMALL, hub, picture, randomize  # noqa: F401  (hub is a fixture)
 
 from fastvit_triton import create_model, load_model
@@ -151,8 +151,7 @@ def test_push(hub: HubServer, login, tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Oracle: the files that a server has then, whose code loads the model from it; no folder of this machine."""
     run = trained(tmp_path / "run")
     login("hf_good")
-    assert main(["push", str(run), "me/photos", "--license", "mit"]) == 0
-    said = capsys.readouterr().out
+    said = prints(capsys, "push", run, "me/photos", "--license", "mit")
     assert f"published as {hub.url}/me/photos/commit/" in said and "--checkpoint hf-hub:me/photos" in said
     files = hub.repositories["me/photos"]["main"]
     assert set(files) >= {"README.md", "config.json", "model.safetensors"}

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from commands import refused, start
 from patience import HANG, PATIENCE
-from test_cli import start
 from test_data import write_folder
 from test_photos import SMALL, photographs
 from test_recovery import build, same, save, train, weights
@@ -76,8 +76,7 @@ def test_the_command_ends_with_a_line(number: int, tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(progress, "show_progress", show)
     words = ["train", "--out", str(out), "--device", "cpu", "--epochs", "3", "--batch-size", "512"]
-    assert main(words) == 128 + number
-    (sentence,) = capsys.readouterr().err.splitlines()
+    sentence = refused(capsys, *words, code=128 + number)
     assert sentence.startswith(f"fastvit-triton: stopped by {name} after step 2 of epoch 1; {out} holds everything")
     assert sentence.endswith(f"resume with: fastvit-triton train --out {out} --resume")
     assert load_state(out / STATE)["progress"]["step"] == 2

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from test_cli import refused
+from commands import refused
 
 from fastvit_triton.cli import main
 from fastvit_triton.train import trackers

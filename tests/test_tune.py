@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import prints
 from interpreter import interpreting
 from patience import HANG
 from torch import nn
@@ -472,13 +473,11 @@ def test_optimize_may_tune_on_a_cpu(on_a_cpu, switch):
 def test_the_command_on_a_cpu(on_a_cpu, words, capsys):
     """Oracle: the output: the CPU, its batch and dtype, both ways, no launches; --show lists the ways."""
     command = ["tune", "--model", "vit_digits_patch2_8", "--device", "cpu", *words]
-    assert main(command) == 0
-    out = capsys.readouterr().out
+    out = prints(capsys, *command)
     phase = {(): "inference", ("--freeze",): "inference, frozen", ("--train",): "training"}[words]
     assert out.startswith(f"vit_digits_patch2_8, {phase}, float32, batch 1, on {measured.cpu_name()}\n")
     assert "launches" not in out and "2.00" in out and "Saved in" in out
-    assert main(["tune", "--show", "--device", "cpu"]) == 0
-    shown = capsys.readouterr().out
+    shown = prints(capsys, "tune", "--show", "--device", "cpu")
     assert f"cpu {measured.cpu_name()}" in shown and "onednn ~attention" in shown
 
 
