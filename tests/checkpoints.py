@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import transformers
-from budget import telling
+from agreement import distance, normal
 from torch import Tensor, nn
 
 from fastvit_triton import create_model
@@ -40,10 +40,8 @@ def build(name: str, **options) -> nn.Module:
 
 
 def randomize(model: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.3)
-    return model.eval()
+    """A model in evaluation mode, with random parameters."""
+    return normal(model).eval()
 
 
 def images(model: nn.Module) -> Tensor:
@@ -51,10 +49,11 @@ def images(model: nn.Module) -> Tensor:
     return torch.randn(2, config.in_chans, *config.img_size)
 
 
-def distance(a: Tensor, b: Tensor) -> float:
-    """‖a − b‖ / ‖b‖."""
-    assert a.shape == b.shape
-    return float((a - b).norm() / telling(b).norm())
+def assert_agree(ours: nn.Module, other: Callable[[Tensor], Tensor]) -> None:
+    """Asserts that a model of ours and a function give the same outputs of random images."""
+    x = images(ours)
+    with torch.no_grad():
+        assert distance(ours(x), other(x)) <= TOLERANCE
 
 
 def assert_equal(a: nn.Module, b: nn.Module) -> None:

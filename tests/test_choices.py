@@ -16,6 +16,7 @@ from functools import partial
 
 import pytest
 import torch
+from agreement import normal
 from interpreter import interpreting
 from patience import HANG
 from sampling import marked, sampled
@@ -636,8 +637,7 @@ def test_every_way_equals_the_modules_in_inference(way, converted, always_folded
     timm = pytest.importorskip("timm")
     make = timm.create_model if converted else create_model
     net = make("vit_tiny_patch16_224", img_size=32, embed_dim=64, num_heads=2, depth=3, num_classes=3).eval()
-    for parameter in net.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
+    normal(net, 0.1)
     wide = make("vit_tiny_patch16_224", img_size=32, embed_dim=64, num_heads=2, depth=3, num_classes=3).eval().double()
     wide.load_state_dict(net.state_dict())
     if converted:
@@ -699,8 +699,7 @@ def test_blocks_overwrite_what_only_they_read(change, calls, monkeypatch):
     """Oracle: the modules in float64; calls by hand, two for each block that takes a stream; three calls in turn."""
     torch.manual_seed(0)
     net = create_model("vit_tiny_patch16_224", img_size=32, embed_dim=32, num_heads=2, depth=4, num_classes=3)
-    for parameter in net.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
+    normal(net, 0.1)
     change(net.blocks)
     wide, found = copy.deepcopy(net.eval()).double(), noted(monkeypatch)
     image = torch.randn(1, 3, 32, 32)
@@ -741,8 +740,7 @@ def test_blocks_of_all_ways_follow_each_other(first, second, third, monkeypatch)
     monkeypatch.setattr(choose, "way_of", lambda x, branches, *_: widths[branches[-1].width])
     torch.manual_seed(0)
     net = layers.Blocks(*(layers.Block(32, layers.Attention(32, 2), layers.Mlp(32, width)) for width in widths)).eval()
-    for parameter in net.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
+    normal(net, 0.2)
     x = torch.randn(2, 5, 32)
     with torch.no_grad():
         truth, baseline = dict(y=copy.deepcopy(net).double()(x.double())), dict(y=net(x))

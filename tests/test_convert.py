@@ -17,6 +17,7 @@ import timm
 import torch
 import transformers
 import vit_pytorch
+from agreement import ROUNDINGS, normal
 from budget import allowed, assert_within_budget, telling
 from catalogue import COMMON, PYRAMIDS, REPEATS, build, inputs, outputs, redraw
 from catalogue.timm import TIMM
@@ -40,8 +41,6 @@ from fastvit_triton.kernels import backend, fold, measured, mlp, onednn
 from fastvit_triton.kernels.activation import ACTIVATIONS
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.settings import forcing
-
-ROUNDINGS = 84  # as in test_models.py
 
 
 @pytest.fixture
@@ -394,10 +393,7 @@ DRAWING = {  # models with dropout, and the shape of their input
 def test_dropout_draws_of_other_packages_equal_the_original(name, references):
     """Oracle: the original with the same seed, with drawn weights, as torchvision's head is initialised with zeros."""
     make, shape = DRAWING[name]
-    plain = make().double().train()
-    with torch.no_grad():
-        for parameter in plain.parameters():
-            parameter.normal_(0, 0.3)
+    plain = normal(make().double().train())
     model, given, ys = copy.deepcopy(plain), torch.randn(shape, dtype=torch.float64), []
     assert optimize(model).fused
     for owner in (model, plain):

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from agreement import EPS64
 from budget import converted, outside, results, telling
 from interpreter import interpreting, poisoned
 from transformers.models.deformable_detr.modeling_deformable_detr import MultiScaleDeformableAttention
@@ -17,7 +18,6 @@ pytestmark = pytest.mark.fast
 
 SHAPES = ((3, 4), (2, 2), (1, 1))
 N = sum(h * w for h, w in SHAPES)
-EPS64 = torch.finfo(torch.float64).eps
 
 
 def made(Nq=5, dtype=torch.float64, **changed):

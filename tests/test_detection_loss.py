@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from agreement import ROUNDINGS
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from torchvision.ops import box_iou, generalized_box_iou
@@ -27,7 +28,6 @@ from fastvit_triton.train.detection import (
 from fastvit_triton.train.detection.average_precision import NAMES
 
 EPS = torch.finfo(torch.float64).eps
-ROUNDINGS = 84  # of float64, as for models
 CLASSES = 7
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from agreement import ROUNDINGS
 from safetensors.torch import load_file
 from torch import nn
 from torchvision.models import resnet18, resnet50
@@ -25,7 +26,6 @@ from fastvit_triton.models import deformable_detr, detr
 from fastvit_triton.models.weights import transformers_config
 from fastvit_triton.models.weights.publish import save_pretrained
 
-ROUNDINGS = 84  # as for other models
 TOLERANCE = ROUNDINGS * torch.finfo(torch.float64).eps
 CLASSES, QUERIES, DIM = 5, 7, 64
 SIZES = [(96, 50), (60, 91)]  # of images, in pixels: each has tokens that are padding

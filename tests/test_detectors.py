@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 import transformers
+from agreement import normal
 from budget import assert_within_budget, telling
 from interpreter import interpreting
 from sampling import marked
@@ -60,9 +61,7 @@ def module_of(name, **options):
         model = nn.Sequential(made(SimpleNamespace(**OPTIONS | options), **counts))
     else:
         model = nn.Sequential(made() if name in COPIES else made(16, 2, len(SHAPES), 4))
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return model
+    return normal(model)
 
 
 def given(name, dtype):

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from agreement import normal
 from budget import telling
 from einops import rearrange, repeat
 from einops.layers.torch import Rearrange
@@ -45,11 +46,7 @@ def same(got: torch.Tensor, want: torch.Tensor, constant: bool = False) -> bool:
 
 def random_(module: nn.Module) -> nn.Module:
     """Sets all weights to random float64 values; returns the module."""
-    module.double()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(0.0, 0.3)
-    return module
+    return normal(module.double())
 
 
 def copied(ours: nn.Module, theirs: nn.Module, renames: dict[str, str] | None = None) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from agreement import normal
 from patience import HANG
 from PIL import Image
 from test_community import GPU, good, parts
@@ -222,9 +223,7 @@ def test_dense_features(script):
 def test_export_onnx(script, monkeypatch):
     """Oracle: PyTorch's best classes, of images prepared by our transform."""
     pytest.importorskip("onnxruntime")
-    model = fastvit_triton.create_model(DIGITS[1]).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 0, 0.5)
+    model = normal(fastvit_triton.create_model(DIGITS[1]).eval(), 0.5)
     monkeypatch.setattr(fastvit_triton, "create_model", lambda *_, **__: model)
     text = script("export_onnx.py", *PHOTOS, *DIGITS, "--random")
     prepared = fastvit_triton.transforms(model)

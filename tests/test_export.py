@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from agreement import normal
 from budget import allowed, telling
 from catalogue import build
 from functorch.compile import make_boxed_func
@@ -41,9 +42,7 @@ def made(name):
         truth = build(name).eval()
     else:
         tiny = dict(img_size=32, embed_dim=24, num_heads=2, depth=2, num_classes=5)
-        truth = create_model("vit_tiny_patch16_224", **tiny, init_values=0.5).double().eval()
-        for parameter in truth.parameters():
-            torch.nn.init.normal_(parameter, 0, 0.3)
+        truth = normal(create_model("vit_tiny_patch16_224", **tiny, init_values=0.5).double().eval())
     model = copy.deepcopy(truth).float()
     truth.load_state_dict({key: value.double() for key, value in model.state_dict().items()})
     if name != OURS:

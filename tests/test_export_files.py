@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from agreement import normal
 from budget import allowed, telling
 from catalogue import build
 from commands import prints, refused
@@ -71,10 +72,7 @@ torch.save((held["metadata.json"], program(torch.load(sys.argv[2]))), sys.argv[3
 
 def drawn(name: str = "vit_tiny_patch16_224", std: float = 0.1, **more: object) -> nn.Module:
     """A small model of that name, with random parameters of this standard deviation."""
-    model = create_model(name, **CATALOGUE[name] | more).eval()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, 0, std)
-    return model
+    return normal(create_model(name, **CATALOGUE[name] | more).eval(), std)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from collections import Counter
 import pytest
 import research
 import torch
+from agreement import normal
 from budget import allowed
 from captured import without_inductor
 from catalogue import build, inputs, joined, outputs
@@ -33,11 +34,7 @@ IMAGE = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8).sin()
 def model(depth: int = 1) -> torch.nn.Module:
     """A small ViT with LayerScale and random parameters."""
     torch.manual_seed(0)
-    net = create_model("vit_tiny_patch16_224", depth=depth, init_values=0.1, **SIZES).eval()
-    with torch.no_grad():
-        for p in net.parameters():
-            p.normal_(0, 0.3)
-    return net
+    return normal(create_model("vit_tiny_patch16_224", depth=depth, init_values=0.1, **SIZES).eval())
 
 
 def captured(name: str) -> torch.nn.Module:

@@ -19,7 +19,8 @@ import pytest
 import timm
 import torch
 import transformers
-from budget import telling
+from agreement import distance
+from checkpoints import SMALL, TOLERANCE, images, randomize
 from hub_server import HubServer, serving
 from huggingface_hub import constants
 from PIL import Image
@@ -48,9 +49,6 @@ from fastvit_triton.train.data.model_input import transform_of
 
 pytestmark = pytest.mark.fast
 
-# 24-bit significand: 1e-5 is 84 roundings, for sums through two blocks in another order.
-TOLERANCE = 1e-5
-SMALL = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3)
 NAME, TAG = "vit_tiny_patch16_224", "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
 
 
@@ -68,20 +66,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
         huggingface_hub.utils.enable_progress_bars()
 
 
-def randomize(model: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.3)
-    return model.eval()
-
-
-def images(model: nn.Module) -> Tensor:
-    return torch.randn(2, model.config.in_chans, *model.config.img_size)
-
-
 @torch.no_grad()
 def assert_close(a: Tensor, b: Tensor) -> None:
-    assert a.shape == b.shape and float((a - b).norm() / telling(b).norm()) <= TOLERANCE
+    assert distance(a, b) <= TOLERANCE
 
 
 def timm_folder(folder: Path, name: str = NAME, **options) -> nn.Module:

@@ -15,6 +15,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from agreement import normal
 from budget import Budget, assert_within_budget, results, telling
 from catalogue import COMMON, REPEATS, build, inputs, outputs
 from sampling import marked
@@ -78,9 +79,7 @@ def calls(monkeypatch):
 def vit():
     """A ViT with LayerScale whose weights are random, and images."""
     torch.manual_seed(0)
-    model = create_model("vit_tiny_patch16_224", **SETTINGS, init_values=0.5).eval()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.2)
+    model = normal(create_model("vit_tiny_patch16_224", **SETTINGS, init_values=0.5).eval(), 0.2)
     return model, torch.randn(2, 3, 32, 32)
 
 

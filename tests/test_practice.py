@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from agreement import normal
 from commands import prints, refused
 from interpreter import interpreting
 from PIL import Image
@@ -191,9 +192,7 @@ def test_a_run_trains_the_head_alone(given: dict, tmp_path: Path, capsys):
 def test_a_converted_backbone_can_be_frozen():
     """Oracle: float64; the error of head gradients by the kernels is at most twice eager's, and one rounding."""
     options = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
-    model = timm.models.vision_transformer.VisionTransformer(**options)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.2)
+    model = normal(timm.models.vision_transformer.VisionTransformer(**options), 0.2)
     images, targets = torch.randn(3, 3, 16, 16), torch.tensor([0, 1, 4])
 
     def gradients(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:

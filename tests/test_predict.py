@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from agreement import normal
 from odd_images import odd_images
 from PIL import Image
 from torch import nn
@@ -25,10 +26,7 @@ SMALL = dict(img_size=32, embed_dim=24, num_heads=2, depth=1, num_classes=5)
 
 def drawn(name: str = "vit_tiny_patch16_224", **more: object) -> nn.Module:
     """A small model with random parameters, by which different images have different classes."""
-    model = create_model(name, **SMALL | more).eval()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, 0, 0.3)
-    return model
+    return normal(create_model(name, **SMALL | more).eval())
 
 
 def save_as_trained(model: nn.Module, path: Path, classes: tuple[str, ...], levels: float | None = None) -> Path:

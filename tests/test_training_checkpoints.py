@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from agreement import one_sentence
 from checkpoints import assert_equal, build, randomize
 from safetensors.torch import save_file
 from torch import nn
@@ -205,9 +206,8 @@ def test_what_is_refused_lists_its_entries(legacy: bool, tmp_path: Path):
         ({"epoch": 3, "history": [1, 2]}, r"no state dict; its entries are epoch \(int\), history \(list of 2\)"),
     ):
         torch.save(held, path, _use_new_zipfile_serialization=not legacy)
-        with pytest.raises(WeightsError, match=words) as error:
+        with one_sentence(words, WeightsError):
             load_weights(build(NAME), path)
-        assert "\n" not in str(error.value)
     torch.save({"model": state}, path, pickle_protocol=4, _use_new_zipfile_serialization=not legacy)
     with pytest.raises(WeightsError, match=r"pickle_protocol is above 2, .* and it holds model \(\w+ of 32\);"):
         load_weights(build(NAME), path)

@@ -9,6 +9,7 @@ import timm
 import torch
 import torchvision
 import transformers
+from agreement import distance
 from checkpoints import (
     EPS,
     MODELS,
@@ -17,9 +18,9 @@ from checkpoints import (
     TOLERANCE,
     TRANSFORMERS,
     T,
+    assert_agree,
     assert_equal,
     build,
-    distance,
     foreign,
     images,
     jax_arrays,
@@ -84,9 +85,7 @@ def test_timm_files_store_a_fixed_position_table(tmp_path):
     save_weights(ours, tmp_path / "a.safetensors", layout="timm")
     theirs = timm.models.VisionTransformer(**SMALL, num_classes=7, class_token=False, global_pool="avg", fc_norm=False)
     theirs.load_state_dict(load_file(tmp_path / "a.safetensors"), strict=True)
-    x = images(ours)
-    with torch.no_grad():
-        assert distance(ours(x), theirs.eval()(x)) <= TOLERANCE
+    assert_agree(ours, theirs.eval())
     again = build("simplevit_tiny_patch16_224", pre_logits=False, patch_embed="linear")
     load_weights(again, tmp_path / "a.safetensors")
     assert_equal(again, ours)
@@ -147,9 +146,7 @@ def test_official_dinov2(name, chunked, tmp_path):
     ours = build(name)
     report = load_weights(ours, tmp_path / "a.pth")
     assert report.family.startswith("DINOv2") and any("mask_token" in key for key in report.dropped)
-    x = images(ours)
-    with torch.no_grad():
-        assert distance(ours(x), theirs(x)) <= TOLERANCE
+    assert_agree(ours, theirs)
 
 
 def test_what_is_irrelevant_depends_on_the_architecture(monkeypatch):
@@ -223,9 +220,7 @@ def test_reading_transformers(case):
     ours, old = build(name, **options), build(name, **options)
     report = load_weights(ours, state)
     assert report.family.startswith("transformers") and not report.reinitialised
-    x = images(ours)
-    with torch.no_grad():
-        assert distance(ours(x), run(x)) <= TOLERANCE
+    assert_agree(ours, run)
     renamed = old_names(state)
     assert renamed.keys() != state.keys() or case == "clip"
     load_weights(old, renamed)
@@ -275,9 +270,7 @@ def test_writing_transformers(case, tmp_path):
     save_weights(ours, tmp_path / "model.safetensors", layout="transformers")
     theirs, run = foreign(case)
     theirs.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
-    x = images(ours)
-    with torch.no_grad():
-        assert distance(run(x), ours(x)) <= TOLERANCE
+    assert_agree(ours, run)
     again = build(name, **options)
     load_weights(again, tmp_path / "model.safetensors")
     assert_equal(again, ours)
@@ -299,9 +292,7 @@ def test_siglip_classifier(tmp_path):
     ours = build("vit_base_patch16_siglip_gap_224", act="gelu_tanh")
     save_weights(ours, tmp_path / "a.safetensors", layout="transformers")
     theirs.load_state_dict(load_file(tmp_path / "a.safetensors"), strict=True)
-    x = images(ours)
-    with torch.no_grad():
-        assert distance(theirs(x).logits, ours(x)) <= TOLERANCE
+    assert_agree(ours, lambda x: theirs(x).logits)
 
 
 def test_two_towers():
@@ -345,9 +336,7 @@ def test_torchvision():
     randomize(theirs)
     ours, old = build("vit_tiny_patch16_224"), build("vit_tiny_patch16_224")
     load_weights(ours, theirs.state_dict())
-    x = images(ours)
-    with torch.no_grad():
-        assert distance(ours(x), theirs(x)) <= TOLERANCE
+    assert_agree(ours, theirs)
     names = {".mlp.0.": ".mlp.linear_1.", ".mlp.3.": ".mlp.linear_2."}
     renamed = {}
     for key, tensor in theirs.state_dict().items():
@@ -390,9 +379,7 @@ def test_jax(case, tmp_path):
     ours = build(name, **options)
     report = load_weights(ours, tmp_path / "a.npz")
     assert report.family == "JAX" and len(report.dropped) == 2 * bool(prefix)
-    x = images(ours)
-    with torch.no_grad():
-        assert distance(ours(x), theirs(x)) <= TOLERANCE
+    assert_agree(ours, theirs)
     for key, tensor in theirs.state_dict().items():
         assert torch.equal(ours.state_dict()[key], tensor), key
 

@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 import torchvision
+from agreement import one_sentence
 from checkpoints import assert_equal, build, jax_arrays
 from safetensors.torch import save_file
 
@@ -161,9 +162,9 @@ def test_invalid_checkpoints_raise_and_change_nothing(kind, no_embed_class, tmp_
     model = build("vit_tiny_patch16_224", no_embed_class=no_embed_class)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     source, message = damaged(tmp_path, kind)
-    with pytest.raises(WeightsError, match=message) as caught:
+    with one_sentence(message, WeightsError):
         load_weights(model, source)
-    assert "\n" not in str(caught.value) and not (tmp_path / "pwned").exists()
+    assert not (tmp_path / "pwned").exists()
     for key, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[key])
 

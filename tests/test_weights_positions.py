@@ -7,7 +7,8 @@ import pytest
 import scipy.ndimage
 import torch
 import torchvision
-from checkpoints import TOLERANCE, TRANSFORMERS, build, distance, foreign, images, jax_arrays
+from agreement import distance
+from checkpoints import TOLERANCE, TRANSFORMERS, assert_agree, build, foreign, images, jax_arrays
 from timm.layers import resample_abs_pos_embed
 from torch import nn
 
@@ -132,9 +133,7 @@ def test_positions_of_prefix_tokens_are_moved_exactly(old, new, registers):
     second = build("vit_tiny_patch16_224", no_embed_class=new, **options)
     report = load_weights(second, first.state_dict())
     assert "moved into the tokens" in report.positions
-    x = images(first)
-    with torch.no_grad():
-        assert distance(second(x), first(x)) <= TOLERANCE
+    assert_agree(first, second)
 
 
 def test_positions_of_the_class_token_alone():
@@ -144,9 +143,7 @@ def test_positions_of_the_class_token_alone():
     state["classifier.weight"][:, 48:] = 0
     ours = build("vit_small_patch14_reg4_dinov2", no_embed_class=False)
     assert "prefix rows 1 to 5" in load_weights(ours, state).positions
-    x = images(ours)
-    with torch.no_grad():
-        assert distance(ours(x), run(x)) <= TOLERANCE
+    assert_agree(ours, run)
 
 
 def test_no_square_grid():

@@ -8,8 +8,9 @@ import timm
 import torch
 import torchvision
 import transformers
+from agreement import distance
 from catalogue.ours import CASES
-from checkpoints import TOLERANCE, assert_equal, build, distance, images, randomize
+from checkpoints import TOLERANCE, assert_agree, assert_equal, build, images, randomize
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -194,9 +195,7 @@ def test_pvt(layout):
     state = theirs.state_dict() if layout != "PVT" else case.convert(theirs.state_dict())
     report = load_weights(ours, state)
     assert report.family == layout and not report.reinitialised and not report.dropped
-    x = images(ours)
-    with torch.no_grad():
-        assert distance(ours(x), case.logits(theirs, x)) <= TOLERANCE
+    assert_agree(ours, lambda x: case.logits(theirs, x))
 
 
 @pytest.mark.filterwarnings("ignore:torch.searchsorted", "ignore:Using a non-tuple sequence")  # in timm
@@ -230,9 +229,7 @@ def test_files_of_ours_say_the_grid(tmp_path):
     ours, larger = pyramid("pvt", img_size=(16, 32)), pyramid("pvt", img_size=(48, 32))
     save_weights(ours, tmp_path / "a.safetensors")
     assert "4x8 resized to 12x8 (bilinear)" in load_weights(larger, tmp_path / "a.safetensors").positions
-    x = images(larger)
-    with torch.no_grad():
-        assert distance(larger(x), ours(x)) <= TOLERANCE
+    assert_agree(larger, ours)
 
 
 def renamed(state: dict[str, Tensor], *rows: tuple[str, str]) -> dict[str, Tensor]:
@@ -251,9 +248,7 @@ def test_official_pit_at_another_size():
     assert report.family == "PiT" and report.positions == "7x5 resized to 8x10 (bicubic_antialias)"
     for key, tensor in larger.state_dict().items():
         assert key == "pos_embed" or torch.equal(tensor, converted[key]), key
-    x = images(larger)
-    with torch.no_grad():
-        assert distance(larger(x), ours(x)) <= TOLERANCE
+    assert_agree(larger, ours)
 
 
 def test_official_tnt_at_another_size():
@@ -269,9 +264,7 @@ def test_official_tnt_at_another_size():
     assert report.dropped == ("outer_tokens",)
     built = case.build(img_size=(24, 32), **case.options, num_classes=7)
     built.load_state_dict(timm.models.tnt.checkpoint_filter_fn(state, built))
-    x = images(larger)
-    with torch.no_grad():
-        assert distance(larger(x), built.eval()(x)) <= TOLERANCE
+    assert_agree(larger, built.eval())
 
 
 def test_official_crossvit_at_another_size():
@@ -351,6 +344,4 @@ def test_cvt(layout):
     state = theirs.state_dict() if layout != "CvT" else case.convert(theirs.state_dict())
     report = load_weights(ours, state)
     assert report.family == layout and not report.reinitialised and not report.dropped
-    x = images(ours)
-    with torch.no_grad():
-        assert distance(ours(x), case.logits(theirs, x)) <= TOLERANCE
+    assert_agree(ours, lambda x: case.logits(theirs, x))

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from agreement import EPS64
 from timm.models import swin_transformer, swin_transformer_v2
 from torchvision.models.swin_transformer import shifted_window_attention
 
 from fastvit_triton import window_attention
 from fastvit_triton.kernels.window import reference
 
-EPS64 = torch.finfo(torch.float64).eps
 GRIDS = [(8, 8), (7, 5), (5, 9), (14, 14)]
 WINDOWS = [(4, 4), (7, 7), (4, 7), (2, 5)]
 HEADS, D = 2, 3

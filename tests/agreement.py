@@ -1,0 +1,38 @@
+"""Comparisons of results that differ by the order of sums, random weights, and errors of one sentence."""
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from budget import telling
+from torch import Tensor, nn
+
+ROUNDINGS = 84  # 1e-5 in float32: sums through many blocks, in another order
+EPS64 = torch.finfo(torch.float64).eps
+
+
+def distance(a: Tensor, b: Tensor, least: float = 0.0) -> float:
+    """‖a − b‖ / ‖b‖, with at least this norm of b, which may then be constant."""
+    assert a.shape == b.shape
+    return float((a - b).detach().norm()) / max(float(telling(b, constant=least > 0).detach().norm()), least)
+
+
+def same(a: Tensor, b: Tensor, eps: float = EPS64) -> bool:
+    """True if ‖a − b‖ is at most the roundings of ‖b‖."""
+    return a.shape == b.shape and distance(a, b) <= ROUNDINGS * eps
+
+
+def normal(module: nn.Module, std: float = 0.3) -> nn.Module:
+    """The module, after its parameters were drawn from a normal distribution."""
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=std)
+    return module
+
+
+@contextlib.contextmanager
+def one_sentence(words: str | None = None, error: type[Exception] = ValueError) -> Iterator[pytest.ExceptionInfo]:
+    """Expects an error whose message is one line, and matches a regular expression if one is given."""
+    with pytest.raises(error, match=words) as raised:
+        yield raised
+    assert "\n" not in str(raised.value)
