@@ -23,6 +23,11 @@ def same(a: Tensor, b: Tensor, eps: float = EPS64) -> bool:
     return a.shape == b.shape and distance(a, b) <= ROUNDINGS * eps
 
 
+def close64(got: Tensor, truth: Tensor) -> bool:
+    """True within 100 roundings of the largest value: both sides are float64 sums of at most a few dozen terms."""
+    return bool((got - telling(truth)).abs().max() <= 100 * EPS64 * truth.abs().max().clamp(min=1))
+
+
 def normal(module: nn.Module, std: float = 0.3) -> nn.Module:
     """The module, after its parameters were drawn from a normal distribution."""
     for parameter in module.parameters():

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from research import D
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 
 W = torch.float64
 VALUES = torch.linspace(-2, 2, 2 * 7 * D, dtype=W).sin().reshape(2, 7, D).roll(1, 1)
@@ -659,13 +659,6 @@ def setting(get: Callable, put: Callable, value: Any):
         put(before)
 
 
-class Seen(TorchFunctionMode):
-    """A mode that changes nothing."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
-
-
 backends = torch.backends
 SETTINGS = {  # name → (what reads it, context)
     "inference mode": (lambda m, x: m.attend(x, pick(torch.is_inference_mode_enabled())), torch.inference_mode),
@@ -725,7 +718,7 @@ SETTINGS = {  # name → (what reads it, context)
     ),
     "function mode": (
         lambda m, x: m.attend(x, pick(len(torch.overrides._get_current_function_mode_stack()) > 0)),
-        Seen,
+        BaseTorchFunctionMode,
     ),
     "hooks of saved tensors": (
         lambda m, x: m.attend(x, pick(torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)),

@@ -145,6 +145,13 @@ def references():
 
 
 @pytest.fixture
+def fresh_dynamo():
+    """Resets Dynamo, so that no test sees graphs of another."""
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def undrawn(monkeypatch):
     """Saves empty files in place of figures, in tests that look at none."""
 

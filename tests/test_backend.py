@@ -11,6 +11,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import captured
 import pytest
 import timm
 import torch
@@ -28,32 +29,19 @@ from torch.testing._internal.two_tensor import TwoTensor
 from benchmarks.launch_recorder import recording
 from fastvit_triton import convert, create_model
 from fastvit_triton.convert import backend
-from fastvit_triton.convert.graph import rewrite
 
-pytestmark = [  # warnings of Dynamo and Inductor
-    pytest.mark.filterwarnings(f"ignore:.*{words}")
-    for words in ("should not be instantiated", "The .grad attribute of a Tensor", "`torch.jit", "torch.jit")
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore:.*The .grad attribute of a Tensor", "ignore:.*torch.jit"),  # of Dynamo
 ]
 ROOT = Path(__file__).parent.parent
 ATTENTION = ("scaled_dot_product_attention", "softmax", "multi_head_attention")
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    """Resets Dynamo, so that no test sees graphs of another."""
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     """Makes the CPU count as a GPU while graphs are rewritten; the rewritten calls run the references."""
-
-    def why_not(device, dtype, head_dim=0):
-        return "float64 runs on PyTorch" if dtype == torch.float64 else None
-
-    for module in (backend, rewrite):
-        monkeypatch.setattr(module, "why_not", why_not)
+    captured.as_on_gpu(monkeypatch)
 
 
 class Eager:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from interpreter import interpreting
-from torch.utils._python_dispatch import TorchDispatchMode
+from recording import Recorder
 
 from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, freeze, layers, optimize
@@ -20,20 +20,6 @@ pytestmark = pytest.mark.fast
 
 SIZES = dict(img_size=8, patch_size=4, embed_dim=16, num_heads=2, num_classes=3)
 FREE = ("view", "reshape", "transpose", "permute", "unbind", "slice", "select", "expand", "detach", "empty", "alias")
-
-
-class Kernels(TorchDispatchMode):
-    """Records the names of PyTorch operations that would launch a kernel on a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        name = function.overloadpacket.__name__
-        if function.namespace == "aten" and not any(word in name for word in FREE):
-            self.names.append(name)
-        return function(*arguments, **(options or {}))
 
 
 def model(depth: int = 2, dtype: torch.dtype = torch.float32, **sizes: int) -> torch.nn.Module:
@@ -56,9 +42,10 @@ def launched(depth: int, width: int, way: str) -> tuple[list[str], list[str]]:
     with recording("sm_90") as found, torch.no_grad():
         net(image)
         found.clear()
-        with Kernels() as kernels:
+        with Recorder() as run:
             net(image)
-    return [launch.name for launch in found], kernels.names
+    names = [op.removeprefix("aten::").partition(".")[0] for op in run.ops if op.startswith("aten::")]
+    return [launch.name for launch in found], [name for name in names if not any(word in name for word in FREE)]
 
 
 QKV = ["linear._fwd_kernel", "attention._fwd_kernel", "linear._fwd_kernel"]  # LN → qkv, attention, proj + residual

@@ -785,7 +785,6 @@ def test_verify_runs_graphs(runs):
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated")  # by Dynamo
 @pytest.mark.parametrize("name", ["dino", "rotary"])
 @pytest.mark.usefixtures("no_graphs")
 def test_torch_compile_traces_the_blocks_as_written(name):

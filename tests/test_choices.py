@@ -19,8 +19,8 @@ import torch
 from agreement import normal
 from interpreter import interpreting
 from patience import HANG
+from recording import Recorder
 from sampling import marked, sampled
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import choices
 from benchmarks.launch_recorder import recording
@@ -844,18 +844,6 @@ def test_a_mixed_block_launches_attention_and_two_passes():
     assert not launched("plain", False)
 
 
-class Ops(TorchDispatchMode):
-    """Records the names of all operators."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), named=None):
-        self.names.append(str(function))
-        return function(*arguments, **named or {})
-
-
 @pytest.mark.fast
 @pytest.mark.parametrize("converted", [False, True])
 def test_a_plain_block_runs_only_pytorch(converted):
@@ -869,15 +857,14 @@ def test_a_plain_block_runs_only_pytorch(converted):
     for context in (nullcontext(), targeting("sm_90")):
         with torch.no_grad(), context, forcing("plain"):
             for _ in range(2):  # the first call computes the sizes, the second looks up the way
-                with Ops() as mode:
+                with Recorder() as run:
                     net.blocks(x)
-                seen.append(mode.names)
+                seen.append(run.ops)
     assert all(names == seen[0] for names in seen[1:])
     assert not any("fastvit_triton" in name for name in seen[0])
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 @pytest.mark.parametrize("converted, way", sampled(itertools.product((False, True), ("plain", "mixed", "fused")), 2))
 def test_compiled_graphs_follow_the_way(converted, way):
     """Oracle: the graph. Only a fused block is an opaque op; otherwise the compiler sees norm, GELU and addition."""

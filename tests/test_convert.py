@@ -23,10 +23,10 @@ from catalogue import COMMON, PYRAMIDS, REPEATS, build, inputs, outputs, redraw
 from catalogue.timm import TIMM
 from catalogue.transformers import HF
 from interpreter import interpreting
+from recording import Recorder
 from sampling import marked, sampled
 from timm.models import beit
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchvision.models import VisionTransformer
 
@@ -54,22 +54,6 @@ def same(got, want, dtype=None):
     """True if ‖got − want‖ is rounding of sums of at most a few hundred terms, in another order."""
     got, want = got.detach(), telling(want.detach())
     return bool((got - want).norm() <= ROUNDINGS * torch.finfo(dtype or want.dtype).eps * want.norm())
-
-
-class Recorder(TorchDispatchMode):
-    """Records the names of all operators that run; ours by their last part."""
-
-    def __init__(self):
-        super().__init__()
-        self.ops = []
-
-    def __torch_dispatch__(self, function, kinds, arguments=(), named=None):
-        self.ops.append(str(function.name()))
-        return function(*arguments, **named or {})
-
-    @property
-    def ours(self):
-        return [name.split("::")[1] for name in self.ops if name.startswith("fastvit_triton::")]
 
 
 def results(model, given):
@@ -748,7 +732,6 @@ COMPILED += [pytest.param(n, "auto", marks=pytest.mark.full(one_in=4)) for n in 
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 @pytest.mark.parametrize("name, backend", sampled(COMPILED, 8))
 def test_compiles_as_one_graph(name, backend):
     """Oracle: the same model uncompiled; fullgraph=True raises on any graph break."""
@@ -762,7 +745,6 @@ def test_compiles_as_one_graph(name, backend):
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 def test_compiled_training_with_dynamic_batches(name="timm_deit3"):
     """Oracle: the same model uncompiled, outputs and gradients, for two batch sizes."""
     model, given = build(name, torch.float32).train(), inputs(name, torch.float32)
@@ -1040,7 +1022,6 @@ def test_a_module_of_another_release_is_not_fused(name, path, change, why):
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 @pytest.mark.parametrize("change", [rename, pytest.param(extend, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", ["hf_vit", *(pytest.param(name, marks=pytest.mark.full) for name in TOWERS[1:])])
 def test_models_with_modules_of_another_release_compile(name, change):

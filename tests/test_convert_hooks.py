@@ -13,8 +13,9 @@ import torchvision
 import transformers
 from catalogue import COMMON, PYRAMIDS, build, inputs, outputs
 from interpreter import interpreting
+from recording import Recorder
 from sampling import sampled
-from test_convert import Recorder, same
+from test_convert import same
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.flop_counter import FlopCounterMode

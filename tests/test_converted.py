@@ -23,8 +23,8 @@ from catalogue.comparison import (
 )
 from catalogue.transformers import DENSE, PACKED, TOWERS
 from interpreter import interpreting
+from recording import Recorder
 from sampling import marked, sampled
-from test_convert import Recorder
 from torch.utils._pytree import tree_map_only
 
 from fastvit_triton import optimize, revert

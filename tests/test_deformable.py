@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from agreement import EPS64
+from agreement import close64
 from budget import converted, outside, results, telling
 from interpreter import interpreting, poisoned
 from transformers.models.deformable_detr.modeling_deformable_detr import MultiScaleDeformableAttention
@@ -35,11 +35,6 @@ def made(Nq=5, dtype=torch.float64, **changed):
 
 def by_transformers(value, shapes, locations, weights):
     return MultiScaleDeformableAttention()(value, None, shapes, None, locations, weights, 64)
-
-
-def close64(got, truth):
-    """True within 100 roundings of the largest value: both sides are float64 sums of at most a few dozen terms."""
-    return (got - telling(truth)).abs().max() <= 100 * EPS64 * truth.abs().max().clamp(min=1)
 
 
 @pytest.mark.parametrize("form", ["locations", "offsets", "boxes"])

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from catalogue import MODELS, build, inputs, outputs
 from interpreter import interpreting
-from test_convert import Recorder, single
+from recording import Recorder
+from test_convert import single
 from test_explain import hooks, within
 from torch import nn
 from torch.utils._pytree import tree_map

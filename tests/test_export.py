@@ -18,22 +18,15 @@ from fastvit_triton import create_model, optimize, revert
 from fastvit_triton.convert.backend import backend
 from fastvit_triton.deploy.export import Exported
 
-pytestmark = [  # PyTorch's warnings
-    pytest.mark.filterwarnings(f"ignore:.*{words}")
-    for words in ("should not be instantiated", "`torch.jit", "torch.jit", "`isinstance.treespec, LeafSpec")
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*`isinstance.treespec, LeafSpec"),  # PyTorch's warnings
 ]
 needs_compiler = pytest.mark.skipif(
     shutil.which("c++") is None and shutil.which("g++") is None, reason="Inductor needs a C++ compiler"
 )
 OURS = "ours"
 BATCH = {0: torch.export.Dim.DYNAMIC}
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    """Resets Dynamo, so that no test sees graphs of another."""
-    yield
-    torch._dynamo.reset()
 
 
 def made(name):

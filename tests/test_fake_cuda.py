@@ -66,7 +66,6 @@ def operators(call, arguments, switch, phase, rewritten=False, dynamic=False):
     torch._dynamo.reset()
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)  # Dynamo's own
         stack.enter_context(using_backend(switch))
         stack.enter_context(torch.set_grad_enabled(phase == "training"))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

@@ -431,7 +431,6 @@ def test_a_fold_is_recomputed_for_another_dtype(dtype, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 def test_a_compiled_model_folds_in_each_call():
     """Oracle: the model itself, whose weights change unnoticed between two calls of the compiled program."""
     net = model()

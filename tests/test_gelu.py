@@ -9,8 +9,8 @@ import timm
 import torch
 import torch.nn.functional as F
 from interpreter import interpreting
+from recording import Recorder
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastvit_triton import create_model, optimize, revert
 from fastvit_triton.engine.mlp import asks_for_exact_gelu
@@ -154,19 +154,6 @@ def test_the_report_says_it():
         assert ("tanh form" in text) == said
 
 
-class UseGelu(TorchDispatchMode):
-    """Records how the operator is called; on a CPU it computes erf's GELU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[bool] = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), named=None):
-        if IN_BLAS in str(function):
-            self.calls.append((named or {}).get("use_gelu", False))
-        return function(*arguments, **named or {})
-
-
 @pytest.mark.parametrize("act, use_gelu", [(nn.ReLU, False), (nn.GELU, True)])
 def test_its_operands_are_right(monkeypatch, act, use_gelu):
     """Oracle: the block by PyTorch in float64; budget: twice the error of the plain way, and a rounding."""
@@ -175,12 +162,13 @@ def test_its_operands_are_right(monkeypatch, act, use_gelu):
     monkeypatch.setattr(mixed, "has_epilogues", lambda device: True)
     monkeypatch.setattr("fastvit_triton.engine.mlp.mixed.takes_tanh_for_erf", lambda x: True)
     with torch.no_grad(), interpreting():
-        with forcing("mixed"), UseGelu() as seen:
+        with forcing("mixed"), Recorder() as run:
             y = made(x)
         with forcing("plain"):
             plain = made(x)
         revert(made)
         exact = made.double()(x.double())
-    assert seen.calls == [use_gelu]
+    calls = [named for function, _, named in run.calls if IN_BLAS in str(function)]
+    assert [named.get("use_gelu", False) for named in calls] == [use_gelu]
     error, usual = (y - exact).abs().max(), (plain - exact).abs().max()
     assert error <= 2 * usual + torch.finfo(torch.float32).eps * exact.abs().max()

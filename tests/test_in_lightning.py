@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 from interpreter import interpreting
-from test_convert import Recorder
+from recording import Recorder
 from test_parallel import launch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

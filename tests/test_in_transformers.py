@@ -9,7 +9,7 @@ import torch
 import transformers
 from budget import allowed, telling
 from interpreter import interpreting
-from test_convert import Recorder
+from recording import Recorder
 from test_parallel import launch
 from torch import nn
 from trainer_job import same_weights, train, vit

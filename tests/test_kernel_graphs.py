@@ -13,13 +13,13 @@ import torch
 from budget import leaves, results
 from functorch.compile import make_boxed_func
 from interpreter import interpreting
+from recording import Recorder
 from sampling import sampled
 from test_interpreter import STATS
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fastvit_triton as f
@@ -36,26 +36,13 @@ def randn(*shape, dtype=torch.float32):
     return torch.randn(*shape, dtype=dtype, requires_grad=True)
 
 
-class Calls(TorchDispatchMode):
-    """Records the arguments of all calls of our ops that are executed."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        if function.namespace == "fastvit_triton":
-            self.found.append((function, arguments))
-        return function(*arguments, **options or {})
-
-
 @functools.cache
 def recorded(only=None):
     """Calls of each of our ops, forward and backward, distinct in a switch or in which tensors are given.
 
     With `only`, the name of a public op, those of the first case of this op.
     """
-    with interpreting(), Calls() as calls:
+    with interpreting(), Recorder() as calls:
         for op_ in (*OPS, STATS) if only is None else [op_ for op_ in OPS if op_.name == only]:
             for case in list(op_.cases.values())[: 1 if only else None]:
                 results(op_.run, op_.inputs(case, torch.float16, "cpu"))  # float32 results stand out
@@ -168,7 +155,6 @@ def test_qk_norms_without_weights_are_applied(whose):
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 @pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.fast), True])
 def test_kernels_are_nodes_of_one_graph(dynamic):
     """Oracle: eager mode with the same kernels; fullgraph=True raises on a graph break; the graph has our ops."""
@@ -192,7 +178,6 @@ def test_kernels_are_nodes_of_one_graph(dynamic):
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 def test_a_norm_passes_through_dynamo():
     """Oracle: the same kernels called with plain tuples; fullgraph=True raises on a graph break."""
     x, (w1, b1), (w2, b2), gamma, beta = (
@@ -217,7 +202,6 @@ def test_a_norm_passes_through_dynamo():
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 def test_depthwise_under_dynamo():
     """Oracle: the same kernels in eager mode, for two batches and grids; fullgraph=True raises on a graph break."""
     weight, bias = nn.Parameter(randn(8, 1, 3, 3)), nn.Parameter(randn(8))  # whose sizes are constant
@@ -295,7 +279,7 @@ def test_forward_mode_runs_pytorch(op_):
             return [forward_ad.unpack_dual(t).tangent for t in outputs]
 
     want = tangents()
-    with interpreting(), Calls() as calls:
+    with interpreting(), Recorder() as calls:
         got = tangents()
         assert not calls.found
         op_.run(**arguments)
@@ -410,7 +394,6 @@ def test_only_the_residual_learns():
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 def test_a_dynamic_batch_compiles_once():
     """Oracle: the number of graphs; mark_dynamic raises if a size is specialised."""
     model, _ = model_and_images()
@@ -440,7 +423,7 @@ def test_torch_func_runs_pytorch():
 
     transforms = (torch.func.grad(loss), torch.func.vmap(loss), torch.func.hessian(loss))
     want = [transform(x) for transform in transforms]
-    with interpreting(), Calls() as calls:
+    with interpreting(), Recorder() as calls:
         assert all(torch.equal(t(x), w) for t, w in zip(transforms, want, strict=True)) and not calls.found
         loss(x)
     assert calls.found
@@ -459,7 +442,7 @@ def test_selective_checkpointing_keeps_attention():
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     runs = []
     for options in (None, {}, {"context_fn": contexts}):
-        with interpreting(), Calls() as calls:
+        with interpreting(), Recorder() as calls:
             y = block(qkv) if options is None else checkpoint(block, qkv, use_reentrant=False, **options)
             (grad,) = torch.autograd.grad(y.square().sum(), qkv)
         runs.append((grad, sum(function is saved for function, _ in calls.found)))

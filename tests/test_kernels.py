@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from agreement import EPS64, normal, one_sentence
-from budget import telling
+from agreement import close64, normal, one_sentence
+from budget import leaves
 from interpreter import interpreting
 from sampling import marked
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -44,20 +44,6 @@ EVERY = [
     for op in OPS
     for id, case in ((f"{op.name}-{name}", case) for name, case in op.cases.items())
 ]
-
-
-def leaves(value):
-    """The tensors inside nested tuples."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from leaves(item)
-
-
-def close64(got, truth):
-    """True within 100 roundings of the largest value: both sides are float64 sums of at most a few dozen terms."""
-    return (got - telling(truth)).abs().max() <= 100 * EPS64 * truth.abs().max().clamp(min=1)
 
 
 @pytest.mark.few(17)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton.language as tl
+from budget import leaves
 from triton import jit, knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.compiler.compiler import LazyDict
@@ -110,14 +111,6 @@ def moved(value, layout):
         made = (moved(v, layout) for v in value)
         return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
     return value
-
-
-def leaves(value):
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from leaves(item)
 
 
 @pytest.mark.few(73)

@@ -231,7 +231,7 @@ def results(run, parts, x, learn):
 
 
 @pytest.mark.few(4)
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated", "ignore:The .grad attribute of a Tensor")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize(
     "circumstance, block", [pytest.param(*e, marks=() if e in SAMPLE else pytest.mark.full(one_in=3)) for e in EVERY]
 )

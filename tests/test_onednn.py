@@ -23,7 +23,7 @@ from test_replay import CHANGES, again
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import fastvit_triton
@@ -198,13 +198,6 @@ def test_subclasses_of_tensors_see_pytorch(calls):
     assert len(calls) == 2
 
 
-class Watched(TorchDispatchMode):
-    """A dispatch mode, such as those that count FLOPs."""
-
-    def __torch_dispatch__(self, function, types, arguments=(), named=None):
-        return function(*arguments, **named or {})
-
-
 def _traced(model, x):
     return torch.jit.trace(model, x, check_trace=False)(x)
 
@@ -218,7 +211,7 @@ def _compiled(model, x):
 
 
 def _watched(model, x):
-    with Watched():
+    with BaseTorchDispatchMode():
         return model(x)
 
 

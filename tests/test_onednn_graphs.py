@@ -31,15 +31,9 @@ W, W24 = (torch.randn(f, 24, generator=torch.Generator().manual_seed(f)) / 5 for
 
 pytestmark = [
     pytest.mark.skipif(onednn.why_not(CPU, torch.float32) is not None, reason="PyTorch has no oneDNN here"),
-    *(pytest.mark.filterwarnings(f"ignore:.*{words}") for words in ("should not be instantiated", "torch.jit")),
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    """Resets Dynamo, so that no test sees graphs of another."""
-    yield
-    torch._dynamo.reset()
 
 
 class Products(Eager):

@@ -13,7 +13,7 @@ import torch
 from agreement import EPS64, ROUNDINGS, distance, normal, one_sentence
 from budget import telling
 from interpreter import interpreting
-from test_convert import Recorder
+from recording import Recorder
 from torch import Tensor, nn
 from transformers import ImageGPTConfig, ImageGPTForCausalImageModeling
 

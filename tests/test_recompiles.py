@@ -31,7 +31,6 @@ OFTEN = {  # variants that run always
     "ViTMSNModel": ("converted",),
 }
 RECORD = ROOT / "benchmarks" / "results" / "recompiles.json"
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 
 
 def assert_captured(original, found):

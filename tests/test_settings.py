@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from capture_scenarios import setting
 from torch import nn
 from torch.overrides import BaseTorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 from triton import knobs
 
 import fastvit_triton
@@ -26,17 +27,6 @@ from fastvit_triton.kernels import attention_launch, backend, choose, launch, me
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
 PACKAGE = Path(fastvit_triton.__file__).parent
 SMALL = dict(img_size=8, patch_size=4, embed_dim=16, depth=1, num_heads=2, num_classes=0)
-
-
-@contextlib.contextmanager
-def changed(get, set, value):
-    """Context in which a setting has a value."""
-    before = get()
-    set(value)
-    try:
-        yield
-    finally:
-        set(before)
 
 
 @contextlib.contextmanager
@@ -54,7 +44,7 @@ def switched(name):
     """A context in which one of PyTorch's settings of attention is reversed."""
     cuda = torch.backends.cuda
     get, set = getattr(cuda, f"{name}_enabled"), getattr(cuda, f"enable_{name}")
-    return lambda: changed(get, set, not get())
+    return lambda: setting(get, set, not get())
 
 
 @contextlib.contextmanager
@@ -117,18 +107,11 @@ def knob(owner, name, value):
         yield
 
 
-class Quiet(TorchDispatchMode):
-    """A dispatch mode that changes nothing."""
-
-    def __torch_dispatch__(self, function, kinds, arguments=(), named=None):
-        return function(*arguments, **(named or {}))
-
-
 def reduction():
     """Context in which PyTorch's written-out attention may sum in 16 bits."""
     cuda = torch.backends.cuda
     get, set = cuda.fp16_bf16_reduction_math_sdp_allowed, cuda.allow_fp16_bf16_reduction_math_sdp
-    return changed(get, set, not get())
+    return setting(get, set, not get())
 
 
 cuda, matmul = torch.backends.cuda, torch.backends.cuda.matmul
@@ -136,10 +119,10 @@ deterministic = torch.are_deterministic_algorithms_enabled, torch.use_determinis
 CHOICES = {  # for each setting a context in which it has another value
     "gradients": lambda: torch.set_grad_enabled(not torch.is_grad_enabled()),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "precision": lambda: changed(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"),
+    "precision": lambda: setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"),
     "TF32": lambda: precision(matmul, "allow_tf32", True),
     "TF32 of fp32_precision": lambda: precision(matmul, "fp32_precision", "tf32"),
-    "deterministic algorithms": lambda: changed(*deterministic, True),
+    "deterministic algorithms": lambda: setting(*deterministic, True),
     "forced way": lambda: settings.forcing("fused"),
     "assumed GPU": lambda: settings.assuming("a100"),
     "switch": lambda: backend.using_backend("torch"),
@@ -157,23 +140,23 @@ OPERATORS = {
     "order of backends": other_order,
     "reduction in 16 bits": reduction,
     "cuDNN": lambda: torch.backends.cudnn.flags(enabled=not torch.backends.cudnn.enabled),
-    "oneDNN": lambda: changed(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
-    "fast path of attention": lambda: changed(mha.get_fastpath_enabled, mha.set_fastpath_enabled, False),
-    "autocast of CUDA": lambda: changed(*autocast_of_cuda, True),
-    "default dtype": lambda: changed(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "oneDNN": lambda: setting(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
+    "fast path of attention": lambda: setting(mha.get_fastpath_enabled, mha.set_fastpath_enabled, False),
+    "autocast of CUDA": lambda: setting(*autocast_of_cuda, True),
+    "default dtype": lambda: setting(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
 }
 BINARIES = {
     "debug": lambda: knob(knobs.runtime, "debug", True),
     "instrumentation": lambda: knob(knobs.compilation, "instrumentation_mode", "other"),
 }
 OBSERVERS = {
-    "dispatch mode": Quiet,
+    "dispatch mode": BaseTorchDispatchMode,
     "function mode": BaseTorchFunctionMode,
     "torch.func": level,
     "forward-mode AD": torch.autograd.forward_ad.dual_level,
     "tracing": tracing,
     "saved tensors": torch.autograd.graph.save_on_cpu,
-    "anomaly mode": lambda: changed(torch.is_anomaly_enabled, torch._C.set_anomaly_enabled, True),
+    "anomaly mode": lambda: setting(torch.is_anomaly_enabled, torch._C.set_anomaly_enabled, True),
     "observer": lambda: settings.observing(lambda choice: None),
     "other rows": lambda: launch.overriding({}),
     "global hook": global_hook,
@@ -290,7 +273,7 @@ def test_direct_launches_follow_each_setting():
     """Oracle: in each context Triton selects the binaries again."""
     with no_device(), settings.forcing("fused"), torch.no_grad():
         block, x = a_block()
-        with Quiet():  # not replayed
+        with BaseTorchDispatchMode():  # not replayed
             for name, context in BINARIES.items():
                 block(x)
                 found = len(launch._direct.found)

@@ -5,13 +5,13 @@ import re
 
 import pytest
 import torch
+from recording import Recorder
 
 pytest.importorskip("transformers")
 from catalogue import build, inputs, outputs
 from catalogue.comparison import EXACT, FEW, SINGLE, distance, run
 from catalogue.transformers import DENSE
 from interpreter import interpreting
-from test_convert import Recorder
 from test_converted import SHORT, dropping, eager
 
 from fastvit_triton import optimize

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from agreement import EPS64
+from agreement import close64
 from timm.models import swin_transformer, swin_transformer_v2
 from torchvision.models.swin_transformer import shifted_window_attention
 
@@ -16,11 +16,6 @@ HEADS, D = 2, 3
 
 def randn(*shape):
     return torch.randn(*shape, dtype=torch.float64)
-
-
-def close64(got, truth):
-    """True within 100 roundings of the largest value: both sides are float64 sums of at most a few dozen terms."""
-    return (got - truth).abs().max() <= 100 * EPS64 * truth.abs().max().clamp(min=1)
 
 
 def shift_of(grid, window, wanted):

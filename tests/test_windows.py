@@ -9,8 +9,9 @@ import pytest
 import torch
 from catalogue import PYRAMIDS as EVERY
 from catalogue import build, inputs, outputs
+from recording import Recorder
 from sampling import sampled
-from test_convert import LowRank, Recorder, same
+from test_convert import LowRank, same
 from timm.models import crossvit, pvt_v2, swin_transformer, swin_transformer_v2, tnt, twins
 from torch import nn
 from torch.utils._pytree import tree_leaves

@@ -9,7 +9,8 @@ import transformers
 from catalogue import build, inputs, outputs, redraw
 from catalogue.transformers import DROPLESS, HF, STAGES, WINDOWS
 from interpreter import interpreting
-from test_convert import LowRank, Recorder, results, same
+from recording import Recorder
+from test_convert import LowRank, results, same
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 

@@ -14,6 +14,7 @@ from typing import Any
 import timm
 import torch
 import torch.nn.functional as F
+from research import QuickGelu
 from timm.models import twins
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg
 from torch import Tensor, nn
@@ -331,13 +332,6 @@ def refiner(img_size: tuple[int, int], **o: Any) -> nn.Module:
         mlp.scale_channel = nn.Parameter(torch.ones(D))
         model.blocks.append(Refined(D, attn, mlp, 1e-6, 0.5, 0.5))
     return drawn(model)
-
-
-class QuickGelu(nn.Module):
-    """x σ(1.702 x), the activation of the authors' code."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(1.702 * x)
 
 
 def cvt(img_size: tuple[int, int], **o: Any) -> nn.Module:
