@@ -14,6 +14,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -217,58 +218,53 @@ def test_files_that_follow_from_the_state_are_written_again(
     assert {name: (tmp_path / name).read_bytes() for name in names} == before
 
 
-def damaged(state: dict, kind: str) -> dict:
-    """A state with one entry of a wrong kind."""
-    progress, row = state["progress"], state["history"][0]
-    return (
-        state
-        | {
-            "no progress": {"progress": None},
-            "a field less": {"progress": {name: value for name, value in progress.items() if name != "lr"}},
-            "negative step": {"progress": progress | {"step": -1}},
-            "no epoch": {"progress": progress | {"epoch": 0}, "history": []},
-            "data as text": {"data": "digits"},
-            "epoch as text": {"progress": progress | {"epoch": "two"}},
-            "loss as a vector": {"progress": progress | {"loss_sum": torch.zeros(2)}},
-            "history as a number": {"history": 3},
-            "a row too many": {"history": [row, row, row, row]},
-            "a column less": {"history": [{"epoch": 1}]},
-            "a loss as text": {"history": [row | {"train_loss": "low"}]},
-            "no generators": {"generators": {}},
-            "another model": {"model": {}},
-            "a weight of another shape": {"model": state["model"] | {"norm.weight": torch.ones(3)}},
-            "no optimizer groups": {"optimizer": {"state": {}, "param_groups": []}},
-            "no scaler": {"scaler": []},
-            "no EMA": {"ema": None},
-        }[kind]
-    )
+def changed(**fields: object) -> Callable[[dict], dict]:
+    """A change of fields of a state's progress."""
+    return lambda state: {"progress": state["progress"] | fields}
 
 
-@pytest.mark.parametrize(
-    ("kind", "sentence"),
-    {
-        "no progress": "progress is None; use a dictionary",
-        "a field less": "its progress has no 'lr'",
-        "negative step": "progress step is -1; use an integer of at least 1",
-        "no epoch": "progress epoch is 0; use an integer of at least 1",
-        "data as text": "data is 'digits'; use a dictionary, or None",
-        "epoch as text": "progress epoch is 'two'; use an integer of at least 1",
-        "loss as a vector": "progress loss_sum is no number",
-        "history as a number": "its history is no list of log rows",
-        "a row too many": "its history has 4 rows after epoch 1",
-        "a column less": "a row of its history has epoch",
-        "a loss as text": "train_loss of its history is 'low'; use a number, or None",
-        "no generators": "the state does not fit this run: 'cpu'",
-        "another model": "the state does not fit this run: Error.* Missing key",
-        "a weight of another shape": "the state does not fit this run: Error.* size mismatch for norm.weight",
-        "no optimizer groups": "the state does not fit this run: loaded state dict has a different number of parameter",
-        "no scaler": r"scaler is \[\]; use a dictionary",
-        "no EMA": "the state does not fit this run: ",
-    }.items(),
-)
-def test_states_of_wrong_values_raise(state_of_one_epoch: dict, tmp_path: Path, kind: str, sentence: str):
+NO_FIT = "the state does not fit this run: "
+WRONG = {  # entries that replace those of a state, and the sentence
+    "no progress": (lambda state: {"progress": None}, "progress is None; use a dictionary"),
+    "a field less": (
+        lambda state: {"progress": {name: value for name, value in state["progress"].items() if name != "lr"}},
+        "its progress has no 'lr'",
+    ),
+    "negative step": (changed(step=-1), "progress step is -1; use an integer of at least 1"),
+    "no epoch": (
+        lambda state: changed(epoch=0)(state) | {"history": []},
+        "progress epoch is 0; use an integer of at least 1",
+    ),
+    "data as text": (lambda state: {"data": "digits"}, "data is 'digits'; use a dictionary, or None"),
+    "epoch as text": (changed(epoch="two"), "progress epoch is 'two'; use an integer of at least 1"),
+    "loss as a vector": (changed(loss_sum=torch.zeros(2)), "progress loss_sum is no number"),
+    "history as a number": (lambda state: {"history": 3}, "its history is no list of log rows"),
+    "a row too many": (lambda state: {"history": 4 * state["history"][:1]}, "its history has 4 rows after epoch 1"),
+    "a column less": (lambda state: {"history": [{"epoch": 1}]}, "a row of its history has epoch"),
+    "a loss as text": (
+        lambda state: {"history": [state["history"][0] | {"train_loss": "low"}]},
+        "train_loss of its history is 'low'; use a number, or None",
+    ),
+    "no generators": (lambda state: {"generators": {}}, f"{NO_FIT}'cpu'"),
+    "another model": (lambda state: {"model": {}}, f"{NO_FIT}Error.* Missing key"),
+    "a weight of another shape": (
+        lambda state: {"model": state["model"] | {"norm.weight": torch.ones(3)}},
+        f"{NO_FIT}Error.* size mismatch for norm.weight",
+    ),
+    "no optimizer groups": (
+        lambda state: {"optimizer": {"state": {}, "param_groups": []}},
+        f"{NO_FIT}loaded state dict has a different number of parameter",
+    ),
+    "no scaler": (lambda state: {"scaler": []}, r"scaler is \[\]; use a dictionary"),
+    "no EMA": (lambda state: {"ema": None}, NO_FIT),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_states_of_wrong_values_raise(state_of_one_epoch: dict, tmp_path: Path, kind: str):
     """Oracle: one sentence, a ValueError, before training."""
-    torch.save(damaged(state_of_one_epoch, kind), tmp_path / checkpoint.STATE)
+    change, sentence = WRONG[kind]
+    torch.save(state_of_one_epoch | change(state_of_one_epoch), tmp_path / checkpoint.STATE)
     with one_sentence(sentence):
         train(tmp_path)
 
