@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 
 import benchmarks  # noqa: F401  (must precede timm)
 from fastvit_triton.engine import ways
+from fastvit_triton.engine.replay import record
 from fastvit_triton.kernels import backend, fold, launch, onednn, op, settings
 
 _cache = tempfile.TemporaryDirectory(prefix="fastvit_triton_tests_")
@@ -149,6 +150,19 @@ def fresh_dynamo():
     """Resets Dynamo, so that no test sees graphs of another."""
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def replayed(monkeypatch):
+    """Grows with each replay of a record that is made from now on."""
+    found, real = [], record.emit
+
+    def emit(plan):
+        made = real(plan)
+        return made._replace(run=lambda *given: found.append(1) or made.run(*given))
+
+    monkeypatch.setattr(record, "emit", emit)
+    return found
 
 
 @pytest.fixture

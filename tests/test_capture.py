@@ -8,7 +8,6 @@ import copy
 import itertools
 import pickle
 import sys
-import threading
 import warnings
 import weakref
 from functools import partial
@@ -22,6 +21,7 @@ from budget import telling
 from catalogue import joined
 from einops import rearrange
 from interpreter import interpreting
+from patience import run_in_threads
 from research import D
 from test_parallel import launch
 from torch import nn
@@ -572,11 +572,7 @@ def test_threads_share_graphs():
                 continue
             wrong.append(x)
 
-    threads = [threading.Thread(target=work, args=(x,)) for x in inputs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(*(partial(work, x) for x in inputs))
     assert wrong == []
 
 

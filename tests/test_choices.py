@@ -18,7 +18,7 @@ import pytest
 import torch
 from agreement import normal
 from interpreter import interpreting
-from patience import HANG
+from patience import HANG, run_in_threads
 from recording import Recorder
 from sampling import marked, sampled
 
@@ -940,11 +940,7 @@ def test_plain_state_is_thread_local():
         ways.plainly(second.set)
         seen.append(ways.state.inside_plain)
 
-    threads = [threading.Thread(target=ways.plainly, args=(outer,)), threading.Thread(target=other)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANG)
+    run_in_threads(partial(ways.plainly, outer), other)
     assert seen == [False, False] and not ways.state.inside_plain
 
 

@@ -860,29 +860,32 @@ def test_attention_interface_of_transformers():
     assert run.ours.count("attention_fwd") == 1 and same(got, want)
 
 
+@pytest.fixture
+def process_group():
+    """A group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    gc.collect()  # an engine freed after the group joins threads that may wait for the GIL
+    torch.distributed.destroy_process_group()
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-def test_data_parallel_wrappers(wrap, references):
+def test_data_parallel_wrappers(wrap, references, process_group):
     """Oracle: gradients of the unwrapped model; the wrappers do their work even with one process."""
     from torch.distributed.fsdp import fully_shard
 
     plain, given = build("timm_deit3").train(), inputs("timm_deit3")
     model = copy.deepcopy(plain)
     optimize(model)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        if wrap == "ddp":
-            wrapped = nn.parallel.DistributedDataParallel(model)
-        else:
-            for block in model.blocks:
-                fully_shard(block)
-            wrapped = fully_shard(model)
-        wrapped(given).square().sum().backward()
-        torch.distributed.barrier()
-        del wrapped
-        gc.collect()  # an engine freed after the group joins threads that may wait for the GIL
-    finally:
-        torch.distributed.destroy_process_group()
+    if wrap == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    else:
+        for block in model.blocks:
+            fully_shard(block)
+        wrapped = fully_shard(model)
+    wrapped(given).square().sum().backward()
+    torch.distributed.barrier()
     plain(given).square().sum().backward()
     for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
         grad = q.grad.to_local() if wrap == "fsdp2" else q.grad
@@ -890,53 +893,43 @@ def test_data_parallel_wrappers(wrap, references):
 
 
 @pytest.mark.full
-def test_models_that_fsdp2_sharded_are_converted_alike():
+def test_models_that_fsdp2_sharded_are_converted_alike(process_group):
     """Oracle: report and operators of the model that is not sharded; classes and parameters are put back."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
     from torch.distributed.tensor import DTensor
 
     found = []
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("outer", "inner"))
-        for shards in (None, mesh["inner"], mesh):  # the last is sharded and replicated
-            model = build("timm_deit3", torch.float32).eval()
-            for module in () if shards is None else (*model.blocks, model):
-                fully_shard(module, mesh=shards)
-            rows = optimize(model).rows
-            assert isinstance(model.blocks[0], FSDPModule) is (shards is not None)
-            assert all(isinstance(parameter, DTensor) is (shards is not None) for parameter in model.parameters())
-            with interpreting(), torch.no_grad(), Recorder() as run:
-                model(inputs("timm_deit3", torch.float32))
-            found.append(([(row.path, row.type, row.became, row.within) for row in rows], run.ours))
-        assert found[0] == found[1] == found[2] and any(row[2] for row in found[0][0]) and found[0][1]
-        gc.collect()
-    finally:
-        torch.distributed.destroy_process_group()
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("outer", "inner"))
+    for shards in (None, mesh["inner"], mesh):  # the last is sharded and replicated
+        model = build("timm_deit3", torch.float32).eval()
+        for module in () if shards is None else (*model.blocks, model):
+            fully_shard(module, mesh=shards)
+        rows = optimize(model).rows
+        assert isinstance(model.blocks[0], FSDPModule) is (shards is not None)
+        assert all(isinstance(parameter, DTensor) is (shards is not None) for parameter in model.parameters())
+        with interpreting(), torch.no_grad(), Recorder() as run:
+            model(inputs("timm_deit3", torch.float32))
+        found.append(([(row.path, row.type, row.became, row.within) for row in rows], run.ours))
+    assert found[0] == found[1] == found[2] and any(row[2] for row in found[0][0]) and found[0][1]
 
 
 @pytest.mark.full
-def test_layers_whose_weights_stay_sharded_in_the_forward_are_called():
+def test_layers_whose_weights_stay_sharded_in_the_forward_are_called(process_group):
     """Oracle: by hand; FSDP2 gathers neither parameters that tensor parallelism splits nor those in ignored_params."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("outer", "inner"))
-        model = build("timm_deit3", torch.float32).eval()
-        split, ignored = model.blocks[0].mlp.fc1, model.blocks[1].attn.proj
-        split.weight = nn.Parameter(distribute_tensor(split.weight, mesh["inner"], [Shard(0)]))
-        ignored.weight = nn.Parameter(distribute_tensor(ignored.weight, mesh["inner"], [Replicate()]))
-        for module in (*model.blocks, model):
-            fully_shard(module, mesh=mesh["outer"], ignored_params={ignored.weight})
-        called = [row.path for row in optimize(model).rows if (row.why or "").startswith("Linear is called")]
-        assert called == ["blocks.0.mlp", "blocks.1.attn"]
-        gc.collect()
-    finally:
-        torch.distributed.destroy_process_group()
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("outer", "inner"))
+    model = build("timm_deit3", torch.float32).eval()
+    split, ignored = model.blocks[0].mlp.fc1, model.blocks[1].attn.proj
+    split.weight = nn.Parameter(distribute_tensor(split.weight, mesh["inner"], [Shard(0)]))
+    ignored.weight = nn.Parameter(distribute_tensor(ignored.weight, mesh["inner"], [Replicate()]))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh["outer"], ignored_params={ignored.weight})
+    called = [row.path for row in optimize(model).rows if (row.why or "").startswith("Linear is called")]
+    assert called == ["blocks.0.mlp", "blocks.1.attn"]
 
 
 PROBE = """

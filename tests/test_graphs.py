@@ -1,9 +1,8 @@
 """Tests of CUDA graphs of models, with a stand-in for the graph. Oracle: the model itself."""
 
-import threading
-
 import pytest
 import torch
+from patience import run_in_threads
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -133,11 +132,7 @@ def test_threads_share_a_runner(captures):
             if not torch.equal(graphed(x)["y"], nn.functional.linear(x, model.layer.weight, model.layer.bias)):
                 wrong.append(x)
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(*[work] * 8)
     assert wrong == []
 
 

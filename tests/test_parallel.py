@@ -21,16 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fastvit_triton.train.checkpoint import STATE, load_state
-from fastvit_triton.train.distributed import World, process_group
-from fastvit_triton.train.distributed.checkpoint import (
-    checkpoints,
-    consolidate,
-    full_state,
-    load_full_state,
-    load_sharded,
-    newest_sharded,
-    save_sharded,
-)
+from fastvit_triton.train.distributed import World, checkpoint, process_group
 from fastvit_triton.train.distributed.engine import parallelize
 from fastvit_triton.train.distributed.parallel import find_blocks
 from fastvit_triton.train.step import Step
@@ -151,18 +142,18 @@ def test_sharded_checkpoints_on_another_number_of_processes(folder, two, report)
         for read in ("sharded", "whole"):
             model, optimizer = parallel_job.fresh(lambda model, world: model, World())
             if read == "sharded":
-                extra, own = load_sharded(folder / engine / "step-000000007", model, optimizer, World())
+                extra, own = checkpoint.load_sharded(folder / engine / "step-000000007", model, optimizer, World())
                 assert extra == {"step": 7} and own is None
             else:
-                load_full_state(torch.load(folder / f"{engine}.pt"), model, optimizer)
-            assert parallel_job.same(full_state(model, optimizer), folder / f"{engine}.pt")
+                checkpoint.load_full_state(torch.load(folder / f"{engine}.pt"), model, optimizer)
+            assert parallel_job.same(checkpoint.full_state(model, optimizer), folder / f"{engine}.pt")
             # the optimiser's own handling of the state in its own format
             again, other = parallel_job.fresh(lambda model, world: model, World())
             state = torch.load(folder / f"{engine}.pt")
             again.load_state_dict(state["model"])
             other.load_state_dict(state["optimizer"])
-            assert parallel_job.same(full_state(again, other), folder / f"{engine}.pt")
-        whole = consolidate(folder / engine / "step-000000007")
+            assert parallel_job.same(checkpoint.full_state(again, other), folder / f"{engine}.pt")
+        whole = checkpoint.consolidate(folder / engine / "step-000000007")
         assert parallel_job.same(whole, folder / f"{engine}.pt")
 
 
@@ -224,18 +215,18 @@ def test_the_newest_undamaged_checkpoint_is_loaded(damage, folder, two, tmp_path
         part.unlink()
     else:
         (path / "manifest.json").write_text("{")
-    found, damaged = newest_sharded(tmp_path / "run", World())
+    found, damaged = checkpoint.newest_sharded(tmp_path / "run", World())
     assert found == tmp_path / "run" / "step-000000006" and list(damaged) == [path]
     assert ("manifest" if damage == "manifest" else part.name) in damaged[path]
     shutil.rmtree(found)
-    assert newest_sharded(tmp_path / "run", World())[0] is None
+    assert checkpoint.newest_sharded(tmp_path / "run", World())[0] is None
 
 
 @pytest.mark.fast
 def test_a_failed_write_leaves_the_checkpoints_before(tmp_path, monkeypatch):
     """Oracle: one sentence and no remaining files, if the disk is full at any point of the write."""
     model, optimizer = parallel_job.trained(lambda model, world: model, World())
-    save_sharded(tmp_path, 1, model, optimizer, World())
+    checkpoint.save_sharded(tmp_path, 1, model, optimizer, World())
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -244,12 +235,12 @@ def test_a_failed_write_leaves_the_checkpoints_before(tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(name, full)
             with pytest.raises(OSError, match=r"^cannot write .*step-000000002: No space left on device; .* intact$"):
-                save_sharded(tmp_path, 2, model, optimizer, World())
+                checkpoint.save_sharded(tmp_path, 2, model, optimizer, World())
         assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"]
-    assert newest_sharded(tmp_path, World()) == (tmp_path / "step-000000001", {})
+    assert checkpoint.newest_sharded(tmp_path, World()) == (tmp_path / "step-000000001", {})
     for step in (2, 3, 4):
-        save_sharded(tmp_path, step, model, optimizer, World(), keep=3)
-    assert [path.name[-1] for path in checkpoints(tmp_path)] == ["4", "3", "2"]
+        checkpoint.save_sharded(tmp_path, step, model, optimizer, World(), keep=3)
+    assert [path.name[-1] for path in checkpoint.checkpoints(tmp_path)] == ["4", "3", "2"]
 
 
 @pytest.mark.fast

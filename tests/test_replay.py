@@ -8,7 +8,6 @@ import pickle
 import random
 import types
 import weakref
-from functools import partial
 
 import pytest
 import timm
@@ -422,16 +421,8 @@ CONTEXTS = {  # contexts in which operators are observed or changed
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_contexts_end_replays(interpreted, monkeypatch, context):
+def test_contexts_end_replays(interpreted, replayed, context):
     """Oracle: nothing is replayed inside a context, and calls are replayed again after it."""
-    replayed = []
-
-    def count(run, *given):
-        replayed.append(1)
-        return run(*given)
-
-    real = record.emit
-    monkeypatch.setattr(record, "emit", lambda plan: (made := real(plan))._replace(run=partial(count, made.run)))
     model, x = ours(), torch.randn(2, 3, 8, 8)
     with forcing("fused"):
         for _ in range(3):

@@ -21,7 +21,7 @@ from benchmarks.no_device import no_device
 from fastvit_triton import create_model
 from fastvit_triton.deploy.cuda_graph import key_of
 from fastvit_triton.engine import ways
-from fastvit_triton.engine.replay import calls, record
+from fastvit_triton.engine.replay import calls
 from fastvit_triton.kernels import attention_launch, backend, choose, launch, measured, onednn, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
@@ -211,17 +211,9 @@ FOLLOWED = {  # where calls are replayed → the settings that these depend on
 
 
 @pytest.mark.parametrize("where", FOLLOWED)
-def test_replays_follow_each_setting(monkeypatch, where):
+def test_replays_follow_each_setting(replayed, where):
     """Oracle: a call that is replayed before is not replayed in a context that changes a setting or observes it."""
     device, way, contexts = FOLLOWED[where]
-    replayed = []
-
-    def count(run, *given):
-        replayed.append(1)
-        return run(*given)
-
-    real = record.emit
-    monkeypatch.setattr(record, "emit", lambda plan: (made := real(plan))._replace(run=partial(count, made.run)))
     forced = contextlib.nullcontext() if way is None else settings.forcing(way)
     with device(), forced, torch.no_grad():
         block, x = a_block()

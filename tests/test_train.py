@@ -8,10 +8,12 @@ import re
 import zipfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import parallel_job
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,24 +31,12 @@ from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.train.loop import Diverged, Progress, Score, evaluate, fit
 from fastvit_triton.train.optim import adamw, parameter_groups, reinit_pos_embed, warmup_cosine
 from fastvit_triton.train.progress import show_progress, with_estimate
-from fastvit_triton.train.recipes import DIGITS, Recipe
+from fastvit_triton.train.recipes import DIGITS
 from fastvit_triton.train.settings import resolve_settings
 from fastvit_triton.train.step import Step, count_correct
 
 TINY = {"embed_dim": 16, "depth": 1, "num_heads": 2}
-RECIPE = Recipe(
-    model="vit_digits_patch2_8",
-    img_size=8,
-    epochs=3,
-    batch_size=8,
-    lr=1e-2,
-    clip=1.0,
-    label_smoothing=0.1,
-    mixup=0.4,
-    erasing=0.25,
-    ema_decay=0.9,
-    shift=1,
-)
+RECIPE = replace(parallel_job.RECIPE, epochs=3, ema_decay=0.9, shift=1)
 
 
 def tiny(**options) -> nn.Module:

@@ -6,14 +6,14 @@ The clock is a stand-in that returns a time for each variant; nothing is timed.
 import json
 import subprocess
 import sys
-import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from commands import prints
 from interpreter import interpreting
-from patience import HANG
+from patience import HANG, run_in_threads
 from torch import nn
 
 import fastvit_triton
@@ -510,11 +510,7 @@ def test_files_of_other_sources_are_replaced_and_writes_are_thread_safe(monkeypa
     monkeypatch.setenv("FASTVIT_TRITON_CACHE", str(tmp_path))
     run = dict(model="m", train=False)
     path = kept.add(FACTS | dict(sources="old"), dict(a=dict(config=dict(A=1))), {}, run)
-    threads = [threading.Thread(target=kept.add, args=(FACTS, {}, {f"b{i}": dict(way="plain")}, run)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(*(partial(kept.add, FACTS, {}, {f"b{i}": dict(way="plain")}, run) for i in range(4)))
     held = measured.parse(path.read_text())
     assert held["rows"] == {} and len(held["ways"]) == 4 and held["facts"] == FACTS
     path.write_text("damaged")
