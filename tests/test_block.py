@@ -131,7 +131,6 @@ def test_what_surrounds_a_custom_body_is_fused(body, launches, always_folded):
     PyTorch computes the attention of a class that overrides `attend`, between linear layers that are fused, and calls
     a module that no reader knows, between the kernel of its norm and the addition of the residual.
     """
-    torch.manual_seed(0)
     block = Block(16, body(16), layers.Mlp(16, 32), init_values=0.5, drop_path=0.5)
     optimize(block)
     x = torch.randn(4, 5, 16, requires_grad=True)
@@ -157,7 +156,6 @@ def test_what_surrounds_a_custom_body_is_fused(body, launches, always_folded):
 @pytest.mark.parametrize("way", ["mixed", "fused"])
 def test_gradients_under_autocast(way, scales):
     """Oracle: float64; budget: in the norm twice the error of PyTorch's operators, and one rounding to float16."""
-    torch.manual_seed(0)
     made = create_model("vit_tiny_patch16_224", depth=2, init_values=scales, **SIZES).train()
     x = torch.randn(3, 3, 8, 8)
     found = {}
@@ -179,7 +177,6 @@ def test_gradients_under_autocast(way, scales):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "autocast"])
 def test_gradients_where_attention_sums_that_of_its_bias(dtype, monkeypatch):
     """Oracle: float64 and the error of PyTorch's operators, as above; in the kernel that of keys is 0."""
-    torch.manual_seed(0)
     made = create_model("vit_tiny_patch16_224", depth=2, **SIZES | dict(embed_dim=128)).train()  # two heads of 64
     made.blocks[1].attn.qkv.bias.requires_grad_(False)
     x, found = torch.randn(3, 3, 8, 8, dtype=dtype), {}
@@ -200,7 +197,6 @@ def test_gradients_where_attention_sums_that_of_its_bias(dtype, monkeypatch):
 @pytest.mark.parametrize("way", ["mixed", "fused"])
 def test_an_input_that_is_passed_on_has_the_gradients_of_all_readers(way, kind):
     """Oracle: the equations in float64, for either output alone and for both; budget: 16 roundings of the largest."""
-    torch.manual_seed(0)
     x, weight, bias = torch.randn(2, 40, 16), torch.randn(24, 16), torch.randn(24)
     norm_weight, norm_bias = torch.randn(16), torch.randn(16) if kind == "layer_norm" else None
     norms = {"layer_norm": F.layer_norm, "rms_norm": lambda x, n, w, _, eps: F.rms_norm(x, n, w, eps)}

@@ -237,7 +237,6 @@ class Placed(nn.Module):
 @pytest.mark.full
 def test_values_that_a_forward_reads_are_compared(no_graphs, runs):
     """One graph for each largest position, whose attention is fused; also when the state of the rotation changes."""
-    torch.manual_seed(0)
     original = Placed().double()
     converted = copy.deepcopy(original)
     x, positions = torch.randn(2, 5, D, dtype=torch.float64), torch.arange(5).expand(2, 5)
@@ -304,7 +303,6 @@ class Reads(nn.Module):
 )
 def test_values_from_the_graph_itself_are_refused(reads, why, no_graphs):
     """Oracle: the original, for another largest position than the example's, with the same random numbers."""
-    torch.manual_seed(0)
     original = Reads(*reads).double()
     converted, x = copy.deepcopy(original).eval(), torch.randn(2, 5, D, dtype=torch.float64)
     report = optimize(converted, example=(x, torch.arange(5)))
@@ -328,7 +326,6 @@ class ChoosingAttention(research.WrittenAttention):
 @pytest.mark.filterwarnings("ignore:.*sdp_kernel:FutureWarning")
 def test_guards_on_what_a_capture_replaces_are_dropped(no_graphs, runs):
     """Also those on einops, whose table grows when FLOPs are counted on fake tensors."""
-    torch.manual_seed(0)
     model = nn.Sequential(ChoosingAttention(), ChoosingAttention()).double()
     original, x = copy.deepcopy(model), torch.randn(2, 5, D, dtype=torch.float64)
     report = optimize(model.eval(), example=x)
@@ -355,7 +352,6 @@ class RestrictedAttention(nn.Module):
 
 def test_a_choice_among_implementations_changes_no_mode(no_graphs):
     """Oracle: the original; the projection before the choice is part of the attention."""
-    torch.manual_seed(0)
     model = nn.Sequential(RestrictedAttention(), RestrictedAttention()).double().eval()
     original, x = copy.deepcopy(model), torch.randn(2, 5, D, dtype=torch.float64)
     optimize(model, example=x)
@@ -878,7 +874,6 @@ FLATTENED = {
 @pytest.mark.parametrize("way", FLATTENED)
 def test_a_stem_of_unknown_code_is_converted(way, last):
     """Oracle: the model as written, in the interpreter; without an example, or of other convolutions, nothing is."""
-    torch.manual_seed(0)
     model, example = Stem(FLATTENED[way]).eval(), torch.randn(2, 3, 8, 12)
     example = example.contiguous(memory_format=torch.channels_last) if last else example
     if way in ("one axis", "strided") and last:

@@ -697,7 +697,6 @@ def without_bias(layer: torch.nn.Linear) -> None:
 )
 def test_blocks_overwrite_what_only_they_read(change, calls, monkeypatch):
     """Oracle: the modules in float64; calls by hand, two for each block that takes a stream; three calls in turn."""
-    torch.manual_seed(0)
     net = create_model("vit_tiny_patch16_224", img_size=32, embed_dim=32, num_heads=2, depth=4, num_classes=3)
     normal(net, 0.1)
     change(net.blocks)
@@ -789,7 +788,6 @@ def test_a_subclass_may_override_outputs():
 @pytest.mark.parametrize("way", ["pending", "lent", "summed", "no bias"])
 def test_norm_of_a_stream(way):
     """Oracle: the equations in float64; budget: four roundings of the largest value. What is lent is not written."""
-    torch.manual_seed(0)
     x, pending, bias, late, weight, shift = (torch.randn(*size, 24) for size in ((2, 5), *[()] * 5))
     lent, norm = way in ("pending", "lent"), Norm(weight, shift, 1e-6)
     pending, bias = (None if way == "no bias" else t for t in (pending, bias))
@@ -810,7 +808,6 @@ def test_norm_of_a_stream(way):
 @pytest.mark.parametrize("activation", NAMES)
 def test_activation_pass(activation, dtype):
     """Oracle: PyTorch in float64; budget: one rounding, and, times up, 8 fp32 roundings of 1 and the polynomial."""
-    torch.manual_seed(0)
     h = 3 * torch.randn(3, 5, 2 * 131).to(dtype)
     with interpreting():
         got = mixed._activated(h, activation)

@@ -289,7 +289,6 @@ def test_trained_backbone_equals_the_frozen_one(bottleneck):
 
 def test_small_backbone_equals_equations():
     """Oracle: convolutions and BatchNorms written out; the maps of two levels have 1/4 and 1/8 of the image's sides."""
-    torch.manual_seed(0)
     model = create_model("deformable_detr_digits").double().eval()
     for name, buffer in model.body.named_buffers():
         if "running" in name:
@@ -567,7 +566,6 @@ def test_dropout_and_recomputation(kind):
 @pytest.mark.parametrize("options", [{}, dict(two_stage=True)], ids=["queries", "two-stage"])
 def test_maps_that_are_all_padding_give_numbers(options, rows):
     """Oracle: finite outputs and gradients; an image of few rows has none on the coarser map, or none at all."""
-    torch.manual_seed(0)
     model = create_model("deformable_detr_digits", **options).double().train()
     images = torch.rand(2, 1, 32, 32, dtype=torch.float64)
     mask = torch.ones(2, 32, 32, dtype=torch.bool)

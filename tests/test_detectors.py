@@ -490,7 +490,6 @@ def test_layers_of_detectors_are_read(name, mode):
 
     Of Conditional DETR and RF-DETR the decoder is not read; with an example layers of the former are captured.
     """
-    torch.manual_seed(0)
     model = detector(name).train(mode == "train")
     for module in model.modules():
         for dropout in ("dropout", "activation_dropout", "attention_dropout"):
@@ -529,7 +528,6 @@ PARTS = dict.fromkeys(("Detr", "DeformableDetr", "TableTransformer"), "encoder_a
 @pytest.mark.parametrize("change", ["hook", "forward", "inner"])
 def test_changed_parts_of_a_layer_are_called(name, change):
     """Oracle: the original with the same change to an attention, an output projection, or the MLP's activation."""
-    torch.manual_seed(0)
     model = detector(name)
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
     with using_backend("torch"), torch.no_grad():
@@ -555,7 +553,6 @@ def test_changed_parts_of_a_layer_are_called(name, change):
 @pytest.mark.parametrize("act", [nn.functional.relu, nn.functional.gelu, nn.Tanh()], ids=["relu", "gelu", "module"])
 def test_activations_of_pixel_decoders_may_be_functions(act):
     """Oracle: the original layer in float64, with padding."""
-    torch.manual_seed(0)
     sizes = dict(feature_size=16, encoder_feedforward_dim=24, num_attention_heads=2, dropout=0.0)
     layer = redrawn(mask2former.Mask2FormerPixelDecoderEncoderLayer(SimpleNamespace(**sizes)))
     layer.activation_fn = act
@@ -572,7 +569,6 @@ def test_activations_of_pixel_decoders_may_be_functions(act):
 @pytest.mark.parametrize("change", ["hook in the MLP", "stochastic depth"])
 def test_windows_are_seen_where_they_matter(change):
     """Oracle: the original; a hook inside the MLP sees windows, and each window is dropped by itself."""
-    torch.manual_seed(0)
     layer = detector("RfDetr").model.backbone.backbone.encoder.layer[1]
     assert layer.global_attention
     x, seen = torch.randn(8, 5, 16, dtype=torch.float64), []
@@ -596,7 +592,6 @@ def test_windows_are_seen_where_they_matter(change):
 @pytest.mark.parametrize("frozen", [False, True])
 def test_stems_of_timms_features_are_one_launch(out_indices, frozen):
     """Oracle: timm's model in float64; norms that are operators are those of shortcuts. The stem may be a feature."""
-    torch.manual_seed(0)
     model = redrawn(timm.create_model("resnet18", features_only=True, out_indices=out_indices))
     other, x = copy.deepcopy(model), torch.randn(2, 3, 32, 64, dtype=torch.float64)
     with using_backend("torch"), torch.no_grad():

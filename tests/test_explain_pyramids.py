@@ -165,7 +165,6 @@ def test_rollout_through_stages_that_halve_the_grid():
 @pytest.mark.parametrize("optimised", [False, True], ids=["plain", "optimised"])
 def test_report_of_levit(optimised, references):
     """Oracle: the figures that LeViT has, the grids of its stages, and a row for each layer."""
-    torch.manual_seed(0)
     options = dict(embed_dim=(32, 48), key_dim=8, depths=(1, 2), num_heads=(2, 3), num_classes=5)
     model = redraw(create_model("levit_128s", img_size=(128, 192), **options)).eval()
     images = torch.randn(2, 3, 128, 192)
@@ -209,7 +208,6 @@ def test_contributions_are_derivatives_by_the_size_of_a_token(name):
 
     PVT's last block has a class token, which alone is read, so its patches reach no logit and are left out.
     """
-    torch.manual_seed(0)
     H, W = (96, 128) if name == "botnet50" else (48, 64)
     if name in PYRAMIDS:
         model = create_model(name, img_size=(H, W), num_classes=5, **PYRAMIDS[name]).eval()

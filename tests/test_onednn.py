@@ -362,7 +362,6 @@ REPLAYED += [("ours", torch.float32, precision) for precision in onednn.PRECISIO
 @pytest.mark.parametrize("kind, dtype, precision", REPLAYED)
 def test_replays_equal_the_call(kind, dtype, precision, monkeypatch):
     """Oracle: the same calls without replays, bit by bit, each with other images, weights and context."""
-    torch.manual_seed(0)
     library = {"ours": create_model, "timm": timm.create_model}[kind]
     model = library("vit_tiny_patch16_224", **SETTINGS, init_values=0.5).eval().to(dtype)
     if kind == "timm":
@@ -387,7 +386,6 @@ def test_replays_equal_the_call(kind, dtype, precision, monkeypatch):
 @pytest.mark.full
 def test_captured_blocks_are_replayed(monkeypatch):
     """Oracle: the same calls without replays, bit by bit, each with other tokens and weights, also where none pays."""
-    torch.manual_seed(0)
     model = host.captured(2).eval()
     for row in (EVERY_PRODUCT, {"float32": {"inference": 1e12}}):
         with onednn.using_row(row), torch.no_grad():
@@ -407,7 +405,6 @@ def test_captured_blocks_are_replayed(monkeypatch):
 @pytest.mark.parametrize("frozen", [False, True])
 def test_changes_after_a_replay_take_effect(change, frozen):
     """Oracle: a copy of the block that never replays, changed in the same way; writes without a trace need `freeze`."""
-    torch.manual_seed(0)
     block = create_model("vit_tiny_patch16_224", **SETTINGS | dict(embed_dim=16)).blocks[0].eval()
     other, x = copy.deepcopy(block), torch.randn(2, 5, 16)
     if frozen:

@@ -271,7 +271,6 @@ def test_folders_of_transformers(tmp_path):
     """Oracle: transformers' model, and the colours of its image processor; its own classes read what we write."""
     from transformers import ImageGPTImageProcessor
 
-    torch.manual_seed(0)
     config = ImageGPTConfig(vocab_size=28, n_positions=16, n_embd=24, n_layer=2, n_head=3)
     theirs = ImageGPTForCausalImageModeling(config).eval()
     colours = torch.rand(27, 3) * 2 - 1

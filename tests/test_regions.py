@@ -249,7 +249,6 @@ class ScaledStack(nn.Module):
 @pytest.mark.full
 def test_the_first_tensor_may_have_no_dimensions(compiler):
     """Such as a temperature."""
-    torch.manual_seed(0)
     model = ScaledStack().double().eval()
     converted = copy.deepcopy(model)
     given = torch.tensor(0.5, dtype=torch.float64), torch.randn(2, 5, research.D, dtype=torch.float64)
@@ -431,7 +430,6 @@ def test_inductor():
 def test_kernels_are_in_the_compiled_code(frozen, monkeypatch):
     """In the interpreter, Inductor's code calls our operators, which fold weights that are not final; within twice the
     error of eager PyTorch."""
-    torch.manual_seed(0)
     model = MODELS["dino"].build().float()
     converted, wide = copy.deepcopy(model), copy.deepcopy(model).double()
     x = MODELS["dino"].inputs(2, 5)[0].float()

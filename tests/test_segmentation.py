@@ -28,7 +28,6 @@ TINY = dict(embed_dim=16, depth=2, num_heads=2, decoder_dim=8)
 
 def test_the_loss_is_the_mean_over_pixels_and_decoders():
     """Oracle: the terms by hand, in float64; ignored pixels have no gradient."""
-    torch.manual_seed(0)
     model = create_model("setr_digits", **TINY, aux_indices=(0,)).double().train()
     images = torch.randn(2, 1, 32, 32, dtype=torch.float64)
     masks = torch.randint(11, (2, 32, 32))
@@ -96,7 +95,6 @@ def test_a_model_learns_a_few_scenes():
 
     The model, trained by `fit`, has a higher mean intersection over union and fewer wrong pixels.
     """
-    torch.manual_seed(0)
     model = create_model("setr_digits", **TINY)
     batches = scene_masks("train", 8, batch_size=8)
     masks = torch.cat([masks for _, masks in batches])
