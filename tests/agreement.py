@@ -1,7 +1,8 @@
 """Comparisons of results that differ by the order of sums, random weights, and errors of one sentence."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,12 @@ def normal(module: nn.Module, std: float = 0.3) -> nn.Module:
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=std)
     return module
+
+
+def seeded(call: Callable, *given: Any, seed: int = 1, **named: Any) -> Any:
+    """What a call returns that draws the random numbers of this seed."""
+    torch.manual_seed(seed)
+    return call(*given, **named)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from agreement import seeded
 from budget import assert_within_budget
 from catalogue import COMMON, PYRAMIDS, REPEATS, build, inputs, outputs, redraw
 from functorch.compile import make_boxed_func
@@ -641,10 +642,7 @@ PREFIX, POSITIONS = torch.randn(1, 2, 6), torch.randn(1, 6, 6)
 def test_patch_projections_are_rewritten(function, expected, gpu):
     """Oracle: the function itself, and the op that it may be rewritten to."""
     x, eager = torch.randn(2, 3, 8, 8), Eager()
-    torch.manual_seed(1)
-    want = function(x)
-    torch.manual_seed(1)
-    got = torch.compile(function, backend=eager, fullgraph=True)(x)
+    want, got = seeded(function, x), seeded(torch.compile(function, backend=eager, fullgraph=True), x)
     assert eager.became == expected and (got - want).norm() <= 64 * torch.finfo(torch.float32).eps * want.norm()
 
 

@@ -17,6 +17,7 @@ import mutants
 import pytest
 import research
 import torch
+from agreement import seeded
 from budget import telling
 from catalogue import joined
 from einops import rearrange
@@ -309,10 +310,7 @@ def test_values_from_the_graph_itself_are_refused(reads, why, no_graphs):
     assert captured.is_bound(converted) == (why is None)
     assert why is None or why in report.text(verbose=True)
     for size in (5, 8, 5):
-        torch.manual_seed(size)
-        got = converted(x, torch.arange(size))
-        torch.manual_seed(size)
-        assert_close(got, original(x, torch.arange(size)))
+        assert_close(*(seeded(model, x, torch.arange(size), seed=size) for model in (converted, original)))
 
 
 class ChoosingAttention(research.WrittenAttention):
@@ -666,10 +664,7 @@ def test_rates_of_stochastic_depth_share_graphs(runs):
             model[1].drop_path.drop_prob = original[1].drop_path.drop_prob = rate
             runs["graph"] = 0
             for _ in range(2):
-                torch.manual_seed(0)
-                want = original(x)
-                torch.manual_seed(0)
-                assert torch.allclose(model(x), want, equal_nan=True)
+                assert torch.allclose(seeded(model, x), seeded(original, x), equal_nan=True)
             assert runs["graph"] >= 23 and runs["capture"] == 3
 
 
@@ -688,10 +683,8 @@ def test_rates_are_constants_where_dynamo_has_no_method_for_them(monkeypatch, ru
     assert runs["capture"] == 2
     with torch.no_grad():
         runs["graph"] = 0
-        for m in (model, original):
-            torch.manual_seed(0)
-            m.result = m(x)
-    assert runs["graph"] == 2 and torch.allclose(model.result, original.result, equal_nan=True)
+        got, want = seeded(model, x), seeded(original, x)
+    assert runs["graph"] == 2 and torch.allclose(got, want, equal_nan=True)
 
 
 @pytest.mark.usefixtures("no_graphs")
@@ -878,15 +871,13 @@ def test_a_stem_of_unknown_code_is_converted(way, last):
     example = example.contiguous(memory_format=torch.channels_last) if last else example
     if way in ("one axis", "strided") and last:
         pytest.skip("as written it reads other elements, or fails")
-    torch.manual_seed(1)
-    wanted = model(example)
+    wanted = seeded(model, example)
     assert optimize(model).rows == ()
     report = optimize(model, example=example)
     assert [row.path for row in report.rows if row.became is not None] == ["conv"]
     assert [row.path for row in optimize(model).rows] == ["conv"]  # which stays as it is
     with torch.no_grad(), interpreting():
-        torch.manual_seed(1)
-        assert_close(model(example), wanted)
+        assert_close(seeded(model, example), wanted)
     before = vars(Stem(FLATTENED[way]).conv).keys()
     revert(model)
     assert vars(model.conv).keys() == before

@@ -17,7 +17,7 @@ import timm
 import torch
 import transformers
 import vit_pytorch
-from agreement import ROUNDINGS, normal
+from agreement import ROUNDINGS, normal, seeded
 from budget import allowed, assert_within_budget, telling
 from catalogue import COMMON, PYRAMIDS, REPEATS, build, inputs, outputs, redraw
 from catalogue.timm import TIMM
@@ -314,11 +314,7 @@ def test_dropout_draws_equal_the_original(rate, references):
     model = copy.deepcopy(plain)
     report = optimize(model)
     given = torch.randn(8, 3, 32, 32, dtype=torch.float64)
-    ys = []
-    for owner in (model, plain):
-        torch.manual_seed(1)
-        ys.append(owner(given))
-    assert same(*ys)
+    assert same(*(seeded(owner, given) for owner in (model, plain)))
     assert any("attention dropout 0.3" in str(row.why) for row in report.rows) == (rate == "attn_drop_rate")
 
 
@@ -378,13 +374,10 @@ def test_dropout_draws_of_other_packages_equal_the_original(name, references):
     """Oracle: the original with the same seed, with drawn weights, as torchvision's head is initialised with zeros."""
     make, shape = DRAWING[name]
     plain = normal(make().double().train())
-    model, given, ys = copy.deepcopy(plain), torch.randn(shape, dtype=torch.float64), []
+    model, given = copy.deepcopy(plain), torch.randn(shape, dtype=torch.float64)
     assert optimize(model).fused
-    for owner in (model, plain):
-        torch.manual_seed(1)
-        ys.append(outputs(owner, given))
-    assert same(*ys)
-    assert not same(outputs(plain, given), ys[1])  # other random numbers are seen
+    got, want = (seeded(outputs, owner, given) for owner in (model, plain))
+    assert same(got, want) and not same(outputs(plain, given), want)  # other random numbers are seen
 
 
 def test_dropout_of_vit_pytorch_is_named_in_the_report():
@@ -410,11 +403,7 @@ def test_transformers_drop_path_draws_equal_the_original(name, references):
             module.drop_path = kind(0.4)
     model, given = copy.deepcopy(plain), inputs(name)
     optimize(model)
-    ys = []
-    for owner in (model, plain):
-        torch.manual_seed(1)
-        ys.append(outputs(owner, given))
-    assert same(*ys)
+    assert same(*(seeded(outputs, owner, given) for owner in (model, plain)))
 
 
 AUTOCAST = ["timm_vit", "timm_deit3", "timm_eva02", "hf_dinov2", "torch_encoder_layer_first"]
@@ -608,13 +597,11 @@ def test_multihead_masks_equal_the_original(masks, first, references):
 def test_unusual_multihead_attention_equals_the_original(options, why, references):
     """Oracle: the untouched module with the same seed."""
     plain = nn.MultiheadAttention(24, 3, batch_first=True, **options).double()
-    model, query, ys = copy.deepcopy(plain), torch.randn(2, 5, 24, dtype=torch.float64), []
+    model, query = copy.deepcopy(plain), torch.randn(2, 5, 24, dtype=torch.float64)
     key = torch.randn(2, 7, options.get("kdim", 24), dtype=torch.float64)
+    value = torch.randn(2, 7, 24, dtype=torch.float64)
     assert optimize(model).rows[0].why == why
-    for owner in (model, plain):
-        torch.manual_seed(1)
-        ys.append(owner(query, key, torch.randn(2, 7, 24, dtype=torch.float64), need_weights=False)[0])
-    assert same(*ys)
+    assert same(*(seeded(owner, query, key, value, need_weights=False)[0] for owner in (model, plain)))
 
 
 ANGLES = torch.linspace(0, 1, 4 * 12, dtype=torch.float64).view(4, 12)
@@ -1077,14 +1064,11 @@ def test_modules_of_older_transformers_are_fused(make, call, references, monkeyp
     """Oracle: the modules' own forwards with the same seed; they run only where a mask is given."""
     own = forwards.original
     monkeypatch.setattr(forwards, "original", lambda *x, **more: calls.append(x[0]) or own(*x, **more))
-    plain, x, ys, calls = make().double().train(), torch.randn(2, 5, 24, dtype=torch.float64), [], []
+    plain, x, calls = make().double().train(), torch.randn(2, 5, 24, dtype=torch.float64), []
     model = copy.deepcopy(plain)
     (row,) = optimize(model).fused
     assert row.path == "" and row.why in (None, f"it runs the code of {known_type(model).rpartition('.')[2]}")
-    for owner in (model, plain):
-        torch.manual_seed(1)
-        ys.append(owner(x, **call))
-    assert same(*ys) and calls == ([model] if call else [])
+    assert same(*(seeded(owner, x, **call) for owner in (model, plain))) and calls == ([model] if call else [])
 
 
 def test_unknown_and_hooked_inner_modules_are_named():

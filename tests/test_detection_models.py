@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from agreement import ROUNDINGS
+from agreement import ROUNDINGS, distance
 from safetensors.torch import load_file
 from torch import nn
 from torchvision.models import resnet18, resnet50
@@ -110,13 +110,6 @@ def drawn_images(sizes=SIZES) -> list[torch.Tensor]:
 def batches() -> dict[str, list[torch.Tensor]]:
     """Lists of images: of one size, of one odd size, and of two sizes."""
     return dict(same=drawn_images([SIZES[0]] * 2), odd=drawn_images([(97, 70)]), padded=drawn_images())
-
-
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """‖a − b‖ / ‖b‖; b must be finite and not constant."""
-    a, b = a.detach(), b.detach()
-    assert b.isfinite().all() and b.std() > 0
-    return float((a - b).norm() / b.norm())
 
 
 @pytest.mark.few(6)

@@ -87,16 +87,16 @@ def operators(call, arguments, switch, phase, rewritten=False, dynamic=False):
     return {str(node.target) for node in nodes} | {getattr(node.target, "__name__", "") for node in nodes}
 
 
-class Features(nn.Module):
-    """Everything of a model but its head, which no build for CPUs can trace."""
+class Called(nn.Module):
+    """A model that is called by a function: models of the catalogue as their tests call them."""
 
-    def __init__(self, model):
+    def __init__(self, model, call):
         super().__init__()
-        self.model = model
+        self.model, self.call = model, call
 
-    def forward(self, image):
-        """The tokens of the last block."""
-        return self.model.forward_features(image)
+    def forward(self, given):
+        """What the function returns of the model and its input."""
+        return self.call(self.model, given)
 
 
 @pytest.mark.full
@@ -108,10 +108,13 @@ class Features(nn.Module):
 def test_models(switch, rewritten, phase):
     """Oracle: one graph, whose calls return tensors; our operators are in that of "triton"."""
 
+    def features(model, image):  # all but the head, which no build for CPUs can trace
+        return model.forward_features(image)
+
     with torch.device("meta"):
         model = fastvit_triton.create_model("vit_tiny_patch16_224", depth=1).to(torch.bfloat16)
         image = torch.empty(2, 3, 224, 224, dtype=torch.bfloat16)
-    found = operators(Features(model.train(phase == "training")), {"image": image}, switch, phase, rewritten)
+    found = operators(Called(model.train(phase == "training"), features), {"given": image}, switch, phase, rewritten)
     names = ("autograd_function_apply",) if phase == "training" else ("attention_fwd", "mlp_fwd")
     assert switch == "auto" or all(any(name in one for one in found) for name in names)
 
@@ -133,18 +136,6 @@ def test_norms_of_any_width(file):
     operators(file.OP.run, file.OP.inputs(case, torch.float32, "meta"), "triton", "inference", dynamic=True)
 
 
-class Outputs(nn.Module):
-    """A model of the catalogue, called as its tests call it."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, given):
-        """Its output, as one tensor."""
-        return outputs(self.model, given)
-
-
 @NEEDS_CUDA_BUILD
 @pytest.mark.parametrize(
     "name, dynamic", [("hf_dinov2_swiglu", False), ("timm_pvt_v2", False), ("vit_pytorch_vit", True), ("hf_swin", True)]
@@ -153,7 +144,7 @@ def test_converted_models(name, dynamic):
     """Oracle: as above."""
     model, given = COMMON[name].make().eval(), inputs(name, torch.float32)
     fastvit_triton.optimize(model)
-    found = operators(Outputs(model), {"given": given}, "triton", "inference", dynamic=dynamic)
+    found = operators(Called(model, outputs), {"given": given}, "triton", "inference", dynamic=dynamic)
     assert any("attention_fwd" in one for one in found)
 
 

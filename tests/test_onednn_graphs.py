@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from agreement import seeded
 from budget import assert_within_budget, telling
 from catalogue import build, inputs, outputs
 from test_backend import Eager, cast, results
@@ -257,10 +258,8 @@ def test_products_inside_other_operators_are_replaced(name):
     x = torch.randn(size, requires_grad=True)
     twin = x.detach().clone().requires_grad_()
     eager = Products()
-    torch.manual_seed(1)
-    got = torch.compile(call, backend=eager, fullgraph=True)(x)
-    torch.manual_seed(1)
-    want = call(twin)
+    got = seeded(torch.compile(call, backend=eager, fullgraph=True), x)
+    want = seeded(call, twin)
     cotangent = torch.randn_like(want)
     got.backward(cotangent)
     want.backward(cotangent)

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from agreement import seeded
 from recording import Recorder
 
 pytest.importorskip("transformers")
@@ -36,11 +37,9 @@ def test_what_stays_original():
     model = build("hf_ViltModel").eval()
     given, plain = inputs("hf_ViltModel"), copy.deepcopy(model)
     optimize(model)
-    torch.manual_seed(2)
-    want = plain(**given, output_attentions=True).attentions
+    want = seeded(plain, **given, output_attentions=True).attentions
     with using_backend("torch"):
-        torch.manual_seed(2)
-        got = model(**given, output_attentions=True).attentions
+        got = seeded(model, **given, output_attentions=True).attentions
     assert len(got) == len(want) == 2 and all(map(torch.equal, got, want))
     model, plain = model.train(), plain.train()
     for m in (*model.modules(), *plain.modules()):
@@ -171,12 +170,9 @@ def test_requested_weights(name):
     original = copy.deepcopy(model)
     optimize(model)
     with using_backend("torch"), torch.no_grad():
-        torch.manual_seed(2)
-        outputs(model, given)
-        torch.manual_seed(2)
-        got = model(**given, output_attentions=True)
-    torch.manual_seed(2)
-    want = original(**given, output_attentions=True)
+        seeded(outputs, model, given)
+        got = seeded(model, **given, output_attentions=True)
+    want = seeded(original, **given, output_attentions=True)
     got, want = ([t for t in y["attentions"] if t is not None] for y in (got, want))
     assert len(got) == len(want) > 0 and all(distance(*pair) <= FEW for pair in zip(got, want, strict=True))
 

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -209,15 +210,21 @@ def old_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-@pytest.mark.parametrize("case", TRANSFORMERS)
-def test_reading_transformers(case):
-    """Oracle: transformers' model and its output; 5.x and 4.x names give the same tensors."""
+def models_of(case: str) -> tuple[nn.Module, Callable, nn.Module, nn.Module]:
+    """A model of transformers and its output, without what our head does not have, and two of ours."""
     name, options, *_ = TRANSFORMERS[case]
     theirs, run = foreign(case)
     state = theirs.state_dict()
     if "Dinov2" in type(theirs).__name__ and "classifier.weight" in state:
-        state["classifier.weight"][:, 48:] = 0  # the half for the patch mean, which our head does not have
-    ours, old = build(name, **options), build(name, **options)
+        state["classifier.weight"][:, 48:] = 0  # the half for the patch mean
+    return theirs, run, build(name, **options), build(name, **options)
+
+
+@pytest.mark.parametrize("case", TRANSFORMERS)
+def test_reading_transformers(case):
+    """Oracle: transformers' model and its output; 5.x and 4.x names give the same tensors."""
+    theirs, run, ours, old = models_of(case)
+    state = theirs.state_dict()
     report = load_weights(ours, state)
     assert report.family.startswith("transformers") and not report.reinitialised
     assert_agree(ours, run)
@@ -230,13 +237,8 @@ def test_reading_transformers(case):
 @pytest.mark.parametrize("case", TRANSFORMERS)
 def test_gradients_equal_transformers(case):
     """Oracle: transformers' gradients; reading is linear, so `load_weights` maps gradients like weights."""
-    name, options, *_ = TRANSFORMERS[case]
-    theirs, run = foreign(case)
-    state = theirs.state_dict()
-    if "Dinov2" in type(theirs).__name__ and "classifier.weight" in state:
-        state["classifier.weight"][:, 48:] = 0
-    ours, carrier = build(name, **options), build(name, **options)
-    load_weights(ours, state)
+    theirs, run, ours, carrier = models_of(case)
+    load_weights(ours, theirs.state_dict())
     x = images(ours)
     y = ours(x)
     cotangent = torch.randn_like(y)
@@ -254,7 +256,7 @@ def test_gradients_equal_transformers(case):
     load_weights(carrier, grads)
     largest = max(float(p.grad.norm()) for p in ours.parameters())
     for (key, parameter), wanted in zip(ours.named_parameters(), carrier.parameters(), strict=True):
-        if key == "head.bias" and "clip" in name:
+        if key == "head.bias" and "clip" in case:
             continue  # theirs has no gradient
         error = float((parameter.grad - wanted.detach()).norm())
         assert error <= TOLERANCE * max(float(wanted.detach().norm()), 1e-3 * largest), key

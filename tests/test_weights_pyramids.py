@@ -187,12 +187,13 @@ def test_torchvision_swin():
         assert distance(ours(x), theirs(x)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("layout", ["PVT", "transformers PVT"])
-def test_pvt(layout):
-    """Oracle: transformers' model, with its names and with the authors'."""
-    ours, case = pyramid("pvt"), CASES["pvt"]
-    theirs = randomize(case.build(img_size=(32, 32), **case.options, num_classes=7))
-    state = theirs.state_dict() if layout != "PVT" else case.convert(theirs.state_dict())
+@pytest.mark.parametrize("layout", ["PVT", "transformers PVT", "CvT", "transformers CvT"])
+def test_pvt_and_cvt(layout):
+    """Oracle: transformers' model, of CvT with the authors' activation; its names and those of the authors."""
+    name = layout.split()[-1]
+    ours, case = pyramid(name.lower()).eval(), CASES[name.lower()]
+    theirs = randomize(case.build(img_size=case.sizes[1], **case.options, num_classes=7))
+    state = theirs.state_dict() if layout != name else case.convert(theirs.state_dict())
     report = load_weights(ours, state)
     assert report.family == layout and not report.reinitialised and not report.dropped
     assert_agree(ours, lambda x: case.logits(theirs, x))
@@ -334,14 +335,3 @@ def test_compact_transformers_of_the_authors(family):
         assert distance(larger.eval()(x), ours(x)) <= TOLERANCE
     with pytest.raises(WeightsError, match="no square grid; create the model with its img_size"):
         load_weights(ours, pyramid(family, img_size=(16, 24)).state_dict())
-
-
-@pytest.mark.parametrize("layout", ["CvT", "transformers CvT"])
-def test_cvt(layout):
-    """Oracle: transformers' model with the authors' activation, with its names and with the authors'."""
-    ours, case = pyramid("cvt").eval(), CASES["cvt"]
-    theirs = randomize(case.build(img_size=(20, 24), **case.options, num_classes=7)).eval()
-    state = theirs.state_dict() if layout != "CvT" else case.convert(theirs.state_dict())
-    report = load_weights(ours, state)
-    assert report.family == layout and not report.reinitialised and not report.dropped
-    assert_agree(ours, lambda x: case.logits(theirs, x))

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import transformers
+from agreement import seeded
 from catalogue import build, inputs, outputs, redraw
 from catalogue.transformers import DROPLESS, HF, STAGES, WINDOWS
 from interpreter import interpreting
@@ -168,11 +169,8 @@ def test_random_draws_equal_the_original(family, rate, references, originals):
     model = dropped(family, RATES[rate]).double().train()
     plain = copy.deepcopy(model)
     report = optimize(model)
-    x, ys = torch.randn(4, 3, 32, 32, dtype=torch.float64), []
-    for owner in (model, plain):
-        torch.manual_seed(1)
-        ys.append(owner(x))
-    assert equal(*ys)
+    x = torch.randn(4, 3, 32, 32, dtype=torch.float64)
+    assert equal(*(seeded(owner, x) for owner in (model, plain)))
     assert all("dropout" in row.why for row in report.left)
     assert bool(report.left) == (rate == "attention" or (rate == "hidden" and family == "Swin"))
     assert bool(originals) == bool(report.left)
