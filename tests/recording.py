@@ -4,11 +4,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Recorder(TorchDispatchMode):
-    """Records the operators that run in its context.
-
-    Attributes:
-        calls: operator, arguments and named arguments of each call.
-    """
+    """Records the operators that run in its context, with their arguments and named arguments, in `calls`."""
 
     def __init__(self):
         super().__init__()

@@ -78,9 +78,8 @@ def test_training_folds_both_norms_of_a_block_in_one_launch():
     assert [launch.name for launch in found].count("fold._fold_kernel") == 2
 
 
-def test_statistics_are_passed_on_unless_a_block_has_hooks(monkeypatch):
+def test_statistics_are_passed_on_unless_a_block_has_hooks(always_folded):
     """Oracle: the PyTorch path. A hook on a block receives one tensor, and the result is the same."""
-    monkeypatch.setitem(fold.SPACE, "border", dict(ROWS_PER_OUTPUT=0))
     net, image, seen = model(3), torch.randn(2, 3, 8, 8), []
     want = net(image).detach()
     with interpreting(), torch.no_grad():

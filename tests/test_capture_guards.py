@@ -157,15 +157,7 @@ def optimized(block, case, compiles=False):
 
 
 def check(case, patch, varies=False, without=None, compiles=False):
-    """Compares a block with itself, as written and optimised.
-
-    Args:
-        case: the block, its calls, and what changes between them.
-        patch: pytest's monkeypatch.
-        varies: whether the outputs of the calls must differ.
-        without: another forward, with which something must differ; None for any.
-        compiles: whether the graphs are compiled.
-    """
+    """Compares a block with itself optimised; outputs may have to vary, or to differ from those of another forward."""
     original, block = case.block(), optimized(case.block(), case, compiles)
     want = run(original, case)
     same(run(block, case), want)

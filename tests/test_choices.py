@@ -24,7 +24,7 @@ from sampling import marked, sampled
 
 from benchmarks import choices
 from benchmarks.launch_recorder import recording
-from fastvit_triton import create_model, layers, optimize
+from fastvit_triton import create_model, layers, optimize, revert
 from fastvit_triton.convert.backend import compiling
 from fastvit_triton.convert.conversion import attach
 from fastvit_triton.engine import ways
@@ -100,6 +100,15 @@ def sequence(*blocks: layers.Block) -> layers.Blocks:
     made = layers.Blocks(*blocks)
     attach(made)
     return made
+
+
+def tiny(converted: bool = False, depth: int = 1, width: int = 64) -> torch.nn.Module:
+    """A small ViT of ours, or of timm after `optimize`."""
+    make = pytest.importorskip("timm").create_model if converted else create_model
+    net = make("vit_tiny_patch16_224", img_size=32, embed_dim=width, num_heads=2, depth=depth, num_classes=3).eval()
+    if converted:
+        optimize(net)
+    return net
 
 
 @pytest.mark.fast
@@ -634,14 +643,9 @@ def test_every_way_equals_the_modules(way, name, autocast, always_folded):
 @pytest.mark.parametrize("way", ["mixed", "fused"])
 def test_every_way_equals_the_modules_in_inference(way, converted, always_folded):
     """Oracle: the modules in float64. A mixed block's last product adds to its residual in place; x is not modified."""
-    timm = pytest.importorskip("timm")
-    make = timm.create_model if converted else create_model
-    net = make("vit_tiny_patch16_224", img_size=32, embed_dim=64, num_heads=2, depth=3, num_classes=3).eval()
-    normal(net, 0.1)
-    wide = make("vit_tiny_patch16_224", img_size=32, embed_dim=64, num_heads=2, depth=3, num_classes=3).eval().double()
-    wide.load_state_dict(net.state_dict())
-    if converted:
-        optimize(net)
+    net = normal(tiny(converted, depth=3), 0.1)
+    wide = copy.deepcopy(net).double()
+    revert(wide)
     x = torch.randn(2, 5, 64)
     before = x.clone()
     with torch.no_grad():
@@ -697,8 +701,7 @@ def without_bias(layer: torch.nn.Linear) -> None:
 )
 def test_blocks_overwrite_what_only_they_read(change, calls, monkeypatch):
     """Oracle: the modules in float64; calls by hand, two for each block that takes a stream; three calls in turn."""
-    net = create_model("vit_tiny_patch16_224", img_size=32, embed_dim=32, num_heads=2, depth=4, num_classes=3)
-    normal(net, 0.1)
+    net = normal(tiny(depth=4, width=32), 0.1)
     change(net.blocks)
     wide, found = copy.deepcopy(net.eval()).double(), noted(monkeypatch)
     image = torch.randn(1, 3, 32, 32)
@@ -762,11 +765,7 @@ def test_only_bfloat16_is_lent(monkeypatch):
 @pytest.mark.parametrize("converted", [False, True])
 def test_inference_leaves_what_parameters_need(converted):
     """Oracle: all parameters require gradients before and after a mixed call without gradients."""
-    timm = pytest.importorskip("timm")
-    make = timm.create_model if converted else create_model
-    net = make("vit_tiny_patch16_224", img_size=32, embed_dim=32, num_heads=2, depth=1, num_classes=3).eval()
-    if converted:
-        optimize(net)
+    net = tiny(converted, width=32)
     with interpreting(), forcing("mixed"), torch.no_grad():
         net(torch.randn(2, 3, 32, 32))
     assert all(parameter.requires_grad for parameter in net.parameters())
@@ -845,11 +844,7 @@ def test_a_mixed_block_launches_attention_and_two_passes():
 @pytest.mark.parametrize("converted", [False, True])
 def test_a_plain_block_runs_only_pytorch(converted):
     """Oracle: the operators of the same modules without kernels; none of them is ours."""
-    timm = pytest.importorskip("timm")
-    make = timm.create_model if converted else create_model
-    net = make("vit_tiny_patch16_224", img_size=32, embed_dim=64, num_heads=2, depth=1, num_classes=3).eval()
-    if converted:
-        optimize(net)
+    net = tiny(converted)
     x, seen = torch.randn(2, 5, 64), []
     for context in (nullcontext(), targeting("sm_90")):
         with torch.no_grad(), context, forcing("plain"):
@@ -865,11 +860,7 @@ def test_a_plain_block_runs_only_pytorch(converted):
 @pytest.mark.parametrize("converted, way", sampled(itertools.product((False, True), ("plain", "mixed", "fused")), 2))
 def test_compiled_graphs_follow_the_way(converted, way):
     """Oracle: the graph. Only a fused block is an opaque op; otherwise the compiler sees norm, GELU and addition."""
-    timm = pytest.importorskip("timm")
-    make = timm.create_model if converted else create_model
-    net = make("vit_tiny_patch16_224", img_size=32, embed_dim=64, num_heads=2, depth=1, num_classes=3).eval()
-    if converted:
-        optimize(net)
+    net = tiny(converted)
     graphs = []
 
     def keep(graph, inputs):
@@ -912,7 +903,7 @@ def test_a_trace_reads_autocast(inside):
 @pytest.mark.full
 def test_a_dynamic_batch_is_one_graph():
     """Oracle: torch.compiler.set_stance; tracing specialises on no number of images or tokens."""
-    net = create_model("vit_tiny_patch16_224", img_size=32, embed_dim=64, num_heads=2, depth=1, num_classes=3).eval()
+    net = tiny()
     torch._dynamo.reset()
     with torch.no_grad(), targeting("sm_90"):
         compiled = torch.compile(net.blocks, backend="eager", fullgraph=True, dynamic=True)

@@ -26,7 +26,6 @@ from fastvit_triton.convert import forwards
 from fastvit_triton.engine import hooks
 from fastvit_triton.engine.leaves import LAYER_NORMS
 from fastvit_triton.explain import capture
-from fastvit_triton.kernels import fold
 from fastvit_triton.kernels.backend import using_backend
 
 FAMILIES = ["timm_vit", "timm_eva02", "hf_vit", "hf_siglip", "torchvision_vit", "vit_pytorch_vit"]
@@ -453,12 +452,11 @@ CALLED = [n for n in COMMON if n not in ("torch_multihead", "torch_encoder_layer
 
 @pytest.mark.few(8)
 @pytest.mark.parametrize("name", sampled(CALLED, 2))
-def test_the_report_matches_what_runs(name, monkeypatch):
+def test_the_report_matches_what_runs(name, monkeypatch, always_folded):
     """Oracle: the called modules, and those that ran their own forward, in one inference call that folds norms.
 
     A LayerNorm is called if and only if its row is bare, and no fused row falls back to its own forward.
     """
-    monkeypatch.setitem(fold.SPACE, "border", dict(ROWS_PER_OUTPUT=0))
     model, given = build(name, torch.float32).eval(), inputs(name, torch.float32)
     report, own, called = optimize(model), nn.Module.__call__, set()
     monkeypatch.setattr(nn.Module, "__call__", lambda self, *x, **more: called.add(id(self)) or own(self, *x, **more))

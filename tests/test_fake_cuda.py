@@ -44,16 +44,7 @@ def gpu(monkeypatch):
 
 
 def operators(call, arguments, switch, phase, rewritten=False, dynamic=False):
-    """Names of the operators in the only graph that Dynamo makes of a call on "cuda" without a warning.
-
-    Args:
-        call: a function, or a module on "meta".
-        arguments: its arguments by name, on "meta".
-        switch: as in `using_backend`.
-        phase: "inference" or "training".
-        rewritten: True if `torch.compile(backend="fastvit_triton")` rewrites the graph.
-        dynamic: as in `torch.compile`; sizes may then be nodes of the graph.
-    """
+    """Names of the operators in the only graph of a call on "cuda", with arguments on "meta", without a warning."""
     kept = []
 
     def keep(graph, _):

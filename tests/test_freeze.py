@@ -183,9 +183,8 @@ def test_changed_weights_change_the_next_call(name, change, way):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name, change", sampled(CHANGED, 2))
-def test_frozen_models_detect_counted_writes(name, change, monkeypatch):
+def test_frozen_models_detect_counted_writes(name, change, always_folded):
     """Oracle: a fresh copy, which folds in its call; after writes that PyTorch does not count, `freeze` is repeated."""
-    monkeypatch.setitem(fold_file.SPACE, "border", dict(ROWS_PER_OUTPUT=0))
     before, after, fresh = changed(name, change, frozen=True, again=change in SILENT)
     assert torch.equal(after, fresh) and not torch.equal(after, before)
 
@@ -209,13 +208,12 @@ def test_frozen_models_fold_once():
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["timm_deit3", "timm_beit", "hf_vit", "torchvision_vit", "vit_pytorch_vit"])
-def test_converted_models_freeze(name, monkeypatch):
+def test_converted_models_freeze(name, always_folded):
     """Oracle: the same model without freezing, bit by bit; separate query, key and value layers are one fold."""
     net, given = build(name, torch.float32).eval(), inputs(name, torch.float32)
     optimize(net)
     twin = copy.deepcopy(net)
     optimize(net, freeze=True)
-    monkeypatch.setitem(fold_file.SPACE, "border", dict(ROWS_PER_OUTPUT=0))
     with interpreting(), torch.no_grad(), folding() as made:
         want = outputs(twin, given)
         per_call = len(made)
@@ -374,9 +372,8 @@ def test_copies_and_pickles_are_not_frozen():
 
 
 @pytest.mark.full
-def test_training_and_gradients_fold_within_the_call(monkeypatch):
+def test_training_and_gradients_fold_within_the_call(always_folded):
     """Oracle: the same model without freezing, bit by bit; a frozen backbone passes gradients to its input."""
-    monkeypatch.setitem(fold_file.SPACE, "border", dict(ROWS_PER_OUTPUT=0))
     net, twin = model(), model()
     freeze(net)
     with interpreting():
@@ -412,9 +409,8 @@ def test_gradients_reach_folded_parameters(name, way):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_fold_is_recomputed_for_another_dtype(dtype, monkeypatch):
+def test_a_fold_is_recomputed_for_another_dtype(dtype, always_folded):
     """Oracle: a fresh copy under the same autocast; a float32 LayerScale widens the stream after the first branch."""
-    monkeypatch.setitem(fold_file.SPACE, "border", dict(ROWS_PER_OUTPUT=0))
     net, image = model(), IMAGE.to(dtype)
     freeze(net)
     with interpreting(), torch.no_grad():
