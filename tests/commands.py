@@ -1,4 +1,4 @@
-"""The command line in this process, and in one of its own."""
+"""The command line in this process, and in one of its own; other code in a process of its own."""
 
 import os
 import subprocess
@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import HANG
 
 from fastvit_triton.cli import main
 from fastvit_triton.train.outputs import LOG
@@ -33,6 +34,14 @@ def start(*argv: str, variables: dict[str, str] | None = None, **options) -> sub
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options
     )
+
+
+def run_python(*words: object, cwd: Path | None = None, **variables: str) -> str:
+    """What Python prints in a process of its own, which must succeed."""
+    command, options = [sys.executable, *map(str, words)], dict(capture_output=True, text=True, timeout=HANG)
+    done = subprocess.run(command, cwd=cwd, env=os.environ | variables, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def accuracy(out: Path) -> float:

@@ -6,7 +6,6 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from agreement import seeded
 from budget import assert_within_budget
 from catalogue import COMMON, PYRAMIDS, REPEATS, build, inputs, outputs, redraw
+from commands import run_python
 from functorch.compile import make_boxed_func
 from interpreter import interpreting
 from sampling import marked, sampled
@@ -739,8 +739,6 @@ def test_the_backend_is_found_by_name(tmp_path, installed, logged):
         folder.mkdir()
         (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: probe\nVersion: 1.0\n")
         (folder / "entry_points.txt").write_text(f"[torch_dynamo_backends]\n{line}\n")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    environment |= {"TORCH_LOGS": "fastvit_triton.convert.backend"} if logged else {}
+    variables = {"TORCH_LOGS": "fastvit_triton.convert.backend"} if logged else {}
     code = PROBE.replace("INSTALLED", str(installed)).replace("LOGGED", str(logged))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", code, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]), **variables)

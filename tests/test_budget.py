@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from budget import Budget, results
+from commands import run_python
 from interpreter import interpreting
 from kernel_mutants import Contributions, sums_in, tf32_operands
 from sampling import sampled
@@ -203,11 +203,9 @@ def test_ops_keep_a_margin_on_every_cpu():
     largest = {}
     for capability, said in capabilities().items():
         for core in (None, "Haswell"):
-            variables = os.environ | dict(ATEN_CPU_CAPABILITY=capability, PYTHONPATH=os.pathsep.join(sys.path))
+            variables = dict(ATEN_CPU_CAPABILITY=capability, PYTHONPATH=os.pathsep.join(sys.path))
             variables |= {} if core is None else {"OPENBLAS_CORETYPE": core}
-            done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, env=variables)
-            assert done.returncode == 0, done.stderr
-            used, rows = json.loads(done.stdout.splitlines()[-1])
+            used, rows = json.loads(run_python("-c", MEASURE, **variables).splitlines()[-1])
             assert used == said
             for dtype in ("float32", "float16", "bfloat16"):
                 ratio, case, result = max((row[3], *row[1:3]) for row in rows if row[0] == dtype)

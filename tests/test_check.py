@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from commands import prints, refused
+from commands import prints, refused, start
 from patience import HANG
 from safetensors.torch import save_file
 from test_community import SOURCE, parts
@@ -902,15 +902,9 @@ def test_a_real_run_on_the_cpu(tmp_path):
 
 def finished(folder, *words):
     """The file of a run of the command in a process of its own, which must end with a verdict."""
-    done = subprocess.run(
-        [sys.executable, "-m", "fastvit_triton.cli", "check", *words, "--out", "out.json"],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    child = start("check", *words, "--out", "out.json", cwd=folder)
+    printed, errors = child.communicate(timeout=HANG)
+    assert child.returncode == 0 and not errors, printed + errors
     held = json.loads((folder / "out.json").read_text())
-    assert held["check"]["verdict"].startswith(done.stdout.splitlines()[-1]) and not done.stderr
+    assert held["check"]["verdict"].startswith(printed.splitlines()[-1])
     return held

@@ -8,7 +8,6 @@ import itertools
 import math
 import pickle
 import re
-import subprocess
 import sys
 import types
 
@@ -22,6 +21,7 @@ from budget import allowed, assert_within_budget, telling
 from catalogue import COMMON, PYRAMIDS, REPEATS, build, inputs, outputs, redraw
 from catalogue.timm import TIMM
 from catalogue.transformers import HF
+from commands import run_python
 from interpreter import interpreting
 from recording import Recorder
 from sampling import marked, sampled
@@ -1094,8 +1094,7 @@ def test_layer_norm_under_autocast_on_a_gpu(meta_is_a_gpu, monkeypatch):
 @pytest.mark.full
 def test_no_other_package_is_imported():
     """Oracle: sys.modules of a fresh interpreter that optimises torch's modules: no other known package is imported."""
-    done = subprocess.run([sys.executable, "-W", "error", "-c", PROBE], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_python("-W", "error", "-c", PROBE)
 
 
 def test_invalid_arguments_raise():

@@ -7,8 +7,6 @@ import importlib.util
 import json
 import logging
 import shutil
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +16,7 @@ import torch
 from agreement import normal
 from budget import allowed, telling
 from catalogue import build
-from commands import prints, refused
+from commands import prints, refused, run_python
 from odd_images import odd_images
 from test_predict import by_command, save_as_trained
 from torch import nn
@@ -187,9 +185,7 @@ def test_torch_export_runs_alone(trained, tmp_path):
     path, images = tmp_path / "model.pt2", torch.randn(5, 3, 32, 32)
     assert main(["export", "--to", "torch-export", str(checkpoint), str(path)]) == 0
     torch.save(images, tmp_path / "images.pt")
-    words = [sys.executable, "-c", ALONE, path, tmp_path / "images.pt", tmp_path / "logits.pt"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", ALONE, path, tmp_path / "images.pt", tmp_path / "logits.pt")
     text, logits = torch.load(tmp_path / "logits.pt")
     assert prepared(json.loads(text)) and agrees(logits.detach(), model, images)
 

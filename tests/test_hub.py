@@ -4,10 +4,8 @@ The real client talks to tests/hub_server.py; models are small and random. `-m n
 """
 
 import json
-import os
 import pickle
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ import torch
 import transformers
 from agreement import distance
 from checkpoints import SMALL, TOLERANCE, images, randomize
+from commands import run_python
 from hub_server import HubServer, serving
 from huggingface_hub import constants
 from PIL import Image
@@ -822,10 +821,8 @@ def test_the_environment_of_the_client(hub: HubServer, tmp_path: Path):
     code = (
         "import sys, fastvit_triton as f; m, _ = f.load_model('hf-hub:me/vit'); print(m.variant, 'timm' in sys.modules)"
     )
-    environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.stdout == f"{NAME} False\n", done.stderr
+    variables = dict(HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path / "home"), PYTHONPATH=str(Path(__file__).parents[1]))
+    assert run_python("-c", code, **variables) == f"{NAME} False\n"
     assert (tmp_path / "home" / "hub" / "models--me--vit").is_dir()
 
 

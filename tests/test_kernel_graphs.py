@@ -2,15 +2,13 @@
 
 import contextlib
 import functools
-import os
-import subprocess
-import sys
 import types
 
 import pytest
 import timm
 import torch
 from budget import leaves, results
+from commands import run_python
 from functorch.compile import make_boxed_func
 from interpreter import interpreting
 from recording import Recorder
@@ -504,6 +502,5 @@ print("kernels ran:", not torch.equal(got[0], run()[0]))
 @pytest.mark.full  # by default test_kernels.py reads the variables in this process
 def test_environment_variables_run_the_kernels():
     """Oracle: the PyTorch path in the same process; results that differ in some bits show that the kernels ran."""
-    variables = os.environ | {"TRITON_INTERPRET": "1", "FASTVIT_TRITON_BACKEND": "triton"}
-    done = subprocess.run([sys.executable, "-c", VARIABLES], capture_output=True, text=True, env=variables)
-    assert done.returncode == 0 and "kernels ran: True" in done.stdout, done.stderr
+    printed = run_python("-c", VARIABLES, TRITON_INTERPRET="1", FASTVIT_TRITON_BACKEND="triton")
+    assert "kernels ran: True" in printed

@@ -2,10 +2,8 @@
 versions; the workflows that make it, and the forms that its users fill in."""
 
 import ast
-import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 from email import message_from_string
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import run_python
 from sampling import sampled
 
 import fastvit_triton
@@ -27,9 +26,7 @@ SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("
 
 def run(*words: str, cwd: Path, **environment: str) -> None:
     """Runs Python with these arguments; fails with what it wrote to stderr."""
-    words = (sys.executable, "-W", "ignore", *words)
-    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, env=os.environ | environment)
-    assert done.returncode == 0, done.stderr
+    run_python("-W", "ignore", *words, cwd=cwd, **environment)
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,12 @@
 """Tests of models that torchao quantises before or after `optimize`. Oracle: the quantised model alone, bit for bit."""
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import timm
 import torch
+from commands import run_python
 from torch import nn
 
 from fastvit_triton import optimize
@@ -49,9 +48,7 @@ print("same")
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 def test_quantised_layers_are_called_and_not_fused():
     """In a process of its own, as importing torchao changes what transformers and peft import."""
-    root = Path(__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", JOB], capture_output=True, text=True, cwd=root)
-    assert done.returncode == 0 and done.stdout.endswith("same\n"), done.stderr[-2000:]
+    assert run_python("-c", JOB, cwd=Path(__file__).parents[1]).endswith("same\n")
 
 
 def test_the_report_names_weights_of_other_types():

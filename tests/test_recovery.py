@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from agreement import one_sentence
-from patience import HANG
+from commands import run_python
 from PIL import Image
 from sampling import sampled
 from test_train import RECIPE, save, stripes, tiny
@@ -144,12 +144,10 @@ def main(root: Path, seed: int) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the trainers are forked")
 def test_killed_runs_end_in_the_same_weights(tmp_path: Path):
     """Oracle: the weights of an uninterrupted run, bit by bit, after twenty kills, some of them during a write."""
-    command = [sys.executable, "-W", "ignore", __file__, str(tmp_path), "0"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANG)
-    assert done.returncode == 0, done.stderr
-    kills, runs, inside = map(int, re.findall(r"\d+", done.stdout))
-    assert kills >= 20 > runs and inside >= 1, done.stdout
+    variables = dict(PYTHONPATH=os.pathsep.join(filter(None, sys.path)), OMP_NUM_THREADS="1")
+    printed = run_python("-W", "ignore", __file__, tmp_path, "0", **variables)
+    kills, runs, inside = map(int, re.findall(r"\d+", printed))
+    assert kills >= 20 > runs and inside >= 1, printed
 
 
 @pytest.mark.fast

@@ -6,14 +6,13 @@ of `bash`, lines that begin with "fastvit-triton" are executed; `sh` and `text` 
 
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import budget
 import pytest
 import torch
-from patience import HANG
+from commands import run_python
 
 from benchmarks.trainings import rows_of
 from fastvit_triton.cli import main
@@ -118,9 +117,7 @@ def test_several_gpus(here, monkeypatch):
     start = "import sys, torch\nsys.path[:0] = {!r}\nimport conftest\ntorch.set_default_dtype(torch.float64)\n"
     (here / "started.py").write_text(start.format([str(ROOT / "tests"), str(ROOT)]) + text)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    command = (sys.executable, "-W", "ignore", *launcher, "started.py")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 0, done.stderr
+    run_python("-W", "ignore", *launcher, "started.py")
     saved.append(torch.load("vit.pt"))
     assert saved[0].keys() == saved[1].keys()
     for name, want in saved[0].items():

@@ -1,12 +1,12 @@
 """Tests of warm-up: it compiles what a call launches. The driver is a stand-in; Triton compiles for an H200."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import run_python
 from torch import nn
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -42,8 +42,7 @@ def test_a_call_after_warm_up_compiles_nothing():
     """Oracle: the number of binaries that the first call after the warm-up compiles: none, in a process of its own."""
     code = "import test_warm_up as t; t.check_warm_up(False); t.check_warm_up(True)"
     root, here = Path(__file__).parents[1], Path(__file__).parent
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(here), str(root), *filter(None, sys.path)])}
-    subprocess.run([sys.executable, "-c", code], env=variables, check=True)
+    run_python("-c", code, PYTHONPATH=os.pathsep.join([str(here), str(root), *filter(None, sys.path)]))
 
 
 def check_warm_up(train):
