@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from ..kernels.sizes import Branch, seen_pairs
-from .blocks import NARROW, Launch, attention_launch, fc1_pair, in_one_kernel, one_pass, product
+from .blocks import NARROW, Launch, attention_launch, fc1_pair, in_one_kernel, norm_backward, one_pass, product
 
 Pair = tuple[list[Launch], list[Launch]]  # (launches of our kernels, launches of PyTorch's operators)
 
@@ -55,7 +55,7 @@ def _linear(
     theirs += [dx, dw, one_pass(b, z)] + [one_pass(b, 2 * y)] * sample_scale
     theirs += [one_pass(b, 2 * y), one_pass(b, 3 * y), one_pass(b, y)] * layer_scale
     theirs += [one_pass(b, 3 * y)] * (0, 1, 3)[passes] + [one_pass(b, 2 * z)] * (passes == 2)
-    theirs += [one_pass(b, 3 * M * K, "norm backward"), small] * norm
+    theirs += norm_backward(b, M * K) * norm
     return ours, theirs
 
 
@@ -93,14 +93,16 @@ def _attention_pair(
 
 
 def _patch_embed(size: int, training: bool, M: int, K: int, D: int, prefix: bool, pos: bool) -> Pair:
-    """`patch_embed` of M patches of K values."""
+    """`patch_embed` of M patches of K values, with a bias, which PyTorch adds and sums in passes of its own."""
     b = Branch("stem", 1, M, D, K, K, itemsize=size)
+    small, summed = one_pass(b, 0), one_pass(b, M * D)
     ours = [product(b, M, D, K, True)]
-    theirs = [product(b, M, D, K)._replace(kind="convolution")]
+    theirs = [product(b, M, D, K)._replace(kind="convolution"), one_pass(b, 2 * M * D)]
     theirs += [one_pass(b, 2 * M * D)] * prefix + [one_pass(b, 2 * M * D)] * pos
     if training:
-        ours += [product(b, D, K, M, True, 8 / size * K * D * math.ceil(M / 4096)), one_pass(b, 0)]  # fp32 sums
-        theirs += [product(b, D, K, M)._replace(kind="convolution")]
+        ours += [product(b, D, K, M, True, 8 / size * K * D * math.ceil(M / 4096)), small]  # fp32 sums
+        ours += [summed] + [small, small] * (prefix or pos) + [small] * (prefix + pos)
+        theirs += [product(b, D, K, M)._replace(kind="convolution"), summed] + [summed] * pos + [small] * prefix
     return ours, theirs
 
 
@@ -109,11 +111,10 @@ def _layer_norm(size: int, training: bool, M: int, D: int) -> Pair:
     b = Branch("norm", 1, M, D, D, D, itemsize=size)
     ours = [one_pass(b, 2 * M * D)]
     theirs = [one_pass(b, 2 * M * D, "norm")]
-    small = one_pass(b, 0)
     if training:
         sums = 8 / size * 2 * D * min(M, 512)  # fp32, written and read
         ours += [one_pass(b, 3 * M * D), one_pass(b, sums)]
-        theirs += [one_pass(b, 3 * M * D, "norm backward"), small]
+        theirs += norm_backward(b, M * D)
     return ours, theirs
 
 
@@ -121,13 +122,13 @@ def _add_layer_norm(size: int, training: bool, M: int, D: int, layer_scale: bool
     """`add_layer_norm` of x and a residual [M, D], whose gradients are two tensors."""
     b = Branch("norm", 1, M, D, D, D, itemsize=size)
     y = M * D
-    small, scales = one_pass(b, 0), layer_scale + sample_scale
+    scales = layer_scale + sample_scale
     ours = [one_pass(b, 4 * y)]
     theirs = [one_pass(b, 2 * y)] * scales + [one_pass(b, 3 * y), one_pass(b, 2 * y, "norm")]
     if training:
         sums = 4 / size * (2 + layer_scale) * D * min(M, 512)
         ours += [one_pass(b, (5 + layer_scale) * y + sums), one_pass(b, sums)]
-        theirs += [one_pass(b, 3 * y, "norm backward"), small, one_pass(b, 3 * y)] + [one_pass(b, 2 * y)] * scales
+        theirs += [*norm_backward(b, y), one_pass(b, 3 * y)] + [one_pass(b, 2 * y)] * scales
         theirs += [one_pass(b, 3 * y), one_pass(b, y)] * layer_scale
     return ours, theirs
 

@@ -134,6 +134,12 @@ class _Tracer(TorchDispatchMode):
         if name == "_scaled_dot_product_flash_attention_backward":  # Δ reads dO and O; the sums of dQ are fp32
             do, q, _, _, o, *_ = arguments
             again, sums = [do, o], [reserved(torch.empty(q.shape, dtype=torch.float32, device="meta"))]
+        elif name == "native_layer_norm_backward" and any(arguments[-1][1:]):  # the sums of dγ and dβ
+            again = [*arguments[:2]]
+        elif name == "convolution" and len(tensors) > 2:  # the bias is added to the result
+            sums = [outputs]
+        elif name == "convolution_backward" and arguments[-1][2]:  # the gradient of the bias
+            again = [arguments[0]]
         flops = self._flops(function, arguments, named, outputs)
         self._add(name, [*tensors, *again, *sums], [*_tensors(written), *sums], flops)
         return outputs

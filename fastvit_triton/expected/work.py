@@ -230,8 +230,10 @@ def _template(product: Kernel, after: Kernel, grows: Collection[int]) -> tuple[G
 
 def _operator(event: Event, grows: Collection[int]) -> GpuWork:
     """The work of one of PyTorch's operators."""
-    pieces = (*event.reads, *event.writes)
     name = event.name
+    pieces: Collection[Piece] = (*event.reads, *event.writes)
+    if name in (NORM_BACKWARD, "convolution", "convolution_backward"):  # the constants are those of each operand once
+        pieces = dict.fromkeys(pieces)
     if name in PRODUCTS:
         first, second = event.reads[PRODUCTS[name] :][:2]
         size = (math.prod(first.shape[:-2]), first.shape[-2], second.shape[-1], first.shape[-1])

@@ -31,7 +31,7 @@ from .argument import (
 )
 from .backend import kernels_available
 from .launch import cdiv, launch, whole_row_blocks
-from .layer_norm_backward import bwd_op, row_blocks
+from .layer_norm_backward import bwd_op, common_dtype, row_blocks
 from .op import Op, make_randn, once_differentiable, register
 from .tile import jit, tl
 
@@ -276,8 +276,9 @@ def _fwd(x, residual, weight, bias, eps, layer_scale, sample_scale, normed_dtype
     s, y, mean, rstd = _fwd_fake(x, residual, weight, bias, eps, layer_scale, sample_scale, normed_dtype, rms)
     norm = Norm(weight, bias, eps, "rms_norm" if rms else "layer_norm")
     residual = None if residual is None else residual.contiguous()
-    ends = None, None if residual is None else s, None, y, mean, rstd
-    _launch(x.contiguous(), residual, layer_scale, sample_scale, None, None, norm, *ends)
+    scales = dict(layer_scale=layer_scale, sample_scale=sample_scale)
+    added = None if residual is None else s
+    _launch(x.contiguous(), norm, y, residual=residual, **scales, s=added, mean=mean, rstd=rstd)
     return s, y, mean, rstd
 
 
@@ -293,7 +294,7 @@ def _fwd_fake(x, residual, weight, bias, eps, layer_scale, sample_scale, normed_
     dtype = x.dtype if residual is None else output_dtype(x, layer_scale, residual)
     s = x.new_empty(0 if residual is None else x.shape, dtype=dtype)
     rows = math.prod(x.shape[:-1])
-    mean, rstd = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    mean, rstd = x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.float32)
     return s, x.new_empty(x.shape, dtype=normed_dtype or dtype), mean, rstd
 
 
@@ -331,7 +332,8 @@ def add_and_normalize(
         normed = torch.empty_like(x, dtype=dtype)
         if save:
             mean, rstd = (x.new_empty(math.prod(x.shape[:-1]), dtype=torch.float32) for _ in range(2))
-    _launch(x, residual, layer_scale, sample_scale, None, None, norm, late_bias, s, None, normed, mean, rstd)
+    scales = dict(layer_scale=layer_scale, sample_scale=sample_scale)
+    _launch(x, norm, normed, residual=residual, **scales, late_bias=late_bias, s=s, mean=mean, rstd=rstd)
     return x if s is None else s, None if normed is None else Normalized(normed, mean, rstd, late_bias)
 
 
@@ -344,15 +346,16 @@ def normalize_lent(x: Tensor, lent: Lent, branch_bias: Tensor | None, next_norm:
     late_bias = next_norm.late_bias
     pending = x.new_empty(x.shape[-1:], dtype=torch.float32) if next_norm.lends else None
     s = torch.empty_like(x) if pending is None and late_bias is not None else None
-    ends = late_bias, s, pending, normed, None, None
-    _launch(x, None, None, None, lent.pending, branch_bias, next_norm.norm, *ends)
+    added = dict(pending=lent.pending, branch_bias=branch_bias, late_bias=late_bias)
+    _launch(x, next_norm.norm, normed, **added, s=s, next_pending=pending)
     return x if s is None else s, Normalized(normed, None, None, late_bias, pending)
 
 
 def _launch(
-    x, residual, layer_scale, sample_scale, pending, branch_bias, norm, late_bias, s, next_pending, y, mean, rstd
+    x, norm, y, *, residual=None, layer_scale=None, sample_scale=None, pending=None, branch_bias=None, late_bias=None,
+    s=None, next_pending=None, mean=None, rstd=None,
 ):  # fmt: skip
-    """Launches `_fwd_kernel` on contiguous tensors."""
+    """Launches `_fwd_kernel` on contiguous tensors, named as its arguments; the sum of (3) is written to s."""
     D = x.shape[-1]
     blocks = row_blocks(D)
     weight, bias, eps = (None, None, 0.0) if norm is None else norm[:3]
@@ -399,6 +402,7 @@ class _Fn(torch.autograd.Function):
     def backward(ctx, dsum, dy):
         s, x, weight, layer_scale, sample_scale, mean, rstd = ctx.saved_tensors
         x_dtype, residual_dtype, bias_dtype = ctx.dtypes
+        sums_dtype = common_dtype(bias_dtype, *(None if t is None else t.dtype for t in (weight, layer_scale)))
         if dy is None and dsum is None:
             return (None,) * 9
         dy = torch.zeros_like(s, dtype=ctx.dtype) if dy is None else dy
@@ -406,7 +410,8 @@ class _Fn(torch.autograd.Function):
             dsum = None
         elif dsum is None:
             dsum = torch.zeros_like(s)
-        dx, dresidual, sums = bwd_op(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, x_dtype, ctx.rms)
+        scales = layer_scale, sample_scale
+        dx, dresidual, sums = bwd_op(dy, dsum, s, x, weight, *scales, mean, rstd, x_dtype, sums_dtype, ctx.rms)
         return (
             dx,
             dresidual.to(residual_dtype) if ctx.has_residual else None,

@@ -110,8 +110,13 @@ def sum_programs(partial: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def grads_dtype(*parameters: Tensor | None) -> torch.dtype:
     """Dtype for the sums that become gradients of these parameters: their common dtype, else fp32."""
-    dtypes = {t.dtype for t in parameters if t is not None}
-    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+    return common_dtype(*(None if t is None else t.dtype for t in parameters))
+
+
+def common_dtype(*dtypes: torch.dtype | None) -> torch.dtype:
+    """The dtype if all of these but None are one, else fp32."""
+    found = {dtype for dtype in dtypes if dtype is not None}
+    return found.pop() if len(found) == 1 else torch.float32
 
 
 def row_blocks(D: int) -> dict[str, int]:
@@ -120,9 +125,11 @@ def row_blocks(D: int) -> dict[str, int]:
     return dict(BLOCK_M=rows, BLOCK_D=block, num_stages=1, **options)
 
 
-def _bwd(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype, rms):
-    """(dx, dresidual, sums [3, D] fp32 of dweight, dbias, dlayer_scale); dresidual is empty without `dsum`."""
-    dx, dresidual, sums = _bwd_fake(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype, rms)
+def _bwd(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype, sums_dtype, rms):
+    """(dx, dresidual, sums [3, D] of dweight, dbias, dlayer_scale); dresidual is empty without `dsum`."""
+    dx, dresidual, sums = _bwd_fake(
+        dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype, sums_dtype, rms
+    )
     dy = dy.contiguous()
     s = s.contiguous()
     dsum, x = (None if t is None else t.contiguous() for t in (dsum, x))
@@ -132,7 +139,7 @@ def _bwd(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype
     if not M:
         return dx, dresidual, sums.zero_()
     programs = torch.sym_min(PROGRAMS, cdiv(M, blocks["BLOCK_M"]))
-    partial = sums.new_empty(programs, *sums.shape)
+    partial = sums.new_empty(programs, *sums.shape, dtype=torch.float32)
     launch(
         _bwd_kernel, (programs,),
         dy, dsum, s, x, layer_scale, sample_scale, weight, None, mean, rstd,
@@ -140,12 +147,12 @@ def _bwd(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype
         D=D, HAS_RESIDUAL=dsum is not None, HAS_LAYER_SCALE=layer_scale is not None, HAS_SCALE=sample_scale is not None,
         HAS_WEIGHT=weight is not None, RMS=rms, **blocks,
     )  # fmt: skip
-    return dx, dresidual, sum_programs(partial)
+    return dx, dresidual, sum_programs(partial, sums_dtype)
 
 
-def _bwd_fake(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype, rms):
+def _bwd_fake(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype, sums_dtype, rms):
     dresidual = s.new_empty(0 if dsum is None else s.shape)
-    sums = s.new_empty(2 if layer_scale is None else 3, s.shape[-1], dtype=torch.float32)
+    sums = s.new_empty(2 if layer_scale is None else 3, s.shape[-1], dtype=sums_dtype)
     return s.new_empty(s.shape, dtype=dx_dtype), dresidual, sums
 
 
@@ -192,7 +199,7 @@ def input_grads(
 bwd_op = register(
     "layer_norm_bwd",
     "(Tensor dy, Tensor? dsum, Tensor s, Tensor? x, Tensor? weight, Tensor? layer_scale, Tensor? sample_scale, "
-    "Tensor mean, Tensor rstd, ScalarType dx_dtype, bool rms) -> (Tensor, Tensor, Tensor)",
+    "Tensor mean, Tensor rstd, ScalarType dx_dtype, ScalarType sums_dtype, bool rms) -> (Tensor, Tensor, Tensor)",
     _bwd,
     _bwd_fake,
 )

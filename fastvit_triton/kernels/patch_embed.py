@@ -366,7 +366,10 @@ class _Fn(torch.autograd.Function):
         dimage = dweight = dbias = dpos = dprefix = None
         if needs[1]:
             dweight = _bwd_op(dtokens, image, weight, prefix, mean, std).to(weight.dtype)
-        if needs[2] or needs[3] or needs[4]:
+        if needs[2] and not (needs[3] or needs[4]):
+            dbias = dtokens[:, T:].sum((0, 1), dtype=None if dtokens.dtype == ctx.dtypes[0] else torch.float32)
+            dbias = dbias.to(ctx.dtypes[0])
+        elif needs[3] or needs[4]:
             one = dtokens.shape[0] == 1  # no sum; gradients are copies, so that none shares memory
             rows = dtokens[0] if one else dtokens.sum(0, dtype=torch.float32)  # [T + N, D]
             bias, pos, first = ctx.dtypes
