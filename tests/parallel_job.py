@@ -25,6 +25,13 @@ from fastvit_triton.train import checkpoint, trainer
 from fastvit_triton.train.data import Data, TensorBatches
 from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.train.distributed import World, process_group
+from fastvit_triton.train.distributed.checkpoint import (
+    full_state,
+    load_full_state,
+    load_sharded,
+    newest_sharded,
+    save_sharded,
+)
 from fastvit_triton.train.distributed.parallel import checkpoint_blocks, ddp, find_blocks, fsdp
 from fastvit_triton.train.recipes import Recipe
 from fastvit_triton.train.sources import load
@@ -212,22 +219,22 @@ def checkpoints(folder: Path, world: World) -> dict:
                 place.mkdir()
             world.barrier()
             model, optimizer = trained(wrap, world)
-            state = checkpoint.full_state(model, optimizer)
+            state = full_state(model, optimizer)
             for step in (5, 6, 7):
-                checkpoint.save_sharded(place, step, model, optimizer, world, extra={"step": step}, per_rank=world.rank)
+                save_sharded(place, step, model, optimizer, world, extra={"step": step}, per_rank=world.rank)
             if world.is_main:
                 torch.save(state, folder / f"{name}.pt")
                 report[name, "kept"] = sorted(path.name for path in place.iterdir())
         world.barrier()
         model, optimizer = fresh(wrap, world)
-        path, damaged = checkpoint.newest_sharded(place, world)
-        extra, own = checkpoint.load_sharded(path, model, optimizer, world)
+        path, damaged = newest_sharded(place, world)
+        extra, own = load_sharded(path, model, optimizer, world)
         report[name, "own"] = world.all_gather(own)
         report[name, "read"] = [path.name, len(damaged), extra]
-        report[name, "sharded"] = same(checkpoint.full_state(model, optimizer), folder / f"{name}.pt")
+        report[name, "sharded"] = same(full_state(model, optimizer), folder / f"{name}.pt")
         model, optimizer = fresh(wrap, world)
-        checkpoint.load_full_state(torch.load(folder / f"{name}.pt", mmap=True), model, optimizer)
-        report[name, "whole"] = same(checkpoint.full_state(model, optimizer), folder / f"{name}.pt")
+        load_full_state(torch.load(folder / f"{name}.pt", mmap=True), model, optimizer)
+        report[name, "whole"] = same(full_state(model, optimizer), folder / f"{name}.pt")
     return {" ".join(key): value for key, value in report.items()}
 
 

@@ -19,7 +19,7 @@ from ..engine import replay, ways
 from ..engine.body import Body
 from ..engine.hooks import PACKAGE, has_hooks, has_watched_child
 from ..engine.mlp import MlpBody
-from ..engine.source import defines
+from ..engine.source import code_of, defines
 from ..kernels import backend, choose, launch
 from ..kernels.backend import constant, transparent
 from .recognition import recognised
@@ -149,6 +149,9 @@ def known_type(module: nn.Module) -> str:
 @constant
 def _known_type(cls: type[nn.Module]) -> str:
     name = f"{cls.__module__}.{cls.__qualname__}"
+    if name.startswith("torch.distributed."):
+        cls = code_of(cls).base  # FSDP2 makes a class of another, and changes no method
+        name = f"{cls.__module__}.{cls.__qualname__}"
     if name in FORWARDS or name.startswith("torch."):
         return name
     if name.startswith(f"{PACKAGE}."):
