@@ -109,6 +109,7 @@ def state() -> dict[str, object]:
         default_dtype=torch.get_default_dtype(),
         ieee=launch.is_ieee(torch.float32),
         hooks=held,
+        measured=sorted(Path(_cache.name).glob("*.json")),
     )
 
 
