@@ -35,12 +35,12 @@ TOKENS = 197  # of an image of 224 × 224 in patches of 16 × 16
 BATCHES = (1, 8, 64, 256)
 NOTES = """
 Nothing here was measured. Launches and bytes are counted from shapes: an operator that writes memory is one launch, \
-which reads its operands and writes its results once. Those of torch.compile are estimated by a rule \
-(expected/inductor.py). Expected times are the longer of GPU and host time of the whole call, from rates of data \
+which reads its operands and writes its results as often as its kernels do. Those of torch.compile are estimated by a \
+rule (expected/inductor.py). Expected times are the longer of GPU and host time of the whole call, from rates of data \
 sheets and constants fitted to published throughput of inference (expected/rates.json); a range in brackets is from \
 the best to the pessimistic rates of our kernels, and a percentage is the error that nine of ten predicted gains of \
 torch.compile over eager do not exceed in the model's family. How calls run is chosen by the table of the GPU \
-(kernels/tuned/choices), from pessimistic rates."""
+(kernels/tuned/choices), from expected rates; what may be slower than PyTorch at pessimistic ones counts ten times."""
 FROZEN = " Frozen: after fastvit_triton.freeze, which folds the LayerNorms of fused blocks into their projections once."
 SAVED = " Saved: activations that the blocks save for the backward pass."
 
