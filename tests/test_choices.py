@@ -509,7 +509,8 @@ def test_bytes_of_a_block(autocast, options, way, training):
     casts = (4 + 2) * sum(p.numel() for layer in net.blocks.modules() if type(layer) is torch.nn.Linear
                           for p in layer.parameters()) * (2 if training else 1)  # fmt: skip
     want = sum(one.nbytes for one in blocks.launches(gpu, sizes, way, training, False))
-    tolerance = (0.06 if autocast else 0.02) if training else 0.01
+    statistics = 0.005 * (way == "fused" and not autocast)  # of rows; folds are of 16-bit streams only
+    tolerance = (0.06 if autocast else 0.02) if training else 0.005 + statistics
     assert totals[0] - totals[1] - casts * autocast == pytest.approx(want, rel=tolerance)
 
 
