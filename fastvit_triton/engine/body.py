@@ -299,8 +299,11 @@ def fold_or_normalize(
 
 def normalize_for(entry: Entry, x: Tensor) -> Tensor:
     """The norm of an entry, of x [..., D], for its linear layers alone: our kernel writes what autocast casts it to."""
-    if torch.is_autocast_enabled(x.device.type) and x.shape[-1] <= MAX_D and can_fuse(x):
-        return run_either(x, entry.parameters, product_dtype(x))
+    if x.shape[-1] <= MAX_D and can_fuse(x):
+        if torch.is_autocast_enabled(x.device.type):
+            return run_either(x, entry.parameters, product_dtype(x))
+        if entry.parameters.kind == "layer_norm":  # an RMSNorm's forward also compares dtypes
+            return layer_norm(x, *entry.parameters[:3])
     return normalize(x, entry.norm)
 
 
