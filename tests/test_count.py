@@ -1,5 +1,6 @@
 """Tests of `doctor --model`'s counts of launches, bytes and flops. Oracle: hand counts and recorded launches."""
 
+import sys
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, freeze, optimize
+from fastvit_triton.engine.values import reserved
 from fastvit_triton.expected.blocks import host_us
 from fastvit_triton.expected.count import count, predict, weightless
 from fastvit_triton.expected.events import Count
@@ -45,6 +47,30 @@ def test_operators_by_hand():
     assert count(lambda: x.t().reshape(2, 4, 6).detach().unbind(0)) == Count()
     assert count(lambda: (x.new_empty(5), torch.empty_like(x))) == Count()
     assert count(F.gelu, empty(1, 8).expand(6, 8)).nbytes == 2 * (8 + 48)  # only one row is read
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems give no addresses without memory")
+def test_tensors_may_be_larger_than_the_memory():
+    """Oracle: bytes by hand; the input and the result of 2 TB each have addresses alone."""
+    x = reserved(torch.empty(2**20, 2**20, dtype=torch.bfloat16, device="meta"))
+    assert count(F.gelu, x) == Count(1, 2 * 2 * 2**40)
+    assert count(F.gelu, x[:, ::2].mT) == Count(1, 2 * 2**40)
+    places = torch.zeros(2**20, dtype=torch.int64)  # whose values are known, so that small results are computed
+    assert count(torch.zeros, 2**20, 2**20) == Count(1, 4 * 2**40)
+    assert count(lambda: places.new_zeros(2**40)).launches == 1
+    assert count(lambda: F.one_hot(places, 2**20).to(torch.bfloat16)).nbytes > 3 * 8 * 2**40
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_gradients_of_a_convolution_by_hand(groups, transposed):
+    """Oracle: dx and dW each have as many products as y, whatever the number of groups."""
+    layer = (nn.ConvTranspose2d if transposed else nn.Conv2d)(8, 8, 3, padding=1, groups=groups, dtype=torch.bfloat16)
+    x = empty(2, 8, 5, 6).requires_grad_()
+    one = 2 * 2 * 8 * 5 * 6 * (8 // groups) * 9
+    assert count(layer, x).flops == one
+    assert count(lambda: layer(x).backward(empty(2, 8, 5, 6))).flops == 3 * one
+    assert count(lambda: layer(x.detach()).backward(empty(2, 8, 5, 6))).flops == 2 * one  # dW alone
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -4,12 +4,17 @@ Integers given on the CPU, constants (`zeros`, `arange`, `tensor`), and what is 
 masks, grids and positions. Weights, images and all that depends on them are uninitialised.
 """
 
+import mmap
+import sys
+
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map_only
 
 CONSTANTS = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")  # read shapes only
+LARGE = 2**30  # bytes of a tensor from which on Linux is asked for addresses alone, as it refuses more than its memory
+MAP_NORESERVE = 0x4000  # of <sys/mman.h>; Python's mmap lacks the name before 3.13
 OVERWRITES = ("fill_", "zero_", "copy_")
 
 
@@ -25,8 +30,12 @@ def has_values(t: Tensor) -> bool:
 
 
 def reserved(t: Tensor) -> Tensor:
-    """An uninitialised CPU tensor with the same shape and strides."""
-    return mark(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu"), False)
+    """An uninitialised CPU tensor with the same shape and strides, which may be larger than the memory."""
+    nbytes = t.element_size() * (1 + sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True)))
+    if nbytes < LARGE or sys.platform != "linux" or not t.numel():
+        return mark(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu"), False)
+    addresses = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    return mark(torch.frombuffer(addresses, dtype=t.dtype).as_strided(t.shape, t.stride()), False)
 
 
 def described(t: Tensor) -> Tensor:
@@ -41,7 +50,7 @@ def given(t: Tensor) -> Tensor:
 
 def is_known(function: OpOverload, name: str, tensors: list[Tensor]) -> bool:
     """True if the results of this operator are computed from values that are known."""
-    if torch.Tag.nondeterministic_seeded in function.tags:
+    if torch.Tag.nondeterministic_seeded in function.tags or any(t.nbytes >= LARGE for t in tensors):
         return False
     if name in OVERWRITES:
         storage = tensors[0].untyped_storage()

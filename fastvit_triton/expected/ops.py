@@ -101,7 +101,7 @@ def _patch_embed(size: int, training: bool, M: int, K: int, D: int, prefix: bool
     theirs += [one_pass(b, 2 * M * D)] * prefix + [one_pass(b, 2 * M * D)] * pos
     if training:
         ours += [product(b, D, K, M, True, 8 / size * K * D * math.ceil(M / 4096)), small]  # fp32 sums
-        ours += [summed] + [small, small] * (prefix or pos) + [small] * (prefix + pos)
+        ours += [summed] + [summed] * pos + [small] * prefix
         theirs += [product(b, D, K, M)._replace(kind="convolution"), summed] + [summed] * pos + [small] * prefix
     return ours, theirs
 

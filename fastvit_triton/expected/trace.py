@@ -24,10 +24,20 @@ from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from ..engine.replay.recorder import ALLOCATE, READERS
-from ..engine.values import described, has_values, is_known, mark, positions, reserved, written_arguments
+from ..engine.values import (
+    CONSTANTS,
+    LARGE,
+    described,
+    has_values,
+    is_known,
+    mark,
+    positions,
+    reserved,
+    written_arguments,
+)
 from ..kernels import launch, linear_backward, settings, tile
 from ..kernels.op import REGISTERED
 from ..kernels.sizes import seen_pairs
@@ -101,13 +111,14 @@ class _Tracer(TorchDispatchMode):
                 return function.decompose(*arguments, **named)
         if function.is_view or not _gives_tensors(function):
             return function(*arguments, **named)
+        on_meta = arguments, {k: torch.device("meta") if k == "device" and v else v for k, v in named.items()}
+        on_meta = tree_map_only(Tensor, described, on_meta)
         if name in ALLOCATE:
-            return self._allocate(mark(function(*arguments, **named), False, empty=True))
+            return self._allocate(mark(reserved(function(*on_meta[0], **on_meta[1])), False, empty=True))
         values_known = is_known(function, name, tensors)
-        call = (arguments, named)
-        if not values_known:
-            call = arguments, {k: torch.device("meta") if k == "device" and v else v for k, v in named.items()}
-            call = tree_map_only(Tensor, described, call)
+        if values_known and (not tensors or name in CONSTANTS):
+            values_known = all(t.nbytes < LARGE for t in _tensors(function(*on_meta[0], **on_meta[1])))
+        call = (arguments, named) if values_known else on_meta
         outputs = results = function(*call[0], **call[1])
         if name == "convolution" and suggest_memory_format(tensors[0]) == torch.channels_last:
             outputs = results = results.to(memory_format=torch.channels_last)  # as cuDNN's, unlike on the meta device
@@ -234,6 +245,9 @@ class _Tracer(TorchDispatchMode):
         else:
             flops = _products(*arguments[:3]) if packet.__name__ in FLASH else 0
         given = {a.name: value for a, value in zip(function._schema.arguments, arguments, strict=False)} | named
+        if packet is torch.ops.aten.convolution_backward:  # PyTorch counts dW of a grouped one as that of a dense one
+            dy, x, weight = (t.shape for t in arguments[:3])
+            flops = sum(given["output_mask"][:2]) * conv_flop_count(x, weight, dy, given["transposed"])
         if given.get("is_causal"):  # PyTorch counts the pairs that the mask leaves out, and its kernels skip them
             Nq, Nk = (given[name].shape[-2] for name in ("query", "key"))
             flops = flops * seen_pairs(Nq, Nk, True) // max(Nq * Nk, 1)

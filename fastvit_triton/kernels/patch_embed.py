@@ -347,6 +347,11 @@ _bwd_op = register(
 )
 
 
+def _summed(dtokens: Tensor, axes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The sum over these axes in fp32, rounded once; one launch if dtokens has the dtype of the result."""
+    return dtokens.sum(axes, dtype=None if dtokens.dtype == dtype else torch.float32).to(dtype)
+
+
 class _Fn(torch.autograd.Function):
     """Autograd of patch_embed_fwd by patch_embed_bwd; saves the image and the parameters."""
 
@@ -366,18 +371,13 @@ class _Fn(torch.autograd.Function):
         dimage = dweight = dbias = dpos = dprefix = None
         if needs[1]:
             dweight = _bwd_op(dtokens, image, weight, prefix, mean, std).to(weight.dtype)
-        if needs[2] and not (needs[3] or needs[4]):
-            dbias = dtokens[:, T:].sum((0, 1), dtype=None if dtokens.dtype == ctx.dtypes[0] else torch.float32)
-            dbias = dbias.to(ctx.dtypes[0])
-        elif needs[3] or needs[4]:
-            one = dtokens.shape[0] == 1  # no sum; gradients are copies, so that none shares memory
-            rows = dtokens[0] if one else dtokens.sum(0, dtype=torch.float32)  # [T + N, D]
-            bias, pos, first = ctx.dtypes
-            dbias = rows[T:].sum(0, dtype=torch.float32).to(bias) if needs[2] else None
-            if needs[3]:
-                dpos = rows[len(rows) - ctx.rows :][None]
-                dpos = dpos.to(pos, copy=True) if one else dpos.to(pos)
-            dprefix = rows[:T][None].to(first, copy=True) if needs[4] else None
+        bias, pos, first = ctx.dtypes
+        if needs[2]:
+            dbias = _summed(dtokens[:, T:], (0, 1), bias)
+        if needs[3]:
+            dpos = _summed(dtokens[:, dtokens.shape[1] - ctx.rows :], (0,), pos)[None]
+        if needs[4]:
+            dprefix = _summed(dtokens[:, :T], (0,), first)[None]
         if needs[0]:
             h, w = (side // patch for side, patch in zip(image.shape[2:], weight.shape[2:], strict=True))
             dt = dtokens[:, T:].transpose(1, 2).unflatten(2, (h, w)).to(weight.dtype)
