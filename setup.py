@@ -17,6 +17,7 @@ DEMO = [
 JSONSCHEMA = "jsonschema>=4.20"  # checks the files that users contribute
 DETECT = [
     "scipy>=1.10",  # assigns predictions to objects
+    "pycocotools>=2.0.8",  # average precision
     "pyyaml>=6",  # data.yaml of YOLO
 ]
 SHARDS = [
@@ -63,7 +64,6 @@ TEST = [
     "accelerate",  # dispatches models by device_map
     "pytorch-lightning",  # trains a model that its callback optimises
     "peft",  # adapts language models whose vision tower is converted
-    "pycocotools",  # oracle: average precision
     "einops",  # the survey's snippets use it
     "ruff",
     "mypy",  # .ci/run

@@ -13,6 +13,8 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fastvit_triton import create_model, optimize
-from fastvit_triton.train import checkpoint, trainer
+from fastvit_triton.train import checkpoint
 from fastvit_triton.train.data import Data, TensorBatches
 from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.train.distributed import World, process_group
@@ -34,7 +36,9 @@ from fastvit_triton.train.distributed.checkpoint import (
 )
 from fastvit_triton.train.distributed.parallel import checkpoint_blocks, ddp, find_blocks, fsdp
 from fastvit_triton.train.recipes import Recipe
+from fastvit_triton.train.run import Run
 from fastvit_triton.train.sources import load
+from fastvit_triton.train.trainer import build_trainer
 
 LR, STEPS = 0.5, 3
 CLIP = 1.0
@@ -296,10 +300,12 @@ def run(
     small = {"embed_dim": 16, "depth": 2, "num_heads": 2} | options
     model = wrap(create_model("vit_digits_patch2_8", **small))
     data = data or load(str(image_folder), recipe, world=world, skip_bad_images=True)
-    built = trainer.build_trainer(model, data, recipe, grad_accum_steps=2, parallel=engine, world=world)
+    built = build_trainer(model, data, recipe, grad_accum_steps=2, parallel=engine, world=world)
     torch.manual_seed(5)
-    step, start = 0 if state is None else 5, {"settings": {}, "save": save_state_dict, "state": state}
-    for progress in trainer.run(built, out, **start, save_every=None if stop is None else 1):
+    step = 0 if state is None else 5
+    models: Any = SimpleNamespace(save_weights=save_state_dict)
+    started = Run(trainer=built, out=out, settings={}, models=models, state=state)
+    for progress in started.steps(save_every=None if stop is None else 1):
         step += not progress.done
         if step == stop or (progress.done and progress.epoch == RECIPE.epochs):
             break

@@ -194,25 +194,26 @@ WRONG = {
     "train": {
         "--data": ("nowhere", "--data nowhere is not a folder"),
         "--model": ("vit_nothing", "no model is called 'vit_nothing'"),
-        "--epochs": ("0", "--epochs is 0"),
-        "--lr": ("fast", "--lr is 'fast'"),
+        "--epochs": ("many", "--epochs is 'many'; use an integer"),
+        "--lr": ("fast", "--lr is 'fast'; use a number"),
         "--recipe": ("none", "--recipe is 'none'"),
         "--weights": ("none.pt", "there is no checkpoint none.pt"),
         "--device": ("warp", "--device warp does not work here"),
         "--workers": ("-1", "--workers is -1"),
     },
     "benchmark": {
-        "--batch": ("0", "--batch is 0"),
-        "--dtype": ("int8", "--dtype: invalid choice"),
-        "--model": ("vit_nothing", "vit_nothing"),
+        "--batch": ("0", "--batch is 0; use an integer of at least 1"),
+        "--dtype": ("int8", "--dtype: invalid choice: 'int8'"),
+        "--model": ("vit_bas_patch16", "the nearest are vit_base_patch16"),
         "--device": ("warp", "--device warp"),
+        "--out": ("nowhere/rows.json", "nowhere/rows.json is in a folder"),
     },
     "check": {
         "--model": ("vit_nothing", "no model is called 'vit_nothing'"),
-        "--batch": ("0", "--batch is 0"),
+        "--batch": ("0", "--batch is 0; use an integer of at least 1"),
         "--img-size": ("big", "--img-size is big"),
-        "--dtype": ("int8", "--dtype: invalid choice"),
-        "--out": ("nowhere/x.json", "--out nowhere/x.json"),
+        "--dtype": ("int8", "--dtype: invalid choice: 'int8'"),
+        "--out": ("nowhere/x.json", "--out nowhere/x.json is in a folder that does not exist"),
     },
     "doctor": {
         "--gpu": ("gtx970", "--gpu is gtx970"),
@@ -268,6 +269,10 @@ def test_missing_libraries_are_named_with_their_extra(digits_run: Path, tmp_path
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "timm", None)
         assert "fastvit_triton[timm]" in refused(capsys, "benchmark", "--model", "resnet18")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pycocotools.coco", None)
+        patch.setattr("fastvit_triton.train.run.load", lambda *words, **options: pytest.fail("listed"))
+        assert "pycocotools; pip install 'fastvit_triton[detect]'" in refused(capsys, *train, "--data", "scenes")
     for name in [name for name in sys.modules if name.split(".")[0] == "sklearn"] + ["sklearn", "sklearn.datasets"]:
         monkeypatch.setitem(sys.modules, name, None)
     assert "scikit-learn; pip install 'fastvit_triton[demo]', or give a folder" in refused(capsys, *train)
@@ -414,8 +419,6 @@ def test_invalid_input(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "img_size height 9 is not a multiple of patch_size 2; use 8 or 10" in refused(
         capsys, *train, "--img-size", 9
     )
-    assert "--device warp does not work here" in refused(capsys, *train, "--device", "warp")
-    assert "there is no checkpoint" in refused(capsys, *train, "--weights", tmp_path / "none.safetensors")
     assert not out.exists()
     assert "there is no checkpoint" in refused(capsys, "evaluate", "--checkpoint", tmp_path)
     named = refused(capsys, "evaluate", "--checkpoint", tmp_path / "none")
@@ -423,8 +426,6 @@ def test_invalid_input(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "exists already" in refused(capsys, "convert", digits_run, digits_run / WEIGHTS, "--to", "timm")
     bare = tmp_path / "bare.safetensors"
     assert main(["convert", str(digits_run), str(bare), "--to", "timm"]) == 0
-    assert "--epochs is 'many'; use an integer" in refused(capsys, "train", "--epochs", "many")
-    assert "--lr is 'high'; use a number" in refused(capsys, "train", "--lr", "high")
 
 
 @pytest.mark.full
@@ -673,11 +674,8 @@ def test_benchmark_on_a_gpu_reports_times_and_memory(capsys: pytest.CaptureFixtu
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("default")
-def test_benchmark_rejects_invalid_options(capsys: pytest.CaptureFixture):
-    """Oracle: the sentence names what was given and suggests a remedy."""
-    assert "the nearest are vit_base_patch16" in refused(capsys, "benchmark", "--model", "vit_bas_patch16")
-    assert "--batch is 0; use an integer of at least 1" in refused(capsys, "benchmark", "--batch", "0")
-    assert "nowhere/rows.json is in a folder" in refused(capsys, "benchmark", "--out", "nowhere/rows.json")
+def test_benchmark_rejects_batches_that_do_not_fit(capsys: pytest.CaptureFixture):
+    """Oracle: the sentence names the model and says what would fit."""
     sentence = refused(capsys, "benchmark", "--device", "cpu", "--batch", "1000000000")
     assert "GiB for vit_tiny_patch16_224" in sentence and "can fit" in sentence
 
@@ -939,7 +937,6 @@ def test_doctor_names_the_way_of_each_module(capsys: pytest.CaptureFixture):
         ("torchvision:nothing", "torchvision has no model called 'nothing'"),
         ("keras:vit", "begins with 'keras'; use timm:NAME, torchvision:NAME, hf-config:PATH_OR_CLASS"),
         ("vit_nothing", "no model is called 'vit_nothing'"),
-        ("absent:vit", "begins with 'absent'"),
         ("hf-config:Nothing", "not a file, a folder with config.json, or a class"),
         ("hf-config:AutoConfig", "or a class of transformers"),
         ("hf-config:BertConfig", "BertModel takes input_ids, not images"),
@@ -955,7 +952,6 @@ def test_doctor_names_the_way_of_each_module(capsys: pytest.CaptureFixture):
         ("timm:resnet18 --img-size 9x", "--img-size is 9x; use a side of at least 1 pixel, or HEIGHTxWIDTH"),
         ("torchvision:vit_b_16 --img-size 64x32", "--img-size is 64x32, and torchvision's ViTs take square images"),
         ("hf-config:CLIPConfig --img-size 64x32", "--img-size is 64x32, and CLIPVisionModel takes square images"),
-        ("timm:resnet18 --batch 0", "--batch is 0"),
         ("timm:resnet18 --gpu gtx970", "--gpu is gtx970; use one of h200, "),
         ("timm:resnet18 --gpu 200", "--gpu is 200; use one of h200, b200"),
         ("timm:resnet18 --amp float64", "--amp: invalid choice: 'float64'"),

@@ -26,7 +26,7 @@ from fastvit_triton.cli import train as train_cli
 from fastvit_triton.cli.recipe_options import RECIPE_OPTIONS
 from fastvit_triton.cli.tasks import TASKS, TrainedModel
 from fastvit_triton.intervals import percent
-from fastvit_triton.train import Recipe, Run, Step, newest_state, parameter_groups, trainer
+from fastvit_triton.train import Recipe, Run, Step, newest_state, parameter_groups, run
 from fastvit_triton.train.batch import blank_target, divide, to_device
 from fastvit_triton.train.data import Data
 from fastvit_triton.train.data.transform import Transform
@@ -408,7 +408,7 @@ def _weights_of(out: Path, *words: str) -> bytes:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load, "TRAINING", (4, 0))
         patch.setattr(load, "TEST", (1, 1))
-        patch.setattr(trainer, "draw_results", lambda *given: None)
+        patch.setattr(run, "draw_results", lambda *given: None)
         usual = {"--epochs": "1", "--batch-size": "2", "--img-size": "16"}
         usual |= dict(zip(words[::2], words[1::2], strict=True))
         if train_command(out / "run", "--data", "scenes", *(word for pair in usual.items() for word in pair)):

@@ -24,13 +24,13 @@ from agreement import one_sentence
 from commands import run_python
 from PIL import Image
 from sampling import sampled
-from test_train import RECIPE, save, stripes, tiny
+from test_train import RECIPE, steps_of, stripes, tiny
 
 from fastvit_triton.cli.loading import load_trained
 from fastvit_triton.files import replacing, sweep
 from fastvit_triton.models import create_model
 from fastvit_triton.models.weights import save_weights
-from fastvit_triton.train import checkpoint, outputs, trainer
+from fastvit_triton.train import checkpoint, outputs, run
 from fastvit_triton.train.data import Data, TensorBatches
 from fastvit_triton.train.data.folder import FolderBatches, ImageFiles
 from fastvit_triton.train.data.split import SPLIT
@@ -39,22 +39,23 @@ from fastvit_triton.train.loop import Diverged
 from fastvit_triton.train.recipes import FOLDER, override_recipe
 from fastvit_triton.train.settings import check_unchanged
 from fastvit_triton.train.sources import load
+from fastvit_triton.train.trainer import Trainer, build_trainer
 
 
-def build() -> trainer.Trainer:
+def build() -> Trainer:
     """A trainer with shuffling, augmentation, erasing, mixing, dropout, stochastic depth, clipping and EMA."""
     transform, model = Transform((8, 8), (0.2,), (0.3,)), tiny(drop_path_rate=0.2, proj_drop_rate=0.1)
     train = TensorBatches(*stripes(61), transform, 8, torch.clone)
     data = Data("stripes", tuple("0123456789"), transform, train, TensorBatches(*stripes(16), transform, 8))
     torch.manual_seed(5)
-    return trainer.build_trainer(model, data, RECIPE)
+    return build_trainer(model, data, RECIPE)
 
 
 def train(out: Path, save_every: int | None = 1, last: int | None = None) -> int:
     """Starts or resumes the run in `out`; returns the number of steps taken, at most `last`."""
     built, steps = build(), 0
     state = checkpoint.newest_state(out)[0] if held(out) else None
-    for progress in trainer.run(built, out, settings={}, save=save, state=state, save_every=save_every):
+    for progress in steps_of(built, out, state, save_every=save_every):
         steps += not progress.done
         if steps == last:
             break
@@ -203,7 +204,7 @@ def test_files_that_follow_from_the_state_are_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn, name: str, damage: str
 ):
     """Oracle: the files of the finished run; its last epoch is its best."""
-    monkeypatch.setattr(trainer, "is_best", lambda history: True)
+    monkeypatch.setattr(run, "is_best", lambda history: True)
     train(tmp_path)
     path, names = tmp_path / name, (outputs.WEIGHTS, outputs.BEST, outputs.LOG)
     before = {name: (tmp_path / name).read_bytes() for name in names}
@@ -390,7 +391,7 @@ def test_weights_are_there_when_a_plot_fails(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(outputs, "curves", fail)
     monkeypatch.setattr(outputs, "predictions", fail)
-    for _ in trainer.run(build(), tmp_path, settings={}, save=save, warn=said.append):
+    for _ in steps_of(build(), tmp_path, warn=said.append):
         pass
     sentences = [f"cannot write {tmp_path / name}: no fonts; its previous content is intact" for name in PLOTS]
     assert said == sentences
@@ -473,7 +474,7 @@ def test_divergence_names_step_images_and_state(tmp_path: Path):
     whole = build()
     steps = 0
     with pytest.raises(Diverged) as caught:
-        for progress in trainer.run(whole, tmp_path, settings={}, save=save, save_every=1):
+        for progress in steps_of(whole, tmp_path, save_every=1):
             steps += not progress.done
             if steps == 11:
                 whole.data.train.images.fill_(torch.inf)
@@ -489,7 +490,7 @@ def test_divergence_names_step_images_and_state(tmp_path: Path):
 def test_non_finite_weights_are_not_saved(tmp_path: Path):
     """Oracle: the files after the first epoch; a weight becomes NaN after the last step of the second."""
     whole, names = build(), (outputs.WEIGHTS, outputs.BEST, checkpoint.STATE)
-    for progress in trainer.run(whole, tmp_path, settings={}, save=save):
+    for progress in steps_of(whole, tmp_path):
         if progress.done and progress.epoch == 1:
             before = [(tmp_path / name).read_bytes() for name in names]
         if progress.step == len(whole.data.train) and progress.epoch == 2 and not progress.done:
@@ -515,9 +516,9 @@ def test_a_worker_that_dies_between_batches_raises(tmp_path: Path, monkeypatch: 
     def handler(*_: object) -> bool:
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
 
-    monkeypatch.setattr(trainer, "has_finite_weights", handler)
+    monkeypatch.setattr(run, "has_finite_weights", handler)
     with pytest.raises(OSError, match=r"^a worker process that decodes images died"):
-        list(trainer.run(build(), tmp_path, settings={}, save=save, save_every=1))
+        list(steps_of(build(), tmp_path, save_every=1))
 
 
 @pytest.mark.fast

@@ -13,10 +13,11 @@ from commands import refused, start
 from patience import HANG, PATIENCE
 from test_data import write_folder
 from test_photos import SMALL, photographs
-from test_recovery import build, same, save, train, weights
+from test_recovery import build, same, train, weights
+from test_train import steps_of
 
 from fastvit_triton.cli import main
-from fastvit_triton.train import checkpoint, progress, stopping, trainer
+from fastvit_triton.train import checkpoint, progress, stopping
 from fastvit_triton.train.checkpoint import STATE, load_state
 from fastvit_triton.train.distributed import World
 from fastvit_triton.train.loop import Progress
@@ -44,7 +45,7 @@ def test_a_stopped_run_resumes_with_the_same_bits(step: int, tmp_path: Path, und
     train(whole, save_every=None)
     with listening() as request, pytest.raises(Stopped, match=f"after step {step} of epoch 1"):
         request.deferred = True
-        for now in trainer.run(build(), out, settings={}, save=save, stop=request):
+        for now in steps_of(build(), out, stop=request):
             if now.step == step - 1:
                 os.kill(os.getpid(), signal.SIGTERM)
     held = load_state(out / STATE)["progress"]
@@ -58,7 +59,7 @@ def test_a_run_that_is_asked_at_its_end_is_finished(tmp_path: Path):
     """Oracle: no exception after the last epoch; its plots are drawn."""
     with listening() as request:
         request.deferred = True
-        for now in trainer.run(build(), tmp_path, settings={}, save=save, stop=request):
+        for now in steps_of(build(), tmp_path, stop=request):
             if now.epoch == build().epochs and now.done:
                 os.kill(os.getpid(), signal.SIGTERM)
     assert request.name == "SIGTERM" and (tmp_path / "curves.png").exists()

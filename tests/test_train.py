@@ -6,12 +6,13 @@ import math
 import os
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import parallel_job
 import pytest
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from fastvit_triton.files import replacing
 from fastvit_triton.models import create_model
-from fastvit_triton.train import checkpoint, outputs, plots, trainer
+from fastvit_triton.train import checkpoint, outputs, plots, run
 from fastvit_triton.train import progress as progress_display
 from fastvit_triton.train.augment.mix import mixup
 from fastvit_triton.train.data import Data, TensorBatches
@@ -32,8 +33,10 @@ from fastvit_triton.train.loop import Diverged, Progress, Score, evaluate, fit
 from fastvit_triton.train.optim import adamw, parameter_groups, reinit_pos_embed, warmup_cosine
 from fastvit_triton.train.progress import show_progress, with_estimate
 from fastvit_triton.train.recipes import DIGITS
+from fastvit_triton.train.run import Run
 from fastvit_triton.train.settings import resolve_settings
 from fastvit_triton.train.step import Step, count_correct
+from fastvit_triton.train.trainer import Trainer, build_trainer
 
 TINY = {"embed_dim": 16, "depth": 1, "num_heads": 2}
 RECIPE = replace(parallel_job.RECIPE, epochs=3, ema_decay=0.9, shift=1)
@@ -63,14 +66,20 @@ def save(model: nn.Module, path: Path, metadata: dict[str, str]) -> None:
         torch.save(model.state_dict(), file)  # the same bytes whatever the file's name
 
 
+def steps_of(trainer: Trainer, out: Path, state: dict | None = None, seed: int = 0, **options) -> Iterator:
+    """The generator of a run in `out`."""
+    models: Any = SimpleNamespace(save_weights=save)
+    return Run(trainer=trainer, out=out, settings={"seed": seed}, models=models, state=state).steps(**options)
+
+
 def train(out: Path, epochs: int = 3, resume: bool = False, **options) -> nn.Module:
     """Trains `epochs` of three epochs in `out`; `resume` continues the run there."""
     out.mkdir(exist_ok=True)
     model = tiny(drop_path_rate=0.2, proj_drop_rate=0.1)
     torch.manual_seed(5)
     state = checkpoint.newest_state(out)[0] if resume else None
-    built = trainer.build_trainer(model, data(), RECIPE)
-    for progress in trainer.run(built, out, settings={"seed": 5}, save=save, state=state, **options):
+    built = build_trainer(model, data(), RECIPE)
+    for progress in steps_of(built, out, state, seed=5, **options):
         if progress.test is not None and progress.epoch == epochs < RECIPE.epochs:
             break
     return model
@@ -260,7 +269,7 @@ def test_full_disk_leaves_the_epoch_before(tmp_path: Path, monkeypatch: pytest.M
 
     Resuming writes three files again, and an epoch writes four.
     """
-    monkeypatch.setattr(trainer, "is_best", lambda history: True)
+    monkeypatch.setattr(run, "is_best", lambda history: True)
     train(tmp_path, epochs=1)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     sync, calls = os.fsync, iter(range(1, 1000))

@@ -320,14 +320,10 @@ def _tuned(tuned: "Tuned", dry: bool) -> str:
 
 def _chosen(part: dict) -> str:
     """The way of a block, and the one before it was measured."""
-    before, after = (_name(part[key]) for key in ("rule", "way"))
+    before, after = ({"onednn": "by oneDNN"}.get(part[key], part[key]) for key in ("rule", "way"))
     if part["way"] is None:
         return f"{before}, as before, because it was not measured in time"
     return f"{after}, as before" if after == before else f"{after} (before: {before})"
-
-
-def _name(way: str | None) -> str:
-    return "by oneDNN" if way == "onednn" else str(way)
 
 
 STAGES = {"tune": _tune, "compare": _compare, "runtimes": _runtimes, "max-autotune": _compare}

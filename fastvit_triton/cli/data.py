@@ -50,11 +50,11 @@ def run(args: argparse.Namespace) -> int:
         print_line(f"{args.data} has no test images; divided as by train --val-split {FRACTION}")
     if fraction is not None:
         check("--val-split", fraction, OpenFraction)
-    recipe = RECIPES[args.data if args.data in COMPOSED else "boxes" if boxes else "folder"]
+    recipe = RECIPES[args.data if args.data in ("digits", *COMPOSED) else "boxes" if boxes else "folder"]
     with quiet():
         found = load(
             args.data,
-            recipe if args.data != "digits" else RECIPES["digits"],
+            recipe,
             skip_bad_images=True,
             max_pixels=args.max_pixels,
             split=None if fraction is None else Split(fraction, 0),

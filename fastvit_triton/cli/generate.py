@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from .arguments import add_checkpoint, add_shared, at_least
 from .console import print_line
-from .images import save_pixels, unreadable
+from .images import read_only, save_pixels
 from .loading import load_for
 
 if TYPE_CHECKING:
@@ -76,16 +76,15 @@ def _classes(label: str | None, names: tuple[str, ...], count: int, images: int)
 def _prefix(args: argparse.Namespace, model: Any, levels: float | None) -> "Tensor":
     """The codes [1, n] of the upper rows of an image file, resized to the model's images."""
     from ..models.config import sides
-    from ..train.data.transform import Transform, find_defect, read_image
+    from ..train.data.transform import Transform
 
-    if defect := find_defect(args.prefix, True, args.max_pixels, levels):
-        raise ValueError(f"--prefix: {unreadable(args.prefix, defect)}")
+    prefix = read_only(args.prefix, "--prefix: ", args.max_pixels, levels)
     height, width = sides(model.config.img_size)
     rows = args.rows or height // 2
     if rows > height:
         raise ValueError(f"--rows is {rows}; an image of this model has {height} rows")
     half = (0.5,) * model.config.in_chans
-    image = Transform((height, width), half, half)(read_image(args.prefix, args.max_pixels, levels))
+    image = Transform((height, width), half, half)(prefix)
     return model.encode(image[None].to(next(model.parameters())))[:, : rows * model.grid[1]]
 
 

@@ -11,6 +11,7 @@ from ..files import printable, replacing
 from .console import print_error, print_skipped
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from torch import Tensor
 
 Item = TypeVar("Item")
@@ -61,6 +62,15 @@ def unreadable(file: Path, defect: str) -> str:
     if file.exists():
         return f"{file} cannot be read as an image: {defect}"
     return f"no file matches {file}" if glob.has_magic(str(file)) else f"{file} does not exist"
+
+
+def read_only(file: Path, option: str, max_pixels: int, levels: float | None) -> "Image":
+    """The image of an option that takes one; raises ValueError, which begins with `option`, if it cannot be read."""
+    from ..train.data.transform import find_defect, read_image
+
+    if defect := find_defect(file, True, max_pixels, levels):
+        raise ValueError(f"{option}{unreadable(file, defect)}")
+    return read_image(file, max_pixels, levels)
 
 
 def _without_defects(results: Iterable[tuple[Path, Item | str]]) -> Iterator[tuple[Path, Item]]:

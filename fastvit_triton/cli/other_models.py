@@ -49,6 +49,11 @@ class ImageClassifier(nn.Module):
         return heads(self.model)
 
 
+def _inner(model: Any) -> Any:
+    """The module of the package."""
+    return model.model if isinstance(model, ImageClassifier) else model
+
+
 def check_run(settings: dict, recipe: "Recipe") -> None:
     """Raises ValueError if the model cannot be trained by this recipe, or its package is not installed."""
     name = recipe.model
@@ -88,11 +93,7 @@ def _preprocessing(name: str) -> dict[str, Any]:
     processor = _call(name, package("transformers").AutoImageProcessor.from_pretrained, rest).to_dict()
     size = processor.get("size") or {}
     side = size.get("height") or size.get("shortest_edge") or 224
-    preprocessing = {
-        "mean": processor.get("image_mean"),
-        "std": processor.get("image_std"),
-        "input_size": (3, side, side),
-    }
+    preprocessing = dict(mean=processor.get("image_mean"), std=processor.get("image_std"), input_size=(3, side, side))
     return {key: value for key, value in preprocessing.items() if value}
 
 
@@ -122,17 +123,15 @@ def build_other(
         set_drop_path(model, recipe.drop_path_rate, True)
     if checkpointing:
         enable = "gradient_checkpointing_enable" if kind == "hf" else "set_grad_checkpointing"
-        target = model.model if kind == "hf" else model
-        if not hasattr(target, enable):
+        if not hasattr(_inner(model), enable):
             raise ValueError(f"{name} has no --grad-checkpointing; leave it out")
-        _call(name, getattr(target, enable))
+        _call(name, getattr(_inner(model), enable))
     return _ready(model, origin)
 
 
 def save_other(model: Any, path: Path, metadata: Mapping[str, str]) -> None:
     """Writes the weights under the package's own names as safetensors, atomically."""
-    inner = model.model if isinstance(model, ImageClassifier) else model
-    state = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in inner.state_dict().items()}
+    state = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in _inner(model).state_dict().items()}
     header = {**metadata, ORIGIN: json.dumps(model.origin), "format": "pt"}
     header[CHECKSUM] = checksum(state, header)
     with replacing(path) as temporary:
@@ -167,10 +166,9 @@ def load_other(location: Location, origin: dict[str, Any]) -> Any:
     else:
         check_name("the checkpoint's model", name)  # its name may not lead to the Hub
     model = _construct(origin, config, pretrained=False)
-    inner = model.model if isinstance(model, ImageClassifier) else model
     state, _ = read(location.weights(), True)
     try:
-        inner.load_state_dict(state)
+        _inner(model).load_state_dict(state)
     except RuntimeError as error:
         library = PACKAGES[parse_name(name)[0]]
         text = f"it was written with {library} {origin.get('version')}"
@@ -251,7 +249,7 @@ def _load_backbone(model: Any, source: str) -> None:
     from ..models.weights.pretrained import find_location
 
     state, _ = read(find_location(source).weights(), True)
-    inner = model.model if isinstance(model, ImageClassifier) else model
+    inner = _inner(model)
     target = inner.state_dict()
     head = {f"{path}." for path, module in inner.named_modules() if any(module is part for part in heads(inner))}
     differ = [key for key in target if key not in state or state[key].shape != target[key].shape]

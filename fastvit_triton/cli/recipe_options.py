@@ -62,8 +62,9 @@ def _check_recipe(option: str, name: str) -> None:
 def _check_field(option: str, value: Any) -> None:
     """Raises ValueError if the value is outside the range of the recipe's field."""
     from ..train.augment.policy import policy_by_name
+    from ..train.build import optimizer_class
     from ..train.ranges import check, without_none
-    from ..train.recipes import Recipe
+    from ..train.recipes import OPTIMIZERS, Recipe
 
     name = option.removeprefix("--").replace("-", "_")
     check(option, value, without_none(Recipe.__annotations__[name]))
@@ -71,17 +72,9 @@ def _check_field(option: str, value: Any) -> None:
         check_model(option, value)
     if name == "policy":
         policy_by_name(value)
-    if name == "optimizer":
-        _check_optimizer(option, value)
-
-
-def _check_optimizer(option: str, value: str) -> None:
-    from ..train.build import optimizer_class
-    from ..train.recipes import OPTIMIZERS
-
-    if ":" in value:
+    if name == "optimizer" and ":" in value:
         optimizer_class(option, value)
-    elif value not in OPTIMIZERS:
+    elif name == "optimizer" and value not in OPTIMIZERS:
         raise ValueError(f"{option} is {value!r}; use {', '.join(map(repr, OPTIMIZERS))}, or module:Class")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from .arguments import add_checkpoint, add_shared, at_least
 from .console import print_line
-from .images import save_pixels, unreadable
+from .images import read_only, save_pixels
 from .loading import load_for
 
 HELP = "enlarge or denoise an image file"
@@ -30,14 +30,11 @@ def run(args: argparse.Namespace) -> int:
     """Restores an image file by a model of restoration."""
     import torch
 
-    from ..train.data.transform import Transform, find_defect, read_image
+    from ..train.data.transform import Transform
 
     trained = load_for(args, "restore")
     model, device = trained.model, trained.device
-    levels = trained.transform.levels
-    if defect := find_defect(args.image, True, args.max_pixels, levels):
-        raise ValueError(unreadable(args.image, defect))
-    image = read_image(args.image, args.max_pixels, levels)
+    image = read_only(args.image, "", args.max_pixels, trained.transform.levels)
     channels = model.config.in_chans
     pixels = Transform((image.height, image.width), (0.0,) * channels, (1.0,) * channels)(image)
     with torch.no_grad():

@@ -138,7 +138,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace, world: "World", request: "Request") -> int:
-    from ..train.outputs import locked
+    """Trains in the output folder, which rank 0 locks."""
+    from ..train.checkpoint import newest_state
+    from ..train.data.inspection import UnfitData
+    from ..train.outputs import locked, remove_run
+    from ..train.run import Run
 
     if importlib.util.find_spec("matplotlib") is None:
         digits = args.data in (None, "digits")  # which lie in scikit-learn
@@ -147,42 +151,24 @@ def _train(args: argparse.Namespace, world: "World", request: "Request") -> int:
     out = args.out or Path("runs") / data_name(args.data or "digits")
     with locked(out) if world.is_main else nullcontext():
         world.barrier()
-        return _train_in(out, args, world, request)
-
-
-def _train_in(out: Path, args: argparse.Namespace, world: "World", request: "Request") -> int:
-    """Trains in an output folder that rank 0 has locked."""
-    from ..train.checkpoint import newest_state
-    from ..train.data.inspection import UnfitData
-    from ..train.outputs import remove_run
-    from ..train.run import Run
-
-    state, damage = newest_state(out) if _is_resumed(args, out) else (None, "")
-    try:
-        built = Run.from_settings(
-            _settings(args, state),
-            out,
-            train_models,
-            state=state,
-            accept_changes=args.accept_changes,
-            world=world,
-            parallel=args.parallel,
-            workers=args.workers,
-            max_pixels=args.max_pixels,
-            quick=args.quick,
-        )
-    except UnfitData as error:
+        state, damage = newest_state(out) if _is_resumed(args, out) else (None, "")
+        options = {
+            name: getattr(args, name) for name in ("accept_changes", "parallel", "workers", "max_pixels", "quick")
+        }
+        try:
+            built = Run.from_settings(_settings(args, state), out, train_models, state=state, world=world, **options)
+        except UnfitData as error:
+            if world.is_main:
+                print_line(error.text)
+            raise
         if world.is_main:
-            print_line(error.text)
-        raise
-    if world.is_main:
-        if damage:
-            print_line(damage)
-        if args.overwrite:
-            remove_run(out)
-        _print_task(built, args.parallel)
-    world.barrier()
-    return _show(built, args.save_every, request)
+            if damage:
+                print_line(damage)
+            if args.overwrite:
+                remove_run(out)
+            _print_task(built, args.parallel)
+        world.barrier()
+        return _show(built, args.save_every, request)
 
 
 def _settings(args: argparse.Namespace, state: dict | None) -> dict:
@@ -203,15 +189,6 @@ def _settings(args: argparse.Namespace, state: dict | None) -> dict:
     if state is None and args.weights and args.data not in (None, "digits"):
         overrides = follow_weights(overrides["weights"], overrides)
     return resolve_settings(overrides, state, args.accept_changes)
-
-
-def _check_options(args: argparse.Namespace) -> None:
-    """Raises ValueError if the options of a new run do not go together; lists no images."""
-    from ..train.settings import check_used, recipe_of
-
-    settings = _settings(args, None)
-    train_models.check_settings(settings, recipe_of(settings))
-    check_used(settings)
 
 
 def _check_class_weights(option: str, text: str) -> None:
@@ -237,6 +214,7 @@ def _is_resumed(args: argparse.Namespace, out: Path) -> bool:
     from ..train.checkpoint import PREVIOUS, STATE
     from ..train.data.split import SPLIT
     from ..train.outputs import FILES, TABLE
+    from ..train.settings import check_used, recipe_of
 
     early = (SPLIT, TABLE)  # a run that failed leaves them alone
     existing = [name for name in FILES if name not in early and (out / name).exists()]
@@ -248,7 +226,9 @@ def _is_resumed(args: argparse.Namespace, out: Path) -> bool:
         raise ValueError(f"--resume finds no {STATE} in {out}; leave it out to start a run there")
     if existing and not args.overwrite:
         if args.weights is None or Path(args.weights).exists():  # else their description may be downloaded
-            _check_options(args)
+            settings = _settings(args, None)  # a wrong option is named first
+            train_models.check_settings(settings, recipe_of(settings))
+            check_used(settings)
         raise ValueError(f"--out {out} already holds a run; pass --resume, --overwrite or another --out")
     return False
 

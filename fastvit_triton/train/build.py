@@ -158,10 +158,11 @@ def build_objective(
     if class_weights is not None and (teacher is not None or recipe.loss in UNMIXED):
         what = "a teacher" if teacher is not None else f"loss {recipe.loss!r}"
         raise ValueError(f"class_weights cannot be combined with {what}; leave it out")
+    encoder: Any = getattr(model, "encoder", None)
     if recipe.loss == "pixels":
-        return masked_pixels(_encoder(model).patch_embed.patch_size, recipe.norm_pixels)
+        return masked_pixels(encoder.patch_embed.patch_size, recipe.norm_pixels)
     if recipe.loss == "colours":
-        return masked_colours(_encoder(model).patch_embed.patch_size, transform.restore)
+        return masked_colours(encoder.patch_embed.patch_size, transform.restore)
     if recipe.loss in PER_IMAGE:
         return mean_of_images
     if recipe.loss == "detection":
@@ -192,9 +193,11 @@ def build_step(
 ) -> Step:
     """One optimiser step of the recipe."""
     device = next(model.parameters()).device.type
+    size = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    patches = [] if size is None else [tuple(size)]
     return Step(
         objective=objective,
-        mix=None if recipe.loss in UNMIXED else build_mix(recipe, classes, *_patch_size_of(model)),
+        mix=None if recipe.loss in UNMIXED else build_mix(recipe, classes, *patches),
         grad_accum_steps=grad_accum_steps,
         amp=amp,
         scaler=GradScaler(device, enabled=amp is torch.float16),
@@ -203,20 +206,9 @@ def build_step(
     )
 
 
-def _patch_size_of(model: nn.Module) -> list[tuple[int, int]]:
-    """[(height, width)] of the model's patches; [] if it has no patch size."""
-    size = getattr(getattr(model, "patch_embed", None), "patch_size", None)
-    return [] if size is None else [tuple(size)]
-
-
 def build_test(recipe: Recipe, step: Step, batches: Iterable) -> Callable[[nn.Module], Score]:
     """A function that scores a model on test batches: accuracy, or the mean objective for self-supervised recipes."""
-    options: dict[str, Any] = {
-        "batches": batches,
-        "amp": step.amp,
-        "world": step.world,
-        "per_rank_batches": step.per_rank_batches,
-    }
+    options: Any = dict(batches=batches, amp=step.amp, world=step.world, per_rank_batches=step.per_rank_batches)
     if recipe.loss == "detection":
         return partial(evaluate_detector, **options)
     if recipe.loss in SELF_SUPERVISED:
@@ -252,12 +244,3 @@ def build_generative_model(recipe: Recipe, encoder: nn.Module, transform: Transf
         models = "igpt_* and image_transformer_*" if task == "generate" else "ipt_*"
         raise ValueError(f"loss {recipe.loss!r} trains {models}, not {recipe.model}")
     return (Likelihood if task == "generate" else Restoration)(encoder, transform.restore)
-
-
-def _encoder(model: Any) -> Encoder:
-    return model.encoder
-
-
-def module_to_export(recipe: Recipe, model: nn.Module) -> nn.Module:
-    """The module to save: the encoder of a self-supervised model, else the model."""
-    return _encoder(model) if recipe.loss in SELF_SUPERVISED else model

@@ -145,9 +145,7 @@ def nearest_neighbours(
         raise ValueError(f"k is {k} for {features.shape[0]} images; use at most the number of images")
     bank = F.normalize(features, dim=1)
     votes = []
-    for queries in F.normalize(test_features, dim=1).split(
-        1024
-    ):  # in chunks: the [M, N] matrix may not fit into memory
+    for queries in F.normalize(test_features, dim=1).split(1024):  # the [M, N] matrix may not fit into memory
         cosines, nearest = (queries @ bank.mT).topk(k, dim=1)
         weights = (cosines / temperature).exp()
         votes.append(weights.new_zeros(queries.shape[0], classes).scatter_add_(1, targets[nearest], weights))

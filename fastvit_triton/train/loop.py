@@ -312,21 +312,17 @@ def evaluate_objective(
     Raises:
         ValueError: there are no images.
     """
-    rng = get_rng_state()
     device = next(model.parameters()).device
     world = world or World()
     total, count = 0.0, 0
-    try:
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), evaluating(model):
         torch.manual_seed(0)
-        with evaluating(model):
-            for images, targets, _ in local_batches(batches, world, per_rank_batches):
-                labels = targets if len(targets) else blank_target(targets)
-                with torch.autocast(device.type, amp, enabled=amp is not None):
-                    loss, _ = objective(model, images.to(device, non_blocking=True), labels.to(device))
-                total = total + loss.item() * len(targets)
-                count = count + len(targets)
-    finally:
-        set_rng_state(rng)
+        for images, targets, _ in local_batches(batches, world, per_rank_batches):
+            labels = targets if len(targets) else blank_target(targets)
+            with torch.autocast(device.type, amp, enabled=amp is not None):
+                loss, _ = objective(model, images.to(device, non_blocking=True), labels.to(device))
+            total = total + loss.item() * len(targets)
+            count = count + len(targets)
     total, count = (sum(column) for column in zip(*world.all_gather((total, count)), strict=True))
     if not count:
         raise ValueError("there are no test images to evaluate on")

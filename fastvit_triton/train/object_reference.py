@@ -8,8 +8,7 @@ from typing import Any
 
 # what the code of a module raises when it is imported
 FAILURES: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError)
-FAILURES += (NameError, OSError, RuntimeError)
-FAILURES += (SyntaxError, TypeError, ValueError)
+FAILURES += (NameError, OSError, RuntimeError, SyntaxError, TypeError, ValueError)
 
 
 def resolve(option: str, reference: str) -> Any:

@@ -83,8 +83,7 @@ def predictions(data: Data, score: Score, max_images: int = 60) -> "Figure":
     order = mistakes_first(score)
     names = tuple(map(printable, data.classes))
     short = max(map(len, names)) <= 6
-    columns = _full_columns(min(max_images, len(order)), 10 if short else 6)
-    rows = max(min(max_images, len(order)) // columns, 1)
+    columns, rows = _grid(min(max_images, len(order)), 10 if short else 6)
     chosen = order[: rows * columns]
     width = max(columns * (1 if short else 2.2), 9.0)  # inches, at least those of the title
     inches = min(0.9 * width / columns, 1.9)  # of an image
@@ -106,10 +105,11 @@ def predictions(data: Data, score: Score, max_images: int = 60) -> "Figure":
     return page
 
 
-def _full_columns(images: int, most: int) -> int:
-    """The number of columns, at most `most`, whose full rows hold the most of the images; the larger one of equals."""
+def _grid(images: int, most: int) -> tuple[int, int]:
+    """The number of columns, at most `most`, whose full rows hold the most images, and that of rows."""
     counts = range(most // 2 + 1, most + 1) if images > most else [max(images, 1)]
-    return max(counts, key=lambda columns: (images // columns * columns, columns))
+    columns = max(counts, key=lambda columns: (images // columns * columns, columns))
+    return columns, max(images // columns, 1)
 
 
 def _draw_image(axes: "Axes", image: Tensor, predicted: str, confidence: float, expected: str, width: float) -> None:
@@ -136,8 +136,7 @@ def detections(data: Data, score: Score, max_images: int = 12, threshold: float 
     for found, (boxes, missed) in zip(score.detections, judged, strict=True):
         wrong = (float(found["scores"][k]) for k, right in boxes.items() if not right)
         worst.append((max(wrong, default=0.0), len(missed)))
-    columns = _full_columns(min(max_images, len(judged)), 6)
-    rows = max(min(max_images, len(judged)) // columns, 1)
+    columns, rows = _grid(min(max_images, len(judged)), 6)
     page = figure(max(2 * columns, 8.4), 2.1 * rows + 0.5)
     title = f"Test {precision_text(score.metrics, score.images)}\n"
     least = f"boxes with a score of at least {100 * threshold:g} %"

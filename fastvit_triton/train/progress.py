@@ -39,61 +39,53 @@ def show_progress(
 ) -> Iterator[Callable[[Progress], None]]:
     """Yields a function to call with each `Progress` of `fit`."""
     if not console.is_terminal:
-        yield _Lines(console, epochs, steps_per_epoch)
+        yield _lines(console, epochs, steps_per_epoch)
         return
     width = min(24, max(4, console.width - 76))  # the whole line fits in 80 columns
     columns = (BarColumn(width), TextColumn("{task.description}"), TextColumn("ETA"), TimeRemainingColumn(compact=True))
     with Bar(*columns, console=console) as bar:
-        yield _Bar(bar, epochs, steps_per_epoch, finished_epochs)
+        yield _updates(bar, epochs, steps_per_epoch, finished_epochs)
 
 
-class _Lines:
+def _lines(console: Console, epochs: int, steps: int) -> Callable[[Progress], None]:
     """Prints a line after each epoch, and in an epoch where none was printed for `EVERY` seconds."""
+    start = shown = time.perf_counter()
+    before: int | None = None  # steps before the first that is seen here
 
-    def __init__(self, console: Console, epochs: int, steps: int) -> None:
-        self.console = console
-        self.epochs = epochs
-        self.steps = steps
-        self.start = self.shown = time.perf_counter()
-        self.before: int | None = None  # steps before the first that is seen here
-
-    def __call__(self, progress: Progress) -> None:
-        completed = (progress.epoch - 1) * self.steps + (self.steps if progress.done else progress.step)
-        if self.before is None:
-            self.before = completed - 1
+    def show(progress: Progress) -> None:
+        nonlocal before, shown
+        completed = (progress.epoch - 1) * steps + (steps if progress.done else progress.step)
+        before = completed - 1 if before is None else before
         now = time.perf_counter()
-        if not progress.done and (now - self.shown < EVERY or progress.step == self.steps):
+        if not progress.done and (now - shown < EVERY or progress.step == steps):
             return
-        self.shown = now
-        left = (now - self.start) / (completed - self.before) * (self.epochs * self.steps - completed)
-        minutes, seconds = divmod(round(left), 60)
+        shown = now
+        minutes, seconds = divmod(round((now - start) / (completed - before) * (epochs * steps - completed)), 60)
         hours, minutes = divmod(minutes, 60)
         ahead = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
         test = None if progress.test is None else progress.test.mark
-        words = _line(progress, self.epochs, test, None if progress.done else self.steps)
-        self.console.out(f"{words}  ETA {ahead}", highlight=False)
+        console.out(f"{_line(progress, epochs, test, None if progress.done else steps)}  ETA {ahead}", highlight=False)
+
+    return show
 
 
-class _Bar:
+def _updates(bar: Bar, epochs: int, steps: int, finished: int) -> Callable[[Progress], None]:
     """Updates the bar at most ten times a second, because reading the loss waits for the device."""
+    task = bar.add_task("", total=epochs * steps, completed=finished * steps)
+    shown = 0.0
+    test: float | None = None
 
-    def __init__(self, bar: Bar, epochs: int, steps: int, finished: int) -> None:
-        self.bar = bar
-        self.epochs = epochs
-        self.steps = steps
-        self.shown = 0.0
-        self.test: float | None = None
-        self.task = bar.add_task("", total=epochs * steps, completed=finished * steps)
-
-    def __call__(self, progress: Progress) -> None:
+    def show(progress: Progress) -> None:
+        nonlocal shown, test
         if progress.test is not None and progress.test.mark is not None:
-            self.test = progress.test.mark
-        elif not progress.done and time.perf_counter() - self.shown < 0.1:
+            test = progress.test.mark
+        elif not progress.done and time.perf_counter() - shown < 0.1:
             return
-        self.shown = time.perf_counter()
-        completed = (progress.epoch - 1) * self.steps + progress.step
-        text = _line(progress, self.epochs, self.test).replace("  ", " ")
-        self.bar.update(self.task, completed=completed, description=text)
+        shown = time.perf_counter()
+        completed = (progress.epoch - 1) * steps + progress.step
+        bar.update(task, completed=completed, description=_line(progress, epochs, test).replace("  ", " "))
+
+    return show
 
 
 def _line(progress: Progress, epochs: int, test: float | None, steps: int | None = None) -> str:

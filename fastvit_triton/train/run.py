@@ -6,33 +6,47 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ..files import replacing
-from .build import UNMIXED
-from .checkpoint import write_errors
+from ..files import replacing, sweep
+from .build import SELF_SUPERVISED, UNMIXED
+from .checkpoint import PREVIOUS, STATE, make_state, restore, save_state, write_errors
 from .class_weights import class_weights
 from .data import Data
 from .data.findings import quiet
+from .data.folder import worker_errors
 from .data.inspection import Inspection, inspect
-from .data.split import SPLIT, Split, read_split
+from .data.split import SPLIT, Split, read_split, write_split
 from .data.transform import MAX_PIXELS
 from .distributed import World
+from .distributed.engine import has_finite_weights
 from .frozen import freeze_backbone, has_batch_norm
-from .loop import Progress
-from .outputs import TABLE, log_row
-from .ranges import NonNegativeInt, PositiveInt
+from .loop import Diverged, Progress
+from .outputs import (
+    BEST,
+    FILES,
+    LOG,
+    TABLE,
+    WEIGHTS,
+    draw_results,
+    evaluations_since_best,
+    is_best,
+    log_row,
+    weights_metadata,
+    write_log,
+)
+from .ranges import NonNegativeInt, PositiveInt, checked
 from .recipes import Recipe
 from .rng import use_deterministic_algorithms
 from .settings import check_unchanged, check_used, recipe_of
 from .sources import load
 from .step import autocast_dtype
-from .stopping import Request
+from .stopping import Request, Stopped
 from .trackers import Log, TrackedRun, check_trackers, tracking
-from .trainer import Trainer, build_trainer, run
+from .trainer import Trainer, build_trainer
 
 
 class Models(Protocol):
@@ -225,7 +239,7 @@ class Run:
         warn: Callable[[str], None] = warnings.warn,
         stop: Request | None = None,
     ) -> Iterator[Iterator[Progress]]:
-        """Opens the trackers; yields the generator `trainer.run`, which trains and writes the files of the run.
+        """Opens the trackers; yields the generator `steps`, which trains and writes the files of the run.
 
         Rows of the log are sent to the trackers after the generator has yielded them.
 
@@ -235,7 +249,7 @@ class Run:
             stop: from `listening`, which notes SIGTERM and SIGUSR1: the run then saves at its next step, and ends.
 
         Raises:
-            ValueError, Diverged, Stopped, OSError: as `trainer.run`.
+            ValueError, Diverged, Stopped, OSError: as `steps`.
         """
         if self.inspection is not None and self.trainer.step.world.is_main:
             with write_errors(self.out / TABLE), replacing(self.out / TABLE) as temporary:
@@ -245,25 +259,98 @@ class Run:
         if self.state is not None:
             progress = self.state["progress"]
             start = (progress["epoch"] - 1) * per_epoch + progress["step"]
-        steps = run(
-            self.trainer,
-            self.out,
-            settings=self.settings,
-            save=self.models.save_weights,
-            state=self.state,
-            save_every=save_every,
-            warn=warn,
-            stop=stop,
-        )
         trackers = self.settings["log_to"] if self.trainer.step.world.is_main else None
         shown = {name: value for name, value in self.settings.items() if name != "ways"}
         tracked = TrackedRun(self.out, self.settings["run_key"], shown, start)
+        steps = self.steps(save_every, warn, stop)
         with (
             self.models.using_ways(self.settings["ways"]),
             tracking(trackers, tracked, warn) as log,
             closing(_logged(steps, log, per_epoch)) as logged,
         ):
             yield logged
+
+    @checked
+    def steps(
+        self,
+        save_every: Annotated[PositiveInt | None, "a state after each epoch only"] = None,
+        warn: Callable[[str], None] = warnings.warn,
+        stop: Request | None = None,
+    ) -> Iterator[Progress]:
+        """Trains, and writes state, weights and log after each epoch and plots at the end; arguments as of `training`.
+
+        A generator like `fit`. If it is closed, interrupted or killed, the files saved last remain in `out`. A run
+        resumed from `state` gives bitwise the same result as an uninterrupted run. The state is written first, and the
+        other files follow from it: a resumed run writes them again if it was killed in between, or if they were lost.
+        Weights and state are not saved while any weight is not finite.
+        """
+        trainer, out, state = self.trainer, self.out, self.state
+        model = trainer.model
+        data = trainer.data
+        optimizer = trainer.optimizer
+        step = trainer.step
+        engine = trainer.engine
+        world = step.world
+        if world.is_main:
+            sweep(out, FILES)
+        history: list[dict] = [] if state is None else list(state["history"])
+        start = None
+        if state is not None:
+            start = restore(state, model, optimizer, step, engine.load_state)
+            if start.done:
+                self._save_weights(history)
+            if history and world.is_main:
+                write_log(out / LOG, history)
+        if data.split is not None and world.is_main:
+            write_split(out / SPLIT, data.split, data.test)
+        score, identity = None, data.identity if world.is_main else None  # reads the size of each file
+        with _errors(out):
+            for progress in () if self._is_stale(history, start) else trainer.fit(start):
+                ending = stop is not None and stop.at(progress, world)
+                due = progress.done or ending or (save_every and progress.step % save_every == 0)
+                save_now = due and has_finite_weights(model, world)
+                if progress.done:
+                    score = progress.test
+                    history.append(log_row(progress))
+                    for batches in (data.train, data.test):
+                        for bad in world.all_gather(batches.bad):
+                            batches.bad.update(bad)
+                if save_now:
+                    local = make_state(model, optimizer, step, progress, history, self.settings, identity)
+                    gathered_state = engine.gather_state(local, model, optimizer, step)
+                    if world.is_main:
+                        save_state(out, gathered_state)
+                if progress.done and save_now:
+                    self._save_weights(history)
+                if progress.done and world.is_main:
+                    write_log(out / LOG, history)
+                yield progress
+                if self._is_stale(history, progress):
+                    break
+                if ending and not (progress.done and progress.epoch == trainer.epochs):
+                    raise Stopped(f"after step {progress.step} of epoch {progress.epoch}")
+            # a run that was resumed after its last epoch has no score yet
+            score = score or trainer.test(step.eval_model(model))
+        if world.is_main:
+            draw_results(out, data, history, score, warn)
+
+    def _is_stale(self, history: list[dict], progress: Progress | None) -> bool:
+        """True at the end of an epoch if the last `patience` evaluations are no better than those before."""
+        patience = self.settings.get("patience")
+        ended = progress is not None and progress.done
+        return ended and patience is not None and evaluations_since_best(history) >= patience
+
+    def _save_weights(self, history: list[dict]) -> None:
+        """Writes the weights, and once more as the best if they are. Collective."""
+        trainer = self.trainer
+        gathered: Any = trainer.engine.gather_model(trainer.step.eval_model(trainer.model))
+        if gathered is None:
+            return
+        module: nn.Module = gathered.encoder if trainer.recipe.loss in SELF_SUPERVISED else gathered
+        metadata = weights_metadata(trainer.data, trainer.recipe, module, history[-1], self.settings)
+        for name in (WEIGHTS, BEST) if is_best(history) else (WEIGHTS,):
+            with write_errors(self.out / name):
+                self.models.save_weights(module, self.out / name, metadata=metadata)
 
 
 def _logged(steps: Iterator[Progress], log: Log, per_epoch: int) -> Generator[Progress, None, None]:
@@ -274,3 +361,15 @@ def _logged(steps: Iterator[Progress], log: Log, per_epoch: int) -> Generator[Pr
         finally:  # also if the caller stops here, because the epoch is in the state
             if progress.done:
                 log(log_row(progress), progress.epoch * per_epoch)
+
+
+@contextmanager
+def _errors(out: Path) -> Iterator[None]:
+    """Adds the last good state to the message of `Diverged`, and converts the error of a dead worker to OSError."""
+    try:
+        with worker_errors():
+            yield
+    except Diverged as error:
+        path = next((out / name for name in (STATE, PREVIOUS) if (out / name).exists()), None)
+        good = "no state has been saved" if path is None else f"{path} holds the last good state"
+        raise Diverged(f"{error}; {good}") from error

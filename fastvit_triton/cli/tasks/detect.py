@@ -34,12 +34,14 @@ class Detect(Task):
     has_boxes = True
 
     def check(self, settings: dict, recipe: "Recipe") -> None:
-        """Raises ValueError if the data have no boxes, or as for others."""
+        """Raises ValueError if the data have no boxes, a package is not installed, or as for others."""
         from ...train.detection import has_boxes
+        from ...train.detection.average_precision import pycocotools_classes
 
         if not has_boxes(settings["data"]):
             raise ValueError(f"data {settings['data']!r} has no boxes, which {recipe.model} learns; {BOXES}")
         super().check(settings, recipe)
+        pycocotools_classes()  # which the first epoch ends with
 
     def check_model(self, settings: dict, recipe: "Recipe") -> None:
         """Raises ValueError if there is a teacher."""

@@ -12,8 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +21,8 @@ from torch import Tensor
 from ..augment import random_affine
 from ..ranges import PositiveInt, checked
 from ..recipes import Recipe
-from .findings import Findings
 from .folder import FolderBatches
+from .sampler import Batches as Batches
 from .sampler import batch_count
 from .split import Split
 from .transform import DECODE_ERRORS, Transform
@@ -31,32 +30,6 @@ from .transform import DECODE_ERRORS, Transform
 # Mean and standard deviation of the digits' training split, pixels in [0, 1].
 DIGITS_MEAN, DIGITS_STD = 0.3054, 0.3762
 SATURATED = 64  # of 255; a grey photo with a tint has less
-
-
-class Batches(Protocol):
-    """Iterable of batches for `fit` and `evaluate`: images [B, C, H, W] and class numbers [B]."""
-
-    per_rank: bool  # each rank gets its own part of a batch; if False all ranks get the whole batch
-    bad: dict[Path, str]  # skipped files, with the reason
-    findings: Findings  # what the reader left out
-    indices: list[int]  # indices of the images in the last batch
-    targets: Any  # class numbers of all images
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]: ...
-
-    def leave_out_single(self) -> None:
-        """Leaves a last batch of one image out of each epoch: BatchNorm has no statistics of it."""
-
-    def iter_from(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Iterates without the first `count` batches, with the same random draws as a whole epoch."""
-
-    def display_image(self, i: int) -> Tensor:
-        """Image i for display, [C, H, W] in [0, 1]."""
-
-    def digest(self) -> str:
-        """The number of images and a checksum, which changes with the data."""
 
 
 @dataclass(frozen=True)
@@ -99,19 +72,17 @@ class Data:
         return False
 
 
-class TensorBatches:
+class TensorBatches(Batches):
     """Batches of in-memory images; with `augment`, shuffled and augmented one batch at a time.
 
     Args:
-        images: [N, C, H, W] in [0, 1].
+        images: [N, C, H, W] in [0, 1], or bytes.
         targets: [N] class numbers.
         transform: preprocessing; only its normalisation is used.
         batch_size: images per batch; the last batch may be smaller.
         augment: function applied to each batch [B, C, H, W] in [0, 1] before normalisation; None disables augmentation
             and shuffling.
     """
-
-    per_rank = False
 
     @checked
     def __init__(
@@ -127,35 +98,33 @@ class TensorBatches:
         self.transform = transform
         self.batch_size = batch_size
         self.augment = augment
-        self.fewest = 1
-        self.bad: dict[Path, str] = {}
-        self.findings = Findings()
-        self.indices: list[int] = []
-
-    def leave_out_single(self) -> None:
-        """Leaves a last batch of one image out of each epoch: BatchNorm has no statistics of it."""
-        self.fewest = 2
+        super().__init__()
 
     def __len__(self) -> int:
         return batch_count(len(self.images), self.batch_size, self.fewest)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return self.iter_from(0)
-
-    def iter_from(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def iter_from(self, count: int) -> Iterator[tuple[Tensor, Any]]:
         """Iterates over an epoch without its first `count` batches."""
         order = torch.randperm(len(self.images)) if self.augment else torch.arange(len(self.images))
         return self._stream(order.split(self.batch_size)[count : len(self)])
 
-    def _stream(self, batches: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _stream(self, batches: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, Any]]:
         for chosen in batches:
             self.indices = chosen.tolist()
-            images = self.augment(self.images[chosen]) if self.augment else self.images[chosen]
-            yield self.transform.normalise(images), self.targets[chosen]
+            images = self._values(chosen)
+            images = self.augment(images) if self.augment else images
+            of_tensor = isinstance(self.targets, Tensor)
+            targets = self.targets[chosen] if of_tensor else [self.targets[i] for i in self.indices]
+            yield self.transform.normalise(images), targets
+
+    def _values(self, chosen: Tensor | int) -> Tensor:
+        """Images in [0, 1], also if they are bytes."""
+        images = self.images[chosen]
+        return images if images.is_floating_point() else images / 255
 
     def display_image(self, i: int) -> Tensor:
         """Image i, [C, H, W] in [0, 1], not augmented."""
-        return self.images[i]
+        return self._values(i).clamp(0, 1)
 
     def digest(self) -> str:
         """The number of images, and a CRC-32 of their pixels and class numbers."""

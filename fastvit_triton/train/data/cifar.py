@@ -2,13 +2,11 @@
 
 import io
 import pickle
-from functools import partial
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
-from .folder import Content, ImageFiles, array_content
+from .folder import ImageFiles, array_files
 from .transform import MAX_PIXELS
 
 FILES = {"train": tuple(f"data_batch_{i}" for i in range(1, 6)), "val": ("test_batch",)}
@@ -31,24 +29,14 @@ def scan_cifar(
     data_classes = tuple(name.decode() for name in _unpickle(root / META)[b"label_names"])
     if classes is not None and classes != data_classes:
         raise ValueError(f"data {str(root)!r} has the classes of CIFAR-10, but the model has {', '.join(classes[:10])}")
-    names = []
-    targets = []
-    pixels = []
+    images: dict[Path, np.ndarray] = {}
+    targets: list[int] = []
     for file in FILES[split]:
         batch = _unpickle(root / file)
-        names += [root / file / str(i) for i in range(len(batch[b"labels"]))]
         targets += batch[b"labels"]
-        pixels.append(batch[b"data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
-    images = dict(zip(names, np.concatenate(pixels), strict=True))
-
-    def content(name: Path) -> Content:
-        return array_content(images[name])
-
-    return ImageFiles(names, targets, data_classes, partial(_decode, images), check=None, content=content)
-
-
-def _decode(images: dict[Path, np.ndarray], name: Path) -> Image.Image:
-    return Image.fromarray(images[name])
+        pixels = np.ascontiguousarray(batch[b"data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+        images |= {root / file / str(i): image for i, image in enumerate(pixels)}
+    return array_files(images, targets, data_classes)
 
 
 class _Unpickler(pickle.Unpickler):

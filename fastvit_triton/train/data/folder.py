@@ -24,7 +24,7 @@ from ..distributed import World
 from ..ranges import NonNegativeInt, PositiveInt, checked
 from ..stopping import outlive
 from .findings import Findings
-from .sampler import SampleKey, SeededBatches
+from .sampler import Batches, SampleKey, SeededBatches
 from .transform import (
     DECODE_ERRORS,
     MAX_PIXELS,
@@ -65,11 +65,6 @@ def file_content(path: Path) -> Content:
     return Content(lambda: path.open("rb"), 0, size)
 
 
-def array_content(pixels: np.ndarray) -> Content:
-    """The bytes of an image in memory."""
-    return Content(lambda: io.BytesIO(pixels.tobytes()), 0, pixels.nbytes)
-
-
 class ImageFiles(NamedTuple):
     """One split of a data set on disk."""
 
@@ -87,6 +82,19 @@ class ImageFiles(NamedTuple):
     def with_levels(self, levels: float | None) -> "ImageFiles":
         """The same, decoded with this value of white, see `read_image`; None changes nothing."""
         return self if levels is None else self._replace(decode=partial(self.decode, levels=levels))
+
+
+def array_files(images: dict[Path, np.ndarray], targets: list[int], classes: tuple[str, ...]) -> ImageFiles:
+    """Images in memory, bytes [H, W] or [H, W, 3], as files under names that do not exist."""
+
+    def content(name: Path) -> Content:
+        return Content(lambda: io.BytesIO(images[name].tobytes()), 0, images[name].nbytes)
+
+    return ImageFiles([*images], targets, classes, partial(_decode_array, images), check=None, content=content)
+
+
+def _decode_array(images: dict[Path, np.ndarray], name: Path) -> Image.Image:
+    return Image.fromarray(images[name])
 
 
 def scan_folder(
@@ -362,7 +370,7 @@ class ImageDataset(Dataset):
         return Sample(self.custom(image, key.seed, self.transform), target, key.index, path, "")
 
 
-class FolderBatches:
+class FolderBatches(Batches):
     """Batches of image files, decoded by worker processes.
 
     The order, and one seed per random crop, are drawn from PyTorch's global generator, so batches do not depend on the
@@ -390,29 +398,25 @@ class FolderBatches:
         repeats: PositiveInt = 1,
         world: World | None = None,
     ) -> None:
-        files = images.files
-        targets = images.targets
-        self.findings = images.findings or Findings()
+        self.files = files = images.files
+        self.targets = images.targets
+        super().__init__(images.findings)
         self.decode = images.decode
         self.content = images.content
         self.root = root
         self.total = len(files)
         self.skip_bad = skip_bad_images
         self.transform = transform
-        self.bad: dict[Path, str] = {}
+        self.world = world or World()
         if images.check is not None:
             with ThreadPoolExecutor() as pool:
                 defects = zip(files, pool.map(images.check, files), strict=True)
                 self.bad = {path: defect for path, defect in defects if defect}
         self._raise_if_bad()
         if self.bad:
-            kept = [(path, target) for path, target in zip(files, targets, strict=True) if path not in self.bad]
-            files = [path for path, _ in kept]
-            targets = [target for _, target in kept]
-        self.indices: list[int] = []
-        self.files = files
-        self.targets = targets
-        self.world = world or World()
+            kept = [i for i, path in enumerate(files) if path not in self.bad]
+            self.files = files = [files[i] for i in kept]
+            self.targets = [self.targets[i] for i in kept]
         self._kept: weakref.finalize | None = None
         order = getattr(files, "order", partial(torch.randperm, len(files)))
         self.sampler = SeededBatches(len(files), order if crop is not None else None, repeats, batch_size, self.world)
@@ -442,10 +446,7 @@ class FolderBatches:
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return self.iter_from(0)
-
-    def iter_from(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def iter_from(self, count: int) -> Iterator[tuple[Tensor, Any]]:
         """Iterates over an epoch without its first `count` batches, which are not decoded."""
         self.sampler.start_epoch(count)
         loaded = iter(self.loader)  # the same in every epoch, with its workers

@@ -8,13 +8,11 @@ import gzip
 import math
 import struct
 import zlib
-from functools import partial
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
-from .folder import Content, ImageFiles, array_content
+from .folder import ImageFiles, array_files
 from .shards import class_names
 from .transform import MAX_PIXELS
 
@@ -43,12 +41,7 @@ def scan_idx(
     classes = class_names(root, int(labels.max()) + 1, classes)
     if labels.max() >= len(classes):
         raise ValueError(f"{labels_path} has class number {labels.max()}, but there are only {len(classes)} classes")
-    images = [path / str(i) for i in range(len(pixels))]
-
-    def content(name: Path) -> Content:
-        return array_content(pixels[int(name.name)])
-
-    return ImageFiles(images, labels.tolist(), classes, partial(_decode, pixels), check=None, content=content)
+    return array_files({path / str(i): image for i, image in enumerate(pixels)}, labels.tolist(), classes)
 
 
 def read_idx(path: Path, axes: int) -> np.ndarray:
@@ -70,10 +63,6 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
         more = "more" if len(content) > size else f"{len(content):,}"
         raise ValueError(f"{path} is damaged: its header promises {size:,} bytes, and it holds {more}")
     return np.frombuffer(content, np.uint8).reshape(shape)
-
-
-def _decode(pixels: np.ndarray, name: Path) -> Image.Image:
-    return Image.fromarray(pixels[int(name.name)])
 
 
 def _find(root: Path, split: str, part: str) -> Path | None:

@@ -129,7 +129,8 @@ def _count(found: Inspection, classes: Sequence[str], parts: Sequence[Any], loss
             "unreadable", f"{number:,} of {sum(images) + number:,} images cannot be read, {where}", REPAIR
         )
     detector = loss == "detection"
-    counts = [_by_class(part.targets, detector) for part in parts]
+    labels = [[t["labels"] for t in part.targets] if detector else [torch.as_tensor(part.targets)] for part in parts]
+    counts = [Counter(number for numbers in part for number in numbers.tolist()) for part in labels]
     if detector:
         found.rows.append(("objects", counts[0].total(), counts[1].total(), ""))
         empty = [sum(not len(target["labels"]) for target in part.targets) for part in parts]
@@ -148,12 +149,6 @@ def _count(found: Inspection, classes: Sequence[str], parts: Sequence[Any], loss
     if loss in ("softmax", "sigmoid", "bce") and len(named) == 1:
         what = f"it has one class, {classes[named[0]]}, of which any classifier is right"
         found.add_problem("one-class", what, "give a folder for each class")
-
-
-def _by_class(targets: Any, detector: bool) -> Counter[int]:
-    if detector:
-        return Counter(label for target in targets for label in target["labels"].tolist())
-    return Counter(torch.as_tensor(targets).tolist())
 
 
 def _leftovers(findings: Sequence[Findings], files: Iterable[Path]) -> None:

@@ -6,7 +6,6 @@ L. L varies between batches; the number of images is the budget divided by L, so
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from ..masked import patchify
 from ..ranges import PositiveInt, checked
+from .sampler import Batches
 
 
 def fitting_grid(size: tuple[int, int], tokens: int, patch_size: tuple[int, int]) -> tuple[int, int]:
@@ -43,7 +43,7 @@ def to_patches(image: Tensor, tokens: int, patch_size: tuple[int, int]) -> Tenso
     return torch.cat((rows, padding))
 
 
-class TokenBudgetBatches:
+class TokenBudgetBatches(Batches):
     """Batches of images of any size, of about equal cost, for `fit` and `evaluate`.
 
     Batches cycle through the sequence lengths, so every epoch has the same batch sizes in a different order. PyTorch's
@@ -62,8 +62,6 @@ class TokenBudgetBatches:
         ValueError: a sequence length is above the budget.
     """
 
-    per_rank = False
-
     @checked
     def __init__(
         self,
@@ -77,13 +75,12 @@ class TokenBudgetBatches:
     ) -> None:
         if max(lengths) > budget:
             raise ValueError(f"lengths is {lengths} and budget {budget}; each length must be at most the budget")
+        super().__init__()
         self.images = images
         self.targets = targets
         self.patch_size = patch_size
         self.shuffle = shuffle
         self.augment = augment
-        self.bad: dict[Path, str] = {}
-        self.indices: list[int] = []
         self.sizes: list[tuple[int, int]] = []  # (L, number of images) of each batch
         remaining = len(images)
         while remaining > 0:
@@ -93,9 +90,6 @@ class TokenBudgetBatches:
 
     def __len__(self) -> int:
         return len(self.sizes)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return self.iter_from(0)
 
     def iter_from(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Iterates over an epoch without its first `count` batches."""

@@ -1,7 +1,8 @@
-"""Samplers: repeated augmentation, and the seeded batches of an image folder."""
+"""What all batches have in common; samplers: repeated augmentation, and the seeded batches of an image folder."""
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch.utils.data import Sampler
 
 from ..distributed import World
 from ..ranges import NonNegativeInt, PositiveInt, checked
+from .findings import Findings
 
 
 class RepeatedAugmentation(Sampler[int]):
@@ -53,6 +55,41 @@ class RepeatedAugmentation(Sampler[int]):
         return iter(order[mine % order.shape[0]].tolist())
 
 
+class Batches:
+    """Batches for `fit` and `evaluate`: images [B, C, H, W] and class numbers [B]."""
+
+    per_rank = False  # each rank gets its own part of a batch; if False all ranks get the whole batch
+    fewest = 1  # a last batch of fewer images, after others, is left out
+    targets: Any  # class numbers of all images
+
+    def __init__(self, findings: Findings | None = None) -> None:
+        self.findings = findings or Findings()  # what the reader left out
+        self.bad: dict[Path, str] = {}  # skipped files, with the reason
+        self.indices: list[int] = []  # of the images in the last batch
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Any]]:
+        return self.iter_from(0)
+
+    def iter_from(self, count: int) -> Iterator[tuple[Tensor, Any]]:
+        """Iterates without the first `count` batches, with the same random draws as a whole epoch."""
+        raise NotImplementedError
+
+    def leave_out_single(self) -> None:
+        """Leaves a last batch of one image out of each epoch: BatchNorm has no statistics of it."""
+        self.fewest = 2
+
+    def display_image(self, i: int) -> Tensor:
+        """Image i for display, [C, H, W] in [0, 1]."""
+        raise NotImplementedError
+
+    def digest(self) -> str:
+        """The number of images and a checksum, which changes with the data."""
+        raise NotImplementedError
+
+
 class SampleKey(NamedTuple):
     """Index and crop seed of one image."""
 
@@ -72,7 +109,7 @@ class SeededBatches(Sampler[list[SampleKey]]):
     All ranks draw the same epoch, and each yields its slice of every batch.
     """
 
-    fewest = 1  # a last batch of fewer images, after others, is left out
+    fewest = Batches.fewest
 
     def __init__(
         self, count: int, order: Callable[[], Tensor] | None, repeats: int, batch_size: int, world: World

@@ -112,10 +112,11 @@ class Transform:
             ratio = max(ratios) if self.crop_mode == "border" else min(ratios)
             scaled = round(width / ratio), round(height / ratio)
         image = image if scaled == image.size else image.resize(scaled, resampling)
-        fill = tuple(round(255 * value) for value in self.mean) if self.crop_mode == "border" else None
+        levels = [round(255 * value) if self.crop_mode == "border" else 0 for value in self.mean]
+        fill: Any = tuple(levels) if len(levels) > 1 else levels[0]
         missing = max(columns - scaled[0], 0), max(rows - scaled[1], 0)
         if any(missing):
-            canvas = Image.new(image.mode, (scaled[0] + missing[0], scaled[1] + missing[1]), _colour(fill))
+            canvas = Image.new(image.mode, (scaled[0] + missing[0], scaled[1] + missing[1]), fill)
             canvas.paste(image, (missing[0] // 2, missing[1] // 2))
             image = canvas
         left = round((image.width - columns) / 2)
@@ -357,11 +358,6 @@ def _upright(image: Image.Image) -> Image.Image:
     """The image turned as its EXIF orientation says; it is not copied if it has none."""
     image.load()  # a PNG may have its EXIF data after its pixels
     return ImageOps.exif_transpose(image) if image.getexif().get(ExifTags.Base.Orientation, 1) != 1 else image
-
-
-def _colour(values: tuple[int, ...] | None) -> Any:
-    """A colour in Pillow's form: a number for one channel; black for None."""
-    return values if values is not None and len(values) > 1 else (values or (0,))[0]
 
 
 def _column(values: tuple[float, ...], like: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """Batches of images with boxes: composed images in memory, and image files."""
 
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,8 +22,6 @@ USUAL = SHORTEST[-1]  # pixels of the shorter side, for which `LONGEST` and the 
 class SceneBatches(TensorBatches):
     """Batches of composed images in memory; for training they come in random order, without augmentation."""
 
-    targets: Any
-
     def __init__(
         self, images: Tensor, targets: list[dict[str, Tensor]], transform: Transform, batch_size: int, shuffled: bool
     ) -> None:
@@ -35,20 +32,6 @@ class SceneBatches(TensorBatches):
             dict(target, original=size, truth=dict(boxes=to_corners(target["boxes"]) * whole, labels=target["labels"]))
             for target in targets
         ]
-
-    def _stream(self, batches: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, Any]]:
-        for chosen in batches:
-            self.indices = chosen.tolist()
-            yield self.transform.normalise(self._values(chosen)), [self.targets[i] for i in self.indices]
-
-    def _values(self, chosen: Tensor | int) -> Tensor:
-        """Images in [0, 1], also if they are bytes."""
-        images = self.images[chosen]
-        return images if images.is_floating_point() else images / 255
-
-    def display_image(self, i: int) -> Tensor:
-        """Image i, [C, H, W] in [0, 1]."""
-        return self._values(i).clamp(0, 1)
 
     def digest(self) -> str:
         """The number of images, and a CRC-32 of their pixels and boxes."""

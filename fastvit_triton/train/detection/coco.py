@@ -13,17 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..data.findings import Findings
 from ..data.transform import MAX_PIXELS, Header
-from .objects import (
-    MAX_CLASS,
-    Corners,
-    DetectionFiles,
-    Ids,
-    Objects,
-    class_name,
-    find_corners,
-    read_headers,
-    sort_files,
-)
+from .objects import MAX_CLASS, Corners, DetectionFiles, Ids, Objects, class_name, find_corners, read_headers
 
 Frame = Literal["upright", "stored"]
 
@@ -83,7 +73,8 @@ def load_coco(annotations: Path, folder: Path, ids: Ids = "compact", max_pixels:
     table = {numbers[key]: name for key, name in names.items()}
     classes = tuple(table.get(i, "") for i in range(max(table, default=-1) + 1))
     findings.image_folders.add(folder)
-    return DetectionFiles(*sort_files(records), classes, ids, headers, defects, findings)
+    files = sorted(records)
+    return DetectionFiles(files, [records[path] for path in files], classes, ids, headers, defects, findings)
 
 
 class _Image(NamedTuple):

@@ -42,9 +42,17 @@ def match(outputs: Mapping[str, Tensor], targets: Targets, costs: Costs, kind: K
     where class(i, c) is −softmax(zᵢ)_c (DETR) or, with p = σ(z_ic), the difference of the focal losses of c and not c,
     0.25 (1 − p)² · −log p − 0.75 p² · −log(1 − p) (Deformable DETR, arXiv:2010.04159).
     """
+    try:
+        from scipy.optimize import linear_sum_assignment
+    except ImportError as error:
+        raise ValueError("training a detector needs SciPy; pip install 'fastvit_triton[detect]'") from error
     logits = at_least_float32(outputs["logits"].detach())
     boxes = outputs["boxes"].detach().to(logits.dtype)
-    classes = -logits.softmax(-1) if kind == "softmax" else _focal_difference(logits.sigmoid())
+    if kind == "softmax":
+        classes = -logits.softmax(-1)
+    else:
+        p = logits.sigmoid()
+        classes = ALPHA * (1 - p) ** GAMMA * -(p + 1e-8).log() - (1 - ALPHA) * p**GAMMA * -(1 - p + 1e-8).log()
     tables = []
     for scores, predicted, target in zip(classes, boxes, targets, strict=True):
         wanted = target["boxes"].to(predicted)
@@ -54,26 +62,11 @@ def match(outputs: Mapping[str, Tensor], targets: Targets, costs: Costs, kind: K
     flat = torch.cat([table.flatten() for table in tables]).cpu()  # one copy for the batch
     if not flat.isfinite().all():
         raise ValueError("the cost of a match is not finite: the model's logits or boxes are not, or a target's boxes")
-    assign = _assignment()
     matches = []
     for part, table in zip(flat.split([table.numel() for table in tables]), tables, strict=True):
-        queries, objects = assign(part.view(table.shape).numpy())
+        queries, objects = linear_sum_assignment(part.view(table.shape).numpy())
         matches.append((torch.as_tensor(queries).to(logits.device), torch.as_tensor(objects).to(logits.device)))
     return matches
-
-
-def _focal_difference(p: Tensor) -> Tensor:
-    positive = ALPHA * (1 - p) ** GAMMA * -(p + 1e-8).log()
-    negative = (1 - ALPHA) * p**GAMMA * -(1 - p + 1e-8).log()
-    return positive - negative
-
-
-def _assignment():
-    try:
-        from scipy.optimize import linear_sum_assignment
-    except ImportError as error:
-        raise ValueError("training a detector needs SciPy; pip install 'fastvit_triton[detect]'") from error
-    return linear_sum_assignment
 
 
 @dataclass(frozen=True)
@@ -124,7 +117,8 @@ class SetCriterion:
         logits = at_least_float32(outputs["logits"])
         boxes = outputs["boxes"].to(logits.dtype)
         matches = match(outputs, targets, self.costs, self.kind)
-        image, query = _places(matches)
+        image = torch.cat([torch.full_like(queries, i) for i, (queries, _) in enumerate(matches)])
+        query = torch.cat([queries for queries, _ in matches])
         chosen = [t["labels"].to(query.device)[taken] for t, (_, taken) in zip(targets, matches, strict=True)]
         wanted = torch.cat([t["boxes"].to(boxes)[taken] for t, (_, taken) in zip(targets, matches, strict=True)])
         predicted = boxes[image, query]
@@ -200,9 +194,3 @@ def padding_mask(images: Tensor, targets: Targets) -> Tensor | None:
     for row, (height, width) in zip(mask, sizes, strict=True):
         row[:height, :width] = True
     return mask.to(images.device, non_blocking=True)
-
-
-def _places(matches: Matches) -> tuple[Tensor, Tensor]:
-    """Indices of the images and of the queries that are matched."""
-    images = [torch.full_like(queries, i) for i, (queries, _) in enumerate(matches)]
-    return torch.cat(images), torch.cat([queries for queries, _ in matches])

@@ -9,7 +9,7 @@ from torch import nn
 from ..batch import blank_target, to_device
 from ..distributed import World
 from ..loop import Score, evaluating, local_batches
-from .average_precision import average_precision
+from .average_precision import average_precision, pycocotools_classes
 from .criterion import criterion_of, predicted
 
 LOGGED = ("ap", "ap50", "ap75", "ap_low", "ap_high")
@@ -25,6 +25,7 @@ def evaluate_detector(
     per_rank_batches: bool = False,
 ) -> Score:
     """Mean loss and average precision over a test set. Training mode is restored afterwards."""
+    pycocotools_classes()  # before the images are evaluated
     device = next(model.parameters()).device
     world = world or World()
     detector: Any = getattr(model, "module", model)

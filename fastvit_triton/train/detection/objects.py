@@ -135,9 +135,3 @@ def fractions(target: Target, size: tuple[int, int]) -> Target:
 def class_name(name: str) -> str:
     """The name in NFC, without control characters, which a terminal would obey."""
     return "".join(character if character.isprintable() else "?" for character in nfc(name))
-
-
-def sort_files(records: dict[Path, Target]) -> tuple[list[Path], list[Target]]:
-    """Files in sorted order, and their targets."""
-    files = sorted(records)
-    return files, [records[path] for path in files]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ..data.findings import UNLABELLED, Findings
 from ..data.folder import find_split, list_images
 from ..data.transform import MAX_PIXELS, SUFFIXES, join_names
-from .objects import MAX_CLASS, Corners, DetectionFiles, Objects, class_name, find_corners, read_headers, sort_files
+from .objects import MAX_CLASS, Corners, DetectionFiles, Objects, class_name, find_corners, read_headers
 
 DESCRIPTIONS = ("data.yaml", "data.yml")
 KINDS = {"train": "training", "val": "test"}
@@ -60,7 +60,7 @@ def load_yolo(description: Path, split: str = "train", max_pixels: int = MAX_PIX
             reason = UNLABELLED if empty else "without a label file"
             findings.add("images without labels", reason, str(image))
     headers, defects = read_headers(images, max_pixels)
-    records = {}
+    targets = []
     boxes = []
     for image in images:
         target = Objects(headers[image].size if image in headers else (1, 1), findings)
@@ -71,13 +71,12 @@ def load_yolo(description: Path, split: str = "train", max_pixels: int = MAX_PIX
             target.add(corners, label, where)
             if numbers is not None:
                 boxes.append((_in_pixels(numbers, target.size), corners, target.size, where))
-        records[image] = target.tensors()
+        targets.append(target.tensors())
     find_corners(boxes, findings)
     findings.labels += len(lines)
     findings.label_folders |= {text.parent: image.parent for image, text in texts.items()}
     findings.image_folders |= set(findings.label_folders.values())
-    files, targets = sort_files(records)
-    return DetectionFiles(files, targets, about.classes, "compact", headers, defects, findings)
+    return DetectionFiles(images, targets, about.classes, "compact", headers, defects, findings)
 
 
 def read_description(path: Path) -> Description:
@@ -179,8 +178,7 @@ def _images(place: Path, findings: Findings) -> Iterator[Path]:
         yield from list_images(place, findings)
         return
     for _, line in _lines(place):
-        image = place.parent / line
-        yield image
+        yield place.parent / line
 
 
 def _label_file(image: Path, root: Path) -> Path:
