@@ -9,7 +9,7 @@ import timm
 import torch
 from agreement import ROUNDINGS, one_sentence
 from budget import telling
-from catalogue import redraw
+from catalogue import parameters, redraw
 from interpreter import interpreting
 from sampling import marked
 from timm.models._features import FeatureGetterNet as TimmGetter
@@ -25,7 +25,7 @@ from fastvit_triton.models import CATALOGUE, FeatureGetterNet, model_config
 TINY = dict(embed_dim=24, num_heads=2, depth=3)
 PLAIN = [name for name in CATALOGUE if isinstance(model_config(name), ViTConfig)]  # see test_pyramids.py for others
 PLAIN = [name for name in PLAIN if not name.startswith(("cait_", "setr_"))]  # class token after the blocks; pixels
-TIMM_NAMES = [name for name in PLAIN if getattr(CATALOGUE[name], "ORACLE", {}).get(name) == "timm"]
+TIMM_NAMES = [name for name in parameters.TIMM_NAMES if name in PLAIN]
 OTHER_NAMES = [name for name in PLAIN if name not in TIMM_NAMES]
 INTERMEDIATES = [
     dict(),

@@ -176,7 +176,7 @@ def test_a_pruned_model_keeps_the_decoders_of_its_blocks():
     model.prune(2, norm=False, head=False)
     logits, kept = model(images)
     assert torch.equal(kept, want) and model.config.aux_indices == (0,) and model.config.depth == len(model.blocks) == 2
-    *_, x = model.stages(images)
+    *_, x = model.outputs(images)
     assert torch.equal(logits, model.decode_head(model.norm(x)[:, 1:], (2, 3), (32, 48)))
     model.prune(1, norm=False, head=True)
     assert model.get_classifier() == () and model(images).shape == (2, 32, 2, 3)

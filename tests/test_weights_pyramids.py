@@ -256,8 +256,7 @@ def test_official_tnt_at_another_size():
     """Oracle: timm's converter of the authors' names, which also resizes positions, antialiased."""
     case, larger = CASES["tnt"], pyramid("tnt", img_size=(24, 32))
     theirs = randomize(case.build(img_size=(16, 16), **case.options, num_classes=7))
-    names = {ours: official for official, ours in tnt.TNT_NAMES.items()}
-    state = {".".join(names.get(part, part) for part in key.split(".")): t for key, t in theirs.state_dict().items()}
+    state = {tnt.TNT_LAYOUTS[0].theirs(key): tensor for key, tensor in theirs.state_dict().items()}
     state["inner_pos"] = state["inner_pos"].flatten(2).transpose(1, 2)
     state["outer_tokens"] = torch.zeros(1, 4, 12)
     report = load_weights(larger, state, resize="bicubic_antialias")

@@ -51,12 +51,7 @@ ALLOWED += [
 
 
 def load(path: Path) -> Any:
-    """What a file of torch.save holds, on the CPU.
-
-    Raises:
-        pickle.UnpicklingError: it names a type that is not allowed.
-        Exception: of `DAMAGE` in `reading`, if it is damaged.
-    """
+    """What a file of torch.save holds, on the CPU; UnpicklingError if it names a type that is not allowed."""
     with torch.serialization.safe_globals(ALLOWED), warnings.catch_warnings(), path.open("rb") as file:
         warnings.filterwarnings("ignore", "Detected pickle protocol")  # what it does not read then raises
         # not by the path, whose suffix PyTorch would follow

@@ -1,9 +1,10 @@
 """Renames parameters between libraries: a table per layout of keys, with functions that convert shapes.
 
 Our names are timm's and, where it lacks the model, the authors'; `tensors.PARTS` names tensors that other libraries
-store separately. A table maps our names to theirs: a path stands for all names that begin with it, {} for a number, and
-other braces expand as in a shell. Names that differ between versions of a library are separated by spaces: all are
-read, the first is written. Of several paths in a name the longest counts. The tables stand with their models.
+store separately. A table maps our names to theirs: a path stands for all names that begin with it, {} for a number,
+{-1} for our number less 1, and other braces expand as in a shell. Names that differ between versions of a library are
+separated by spaces: all are read, the first is written. Of several paths in a name the longest counts. The tables stand
+with their models.
 """
 
 import re
@@ -19,12 +20,12 @@ from .tensors import State, WeightsError
 
 IRRELEVANT = re.compile(  # other parts of larger models, and training state
     r"(^|\.)(mask_token|position_ids|pooler|decoder\w*|text_model|text_projection|logit_scale|logit_bias|txt"
-    r"|dino_head|ibot_head|student|opt|relative_position_index|attn_mask|n_averaged|total_ops|total_params)(\.|$)"
+    r"|dino_head|ibot_head|student|opt|relative_position_index|attn_mask|attention_bias_idxs|outer_tokens"
+    r"|n_averaged|total_ops|total_params)(\.|$)"
     r"|(^|\.)[tb]$"
 )
-
-
-Fitted = tuple[list[str], str]  # keys that a checkpoint's fit removed, and its changes of positions in words
+NUMBER = re.compile(r"\{(-1)?\}")
+Fitted = tuple[list[str], str]  # keys of a checkpoint that do not fit, and changes of its positions in words
 
 
 def _same(tensors: State) -> State:
@@ -39,13 +40,12 @@ class Layout:
     mark: str  # key that distinguishes this layout from those after it in `CheckpointFormats`; it may follow a prefix
     beside: str = ""  # second required key after the same prefix, if other architectures also have the mark
     resize: str  # interpolation of positions in this library: a mode of `resize_pos_embed`, or "dinov2"
-    number: Callable[[str], str] = str  # changes their key first, where stages are numbered in another way than ours
     stem: dict[str, str] = field(default_factory=dict)  # our name → theirs, outside the blocks
     home: str = "blocks.{}"  # our path of a block; {} is its number, or those of its stage and in it
     blocks: str = "blocks.{}"  # their paths of a block
     block: dict[str, str] = field(default_factory=dict)  # our name → theirs, inside a block
     read: Callable[[State], State] = _same  # converts their tensors to our shapes, under their names
-    write: Callable[[State], State] = _same  # the inverse of `read` and `number`
+    write: Callable[[State], State] = _same  # the inverse of `read`
     base: str = ""  # prefix of all keys except the classifier's in the class with a classifier
     packed: bool = False  # their files hold q, k and v of blocks as one tensor; else they are written as three
     alone: bool = False  # the tower's keys have a prefix, and equal keys without it are of another tower
@@ -64,8 +64,7 @@ class Layout:
     @cached_property
     def ours(self) -> Callable[[str], str]:
         """Converts their key, without prefix, to ours; keys that are in no table are unchanged."""
-        rename = _renamer((their, our) for our, their in self.pairs)
-        return lambda key: rename(self.number(key))
+        return _renamer((their, our) for our, their in self.pairs)
 
     @cached_property
     def theirs(self) -> Callable[[str], str]:
@@ -117,16 +116,27 @@ class CheckpointFormats(NamedTuple):
 
 def _renamer(pairs: Iterable[tuple[str, str]]) -> Callable[[str], str]:
     """A function that renames a key by the longest path that is its beginning; other keys stay."""
-    rules = [(re.compile(re.escape(old).replace(r"\{\}", r"(\d+)") + r"(?=\.|$)"), new) for old, new in pairs]
+    rules = []
+    for old, new in pairs:
+        pattern = r"(\d{1,9})".join(map(re.escape, NUMBER.split(old)[::2])) + r"(?=\.|$)"
+        before, after = ([int(step or 0) for step in NUMBER.findall(path)] for path in (old, new))
+        # a path with fewer numbers has the last of them
+        steps = [b - a for a, b in zip(before[len(before) - len(after) :], after, strict=True)]
+        rules.append((re.compile(pattern), NUMBER.sub("{}", new), steps))
     rules.sort(key=lambda rule: -rule[0].pattern.count("."))
 
     def rename(key: str) -> str:
-        for pattern, new in rules:
-            if match := pattern.match(key):  # a path with fewer numbers has the last of them
-                return new.format(*match.groups()[pattern.groups - new.count("{}") :]) + key[match.end() :]
+        for pattern, new, steps in rules:
+            if match := pattern.match(key):
+                numbers = match.groups()[pattern.groups - len(steps) :]
+                return new.format(*map(_moved, numbers, steps)) + key[match.end() :]
         return key
 
     return rename
+
+
+def _moved(number: str, step: int) -> str:
+    return str(int(number) + step) if step else number
 
 
 def _rows(table: dict[str, str]) -> Iterator[tuple[str, str]]:
@@ -137,8 +147,8 @@ def _rows(table: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _expand(name: str) -> list[str]:
-    """Expands braces that are not empty: norm{1,2} → norm1, norm2."""
-    if (braces := re.search(r"\{([^}]+)\}", name)) is None:
+    """Expands braces with commas: norm{1,2} → norm1, norm2."""
+    if (braces := re.search(r"\{([^}]+,[^}]*)\}", name)) is None:
         return [name]
     return [f"{name[: braces.start()]}{option}{name[braces.end() :]}" for option in braces[1].split(",")]
 

@@ -52,11 +52,14 @@ def fill_counts(target: State, state: State) -> None:
 def fit_head(heads: tuple[str, ...], target: State, state: State) -> list[str]:
     """Removes from `state` heads of another size and layers used only by a head; adds missing biases of zero."""
     useless = []
+    for root in dict.fromkeys(f"{head.partition('.')[0]}." for head in heads):
+        if not any(key.startswith(root) for key in target):
+            useless += [key for key in state if key.startswith(root)]
     for head in heads:
         weight = f"{head}.weight"
         bias = f"{head}.bias"
         if weight not in target or weight not in state or target[weight].shape[:1] != state[weight].shape[:1]:
-            useless += [key for key in (weight, bias) if key in state]
+            useless += [key for key in (weight, bias) if key in state and key not in useless]
         elif bias in target and bias not in state:
             state[bias] = torch.zeros_like(target[bias])
     if "head.weight" in useless or "head.weight" not in state:

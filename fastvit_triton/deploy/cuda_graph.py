@@ -26,19 +26,12 @@ MAX_PADDING = 1.25  # maximum ratio of padded to actual rows
 
 @dataclass
 class Captured:
-    """A CUDA graph and its static tensors.
+    """A CUDA graph and its static tensors."""
 
-    Attributes:
-        inputs: static input tensors.
-        outputs: the model's output, with static tensors.
-        replay: launches the graph.
-        versions: version counters of the weights when cached folds were last checked.
-    """
-
-    inputs: tuple[Tensor, ...]
-    outputs: object
-    replay: Callable[[], None]
-    versions: list[int]
+    inputs: tuple[Tensor, ...]  # static input tensors
+    outputs: object  # the model's output, with static tensors
+    replay: Callable[[], None]  # launches the graph
+    versions: list[int]  # version counters of the weights when cached folds were last checked
 
 
 class GraphedModel:
@@ -199,13 +192,9 @@ def can_capture(x: Tensor) -> bool:
 def capture(
     run: Callable[[], object], pool: Any, warmups: int = WARMUPS, stream: Any = None
 ) -> tuple[Any, Callable[[], None]]:
-    """Captures `run` on a stream: (its result, with static tensors; a function that launches the graph).
+    """Captures `run` on a stream, by default a new one, after some calls of it without a graph.
 
-    Args:
-        run: the calls to capture.
-        pool: of the graph's memory.
-        warmups: calls of `run` before the capture.
-        stream: None for a new one.
+    Returns its result, with static tensors in the memory of `pool`, and a function that launches the graph.
     """
     stream = stream or new_stream()
     on_stream(lambda: [run() for _ in range(warmups)], stream)

@@ -33,27 +33,16 @@ WEIGHTS = (torch.empty, torch.rand, torch.randn, torch.normal)
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted cost of an inference call, or of a training step without optimiser; nothing is measured.
+    """Predicted cost of an inference call, or of a training step without optimiser; nothing is measured."""
 
-    Attributes:
-        eager: with PyTorch's operators.
-        compiled: under torch.compile, estimated by `inductor`.
-        ours: with this package's defaults.
-        frozen: the same after `freeze`; None in training.
-        choices: for branches and ops, in call order.
-        gpu: its rates.
-        training: True if it includes the backward pass.
-        traces: of eager PyTorch, ours, and ours after `freeze` in inference.
-    """
-
-    eager: Count
-    compiled: Count
-    ours: Count
-    frozen: Count | None
-    choices: tuple[Choice, ...]
-    gpu: Gpu
-    training: bool
-    traces: tuple[Trace, ...] = field(repr=False, compare=False)
+    eager: Count  # with PyTorch's operators
+    compiled: Count  # under torch.compile, estimated by `inductor`
+    ours: Count  # with this package's defaults
+    frozen: Count | None  # the same after `freeze`; None in training
+    choices: tuple[Choice, ...]  # for branches and ops, in call order
+    gpu: Gpu  # its rates
+    training: bool  # it includes the backward pass
+    traces: tuple[Trace, ...] = field(repr=False, compare=False)  # of eager PyTorch, ours, and in inference frozen
 
     @property
     def blocks(self) -> tuple[Choice, ...]:
@@ -112,18 +101,10 @@ def count(function: Callable, *inputs: object, **named: object) -> Count:
 def predict(model: nn.Module, gpu: Gpu, training: bool, *inputs: object, **named: object) -> Prediction:
     """Predicts the cost of a model on a GPU, in PyTorch and with this package's defaults.
 
-    Inside `torch.autocast("cpu", dtype)` it is the cost under CUDA's autocast.
-
-    Args:
-        model: converted by `optimize`, or one of ours; on the meta device. It is not changed.
-        gpu: one of `gpus()`.
-        training: include the backward pass of every output.
-        inputs: its inputs on the meta device, in the dtype of the weights; integers on the CPU, such as grids, have
-            values that the model may read.
-        named: keyword inputs.
-
-    Raises:
-        RuntimeError: the model reads a value that depends on weights or on meta tensors.
+    Inside `torch.autocast("cpu", dtype)` it is the cost under CUDA's autocast. The model is one of ours, or converted
+    by `optimize`, on the meta device, as its inputs, which have the dtype of the weights; integers on the CPU, such as
+    grids, have values that it may read. Training includes the backward pass of every output. RuntimeError if the model
+    reads a value that depends on weights or on meta tensors.
     """
     choices: list[Choice] = []
     traces = [traced(model, None, training, inputs, named)]

@@ -7,21 +7,17 @@ FLASH = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention",
 )
+# operator → index of its first matrix
+MATMULS = {"addmm": 1, "addmm_": 1, "_addmm_activation": 1, "mm": 0, "bmm": 0, "baddbmm": 1}
 
 
 @dataclass(frozen=True)
 class Count:
-    """Cost of a call.
+    """Cost of a call."""
 
-    Attributes:
-        launches: number of kernels.
-        nbytes: bytes read and written.
-        flops: of matmuls and convolutions.
-    """
-
-    launches: int = 0
-    nbytes: int = 0
-    flops: int = 0
+    launches: int = 0  # number of kernels
+    nbytes: int = 0  # bytes read and written
+    flops: int = 0  # of matmuls and convolutions
 
     def __add__(self, other: "Count") -> "Count":
         """The cost of both calls."""
@@ -40,31 +36,18 @@ class Piece:
 
 @dataclass(frozen=True)
 class Event:
-    """A PyTorch operator, or a launch of one of our kernels.
+    """A PyTorch operator, or a launch of one of our kernels."""
 
-    Attributes:
-        name: of the operator ("addmm") or the kernel ("linear._fwd_kernel").
-        op: our operator that contains it, or "".
-        ours: True for our kernels; `reads` then holds both inputs and outputs.
-        launches: number of kernels.
-        reads: its operands, each once.
-        writes: its results.
-        flops: of products.
-        size: of a launch of ours, see `launched.size`.
-        launch_flops: of a launch of ours, also where `flops` are counted for the whole operator.
-        region: number of the region of a captured graph that it belongs to, see `convert.region`; 0 if to none.
-    """
-
-    name: str
-    op: str
-    ours: bool
-    launches: int
-    reads: tuple[Piece, ...]
-    writes: tuple[Piece, ...]
-    flops: int = 0
-    size: tuple[int, int, int, int] = (0, 0, 0, 0)
-    region: int = 0
-    launch_flops: int = 0
+    name: str  # of the operator ("addmm") or the kernel ("linear._fwd_kernel")
+    op: str  # our operator that contains it, or ""
+    ours: bool  # True for our kernels; `reads` then holds both inputs and outputs
+    launches: int  # number of kernels
+    reads: tuple[Piece, ...]  # its operands, each once
+    writes: tuple[Piece, ...]  # its results
+    flops: int = 0  # of products
+    size: tuple[int, int, int, int] = (0, 0, 0, 0)  # of a launch of ours, see `launched.size`
+    region: int = 0  # number of the region of a captured graph, see `convert.region`; 0 outside of all
+    launch_flops: int = 0  # of a launch of ours, also where `flops` are counted for the whole operator
 
     @property
     def nbytes(self) -> int:

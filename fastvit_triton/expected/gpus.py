@@ -11,61 +11,36 @@ RATES = Path(__file__).with_name("rates.json")
 
 
 class Device(NamedTuple):
-    """Rates of a GPU by its data sheet.
+    """Rates of a GPU by its data sheet."""
 
-    Attributes:
-        name: as its maker writes it.
-        tflops: of dense 16-bit products with float32 sums.
-        float32_tflops: of float32 arithmetic without tensor cores.
-        gbs: bandwidth of memory.
-        source: of these figures.
-        clock: factor of `tflops` beside the constants, which hold for an RTX 4090: limits of power, and of clocks.
-        memory: factor of `gbs` beside the constants.
-        attention: factor of the rate of attention's products, forward, beside the constants.
-        patch_tflops: of eager convolutions in 16 bits whose stride is their kernel size, where these are slower.
-        norm_row_ns: of PyTorch's LayerNorm, forward and backward: nanoseconds of a row, besides those of its bytes.
-    """
-
-    name: str
-    tflops: float
-    float32_tflops: float
-    gbs: float
-    source: str
-    clock: float = 1.0
-    memory: float = 1.0
-    attention: float = 1.0
-    patch_tflops: float = math.inf
+    name: str  # as its maker writes it
+    tflops: float  # of dense 16-bit products with float32 sums
+    float32_tflops: float  # of float32 arithmetic without tensor cores
+    gbs: float  # bandwidth of memory
+    source: str  # of these figures
+    # factors of rates beside the constants, which hold for an RTX 4090
+    clock: float = 1.0  # of `tflops`: limits of power, and of clocks
+    memory: float = 1.0  # of `gbs`
+    attention: float = 1.0  # of the rate of attention's products, forward
+    patch_tflops: float = math.inf  # of eager 16-bit convolutions with the stride of their kernel, where slower
+    # of PyTorch's LayerNorm, forward and backward: nanoseconds of a row, besides those of its bytes
     norm_row_ns: Sequence[float] = (0.0, 0.0)
 
 
 class Gpu(NamedTuple):
-    """Rates of a GPU.
+    """Rates of a GPU."""
 
-    Attributes:
-        key: its short name, also that of its table of choices.
-        name: as the driver reports it, in part.
-        architecture: sm_90, gfx942, …
-        units: streaming multiprocessors.
-        product_tflops: of 16-bit BLAS matmuls with large K.
-        copy_gbs: bandwidth of a copy, reads plus writes.
-        fused_product: rate of our matmuls as a fraction of BLAS: pessimistic, expected, best.
-        attention_tflops: of PyTorch's attention, forward and backward, at about 200 tokens.
-        fused_attention_tflops: of ours.
-        source: where the rates come from.
-        sheet: those of its data sheet.
-    """
-
-    key: str
-    name: str
-    architecture: str
-    units: int
-    product_tflops: float
-    copy_gbs: float
-    fused_product: tuple[float, float, float]
-    attention_tflops: tuple[float, float]
-    fused_attention_tflops: tuple[float, float]
-    source: str
-    sheet: Device
+    key: str  # its short name, also that of its table of choices
+    name: str  # as the driver reports it, in part
+    architecture: str  # sm_90, gfx942, …
+    units: int  # streaming multiprocessors
+    product_tflops: float  # of 16-bit BLAS matmuls with large K
+    copy_gbs: float  # bandwidth of a copy, reads plus writes
+    fused_product: tuple[float, float, float]  # our matmuls as a fraction of BLAS: pessimistic, expected, best
+    attention_tflops: tuple[float, float]  # of PyTorch's attention, forward and backward, at about 200 tokens
+    fused_attention_tflops: tuple[float, float]  # of ours
+    source: str  # where the rates come from
+    sheet: Device  # those of its data sheet
 
 
 @functools.cache

@@ -10,36 +10,20 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from .events import FLASH, Count, Event, Piece
+from .events import FLASH, MATMULS, Count, Event, Piece
 
-PRODUCTS = (
-    "addmm",
-    "addmm_",
-    "_addmm_activation",
-    "mm",
-    "bmm",
-    "baddbmm",
-    "convolution",
-    "convolution_backward",
-    *FLASH,
-)
+PRODUCTS = (*MATMULS, "convolution", "convolution_backward", *FLASH)
 EXTERN = {*PRODUCTS, *(f"{name}_backward" for name in FLASH)}
 COLUMN = "sum"
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of the compiled graph.
+    """A kernel of the compiled graph."""
 
-    Attributes:
-        events: the operators that it computes, in order.
-        reads: tensors from outside, each once.
-        writes: its results that other kernels read, or that leave the graph.
-    """
-
-    events: tuple[Event, ...]
-    reads: tuple[Piece, ...]
-    writes: tuple[Piece, ...]
+    events: tuple[Event, ...]  # the operators that it computes, in order
+    reads: tuple[Piece, ...]  # tensors from outside, each once
+    writes: tuple[Piece, ...]  # its results that other kernels read, or that leave the graph
 
     @property
     def count(self) -> Count:

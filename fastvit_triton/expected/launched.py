@@ -23,17 +23,11 @@ class Launched(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelWork:
-    """Arithmetic work of a launch.
+    """Arithmetic work of a launch."""
 
-    Attributes:
-        flops: of the operation, without padding.
-        padded: flops of one program, with padding.
-        passes: iterations of the main loop in one program.
-    """
-
-    flops: float = 0.0
-    padded: float = 0.0
-    passes: float = 1.0
+    flops: float = 0.0  # of the operation, without padding
+    padded: float = 0.0  # flops of one program, with padding
+    passes: float = 1.0  # iterations of the main loop in one program
 
 
 def work(launch: Launched) -> KernelWork:

@@ -59,19 +59,13 @@ _storages = itertools.count()
 
 @dataclass
 class Trace:
-    """Trace of a call.
+    """Trace of a call."""
 
-    Attributes:
-        events: operators and launches, in order.
-        findings: host synchronisations (reading a value, or copying host values), and operators of ours whose results
-            differ from those of their fake implementation.
-        peak: most bytes that what was allocated in the call took at once, in addition to weights and inputs; without
-            workspaces of libraries.
-    """
-
-    events: list[Event] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)  # operators and launches, in order
+    # host synchronisations (reading a value, or copying host values), and operators of ours whose results differ from
+    # those of their fake implementation
     findings: list[str] = field(default_factory=list)
-    peak: int = 0
+    peak: int = 0  # most bytes allocated at once, besides weights and inputs; without workspaces of libraries
 
     @property
     def count(self) -> Count:

@@ -14,19 +14,11 @@ from torch import Tensor, nn
 
 from ..engine.values import reserved, without_weights
 from .cuda_operators import as_on_cuda
-from .events import Event, Piece
+from .events import MATMULS, Event, Piece
 from .inductor import Kernel, grouped, is_extern, kernels
 from .trace import tracing
 
 IMAGES = 2  # in a traced call; operators may treat one image differently
-PRODUCTS = {
-    "addmm": 1,
-    "addmm_": 1,
-    "_addmm_activation": 1,
-    "mm": 0,
-    "bmm": 0,
-    "baddbmm": 1,
-}  # operator → index of its first matrix
 NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit_no_training")
 NORM_BACKWARD = "native_layer_norm_backward"
 REDUCTIONS = (
@@ -91,21 +83,15 @@ OURS = {  # kernel → kind
 
 
 class GpuWork(NamedTuple):
-    """A kernel's work.
+    """A kernel's work."""
 
-    Attributes:
-        kind: one of KINDS.
-        nbytes: bytes read and written.
-        flops: of a product, convolution or attention; a multiply-add is 2.
-        size: of products: (number of matrices, M, N, K); of attention: (heads of all images, queries, keys, channels);
-            of LayerNorms: (1, rows, 1, values of a row).
-        per_image: for each of `nbytes`, `flops`, and the first two of `size`, the part that one image adds.
-    """
-
-    kind: str
-    nbytes: float
-    flops: float = 0.0
+    kind: str  # one of KINDS
+    nbytes: float  # bytes read and written
+    flops: float = 0.0  # of a product, convolution or attention; a multiply-add is 2
+    # of products: (number of matrices, M, N, K); of attention: (heads of all images, queries, keys, channels); of
+    # LayerNorms: (1, rows, 1, values of a row)
     size: tuple[float, float, int, int] = (0, 0, 0, 0)
+    # for each of `nbytes`, `flops`, and the first two of `size`, the part that one image adds
     per_image: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
 
     def at_batch(self, images: int) -> "GpuWork":
@@ -116,16 +102,11 @@ class GpuWork(NamedTuple):
 
 
 class CallWork(NamedTuple):
-    """The work of one call, as (kernel, number of times).
+    """The work of one call, as (kernel, number of times)."""
 
-    Attributes:
-        eager: PyTorch's operators.
-        compiled: under torch.compile in its default mode.
-        templates: ((product, kernel that follows it), kernels that mode max-autotune may run instead), number of times.
-    """
-
-    eager: tuple[tuple[GpuWork, int], ...]
-    compiled: tuple[tuple[GpuWork, int], ...]
+    eager: tuple[tuple[GpuWork, int], ...]  # PyTorch's operators
+    compiled: tuple[tuple[GpuWork, int], ...]  # under torch.compile in its default mode
+    # ((product, kernel that follows it), kernels that mode max-autotune may run instead), number of times
     templates: tuple[tuple[tuple[tuple[GpuWork, ...], tuple[GpuWork, ...]], int], ...]
 
 
@@ -186,7 +167,7 @@ def _launch(event: Event) -> GpuWork:
 
 
 def _is_product(kernel: Kernel) -> bool:
-    return kernel.events[0].name in PRODUCTS
+    return kernel.events[0].name in MATMULS
 
 
 def _is_extern(kernel: Kernel) -> bool:
@@ -219,7 +200,7 @@ def _template(product: Kernel, after: Kernel, grows: Collection[int]) -> tuple[G
     operands = [piece for piece in after.reads if piece in read and piece.storage not in between]
     event = product.events[0]
     one = _operator(event, grows)
-    first = event.reads[PRODUCTS[event.name]]
+    first = event.reads[MATMULS[event.name]]
     fused = _memory("fused product", (*event.reads, *operands, *results), grows, one.flops, one.size, first)
     if not rest:
         return (fused,)
@@ -234,8 +215,8 @@ def _operator(event: Event, grows: Collection[int]) -> GpuWork:
     pieces: Collection[Piece] = (*event.reads, *event.writes)
     if name in (NORM_BACKWARD, "convolution", "convolution_backward"):  # the constants are those of each operand once
         pieces = dict.fromkeys(pieces)
-    if name in PRODUCTS:
-        first, second = event.reads[PRODUCTS[name] :][:2]
+    if name in MATMULS:
+        first, second = event.reads[MATMULS[name] :][:2]
         size = (math.prod(first.shape[:-2]), first.shape[-2], second.shape[-1], first.shape[-1])
         kind = "float32 product" if _itemsize(first) == 4 else "product"
         return _memory(kind, pieces, grows, 2.0 * math.prod(size), size, first)

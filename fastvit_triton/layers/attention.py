@@ -74,15 +74,10 @@ class Attention(Fusable):
 
 
 class RelativePosition(nn.Module):
-    """Relative position embeddings r of 1-D offsets between patches; q · r is added to q · k.
+    """Relative position embeddings r of 1-D offsets between at most N patches; q · r is added to q · k.
 
     Source: ViT, arXiv:2010.11929, appendix D.4; the heads share the table, as in Shaw et al., arXiv:1803.02155,
     section 3.2. Prefix tokens have no position and get no bias.
-
-    Args:
-        num_patches: N, maximum number of patch tokens.
-        head_dim: d.
-        prefix_tokens: number of leading tokens without a position.
     """
 
     def __init__(self, num_patches: int, head_dim: int, prefix_tokens: int) -> None:
@@ -108,14 +103,7 @@ class RelativePosition(nn.Module):
 
 
 class AttentionPool(Fusable):
-    """Attention pooling: a learned query attends to all tokens, then an MLP (SigLIP's "map", timm AttentionPoolLatent).
-
-    Args:
-        dim: D, channels per token.
-        num_heads: H.
-        mlp: the MLP after the attention.
-        eps: LayerNorm epsilon.
-    """
+    """Attention pooling: a learned query attends to all tokens, then an MLP (SigLIP's "map")."""
 
     def __init__(self, dim: int, num_heads: int, mlp: Mlp, eps: float = 1e-6) -> None:
         super().__init__()

@@ -82,10 +82,8 @@ class Blocks(Fusable, nn.Sequential):
     ) -> Iterator[Tensor]:
         """Yields the output [B, N, D] of each block in turn.
 
-        Args:
-            x: [B, N, D].
-            after: functions of the output of the first block, the second, and so on.
-            recompute: compute each block again in the backward pass instead of storing its activations.
+        `after` has functions of the output of the first block, the second, and so on; with `recompute` each block is
+        computed again in the backward pass instead of storing its activations.
         """
         for i, block in enumerate(self):
             x = recomputed(block, x) if recompute else block(x)

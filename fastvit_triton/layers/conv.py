@@ -10,11 +10,7 @@ from .fusable import Fusable
 class Peg(Fusable):
     """Positional encoding generator: x + a 3 x 3 depthwise convolution of x (CPVT, arXiv:2102.10882, section 4.1).
 
-    Zeros beyond the borders are what tells the position; with another `padding_mode` there is none.
-
-    Args:
-        dim: D, channels.
-        padding_mode: "zeros", or another of nn.Conv2d, such as "circular".
+    Zeros beyond the borders are what tells the position; with another `padding_mode` of nn.Conv2d there is none.
     """
 
     def __init__(self, dim: int, padding_mode: str = "zeros") -> None:

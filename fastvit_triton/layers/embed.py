@@ -21,13 +21,7 @@ def sides(size: int | tuple[int, int]) -> tuple[int, int]:
 class PatchEmbed(Fusable):
     """Cuts the image into patches and projects each to D channels (ViT, arXiv:2010.11929, eq. 1).
 
-    Args:
-        img_size: (height, width) in pixels.
-        patch_size: (height, width) in pixels.
-        in_chans: C, image channels.
-        embed_dim: D.
-        bias: bias of the projection.
-        strict_img_size: raise for images of another size; False accepts any multiple of the patch size.
+    Sizes are (height, width) in pixels; without `strict_img_size` images may have any multiple of the patch size.
     """
 
     proj: nn.Conv2d | nn.Linear
@@ -55,11 +49,7 @@ class PatchEmbed(Fusable):
         self.proj = nn.Conv2d(self.in_chans, embed_dim, self.patch_size, self.patch_size, bias=bias)
 
     def grid_of(self, image: Tensor) -> tuple[int, int]:
-        """(rows, columns) of patches of image [B, C, H, W].
-
-        Raises:
-            ValueError: the image has the wrong number of channels or the wrong size.
-        """
+        """(rows, columns) of patches of image [B, C, H, W]; ValueError for wrong channels or a wrong size."""
         if image.dim() != 4 or image.shape[1] != self.in_chans:
             raise ValueError(f"image must have axes [B, {self.in_chans}, H, W], got shape {list(image.shape)}")
         size = tuple(image.shape[2:])
@@ -132,12 +122,7 @@ class NormedPatchEmbed(PatchEmbed):
 
 
 class Learned2d(nn.Module):
-    """Learned position embeddings: a row table and a column table of D/2 channels each (ViT paper, appendix D.4).
-
-    Args:
-        grid_size: (rows, columns) of patches.
-        dim: D.
-    """
+    """Learned position embeddings: a row table and a column table of D/2 channels each (ViT paper, appendix D.4)."""
 
     def __init__(self, grid_size: tuple[int, int], dim: int) -> None:
         super().__init__()
@@ -189,19 +174,11 @@ INTERPOLATION: dict[str, dict[str, Any]] = {
 def resize_pos_embed(
     pos: Tensor, old: tuple[int, int], new: tuple[int, int], prefix_tokens: int = 0, mode: str = "bicubic_antialias"
 ) -> Tensor:
-    """Interpolates a position table to another grid; prefix rows are copied.
+    """Interpolates a position table [1, T + h·w, D] from a grid (h, w) to another; the T prefix rows are copied.
 
-    Args:
-        pos: [1, T + h·w, D].
-        old: (h, w) of the table.
-        new: (h', w') of the result.
-        prefix_tokens: T.
-        mode: a name in `INTERPOLATION`. The ViT paper's code is "bilinear_align_corners", timm and DeiT are
-            "bicubic_antialias" (DINOv2 with registers too), torchvision is "bicubic_align_corners", transformers is
-            "bicubic", DINOv2 without registers is "dinov2".
-
-    Returns:
-        [1, T + h'·w', D].
+    The mode is a name in `INTERPOLATION`: the ViT paper's code is "bilinear_align_corners", timm and DeiT are
+    "bicubic_antialias" (DINOv2 with registers too), torchvision is "bicubic_align_corners", transformers is "bicubic",
+    DINOv2 without registers is "dinov2".
     """
     # a symbolic size, of torch.export, is resampled also where it equals the table's, which changes nothing
     if (mode == "dinov2" or all(isinstance(side, int) for side in new)) and old == new:
@@ -216,12 +193,7 @@ def resize_pos_embed(
 
 
 class PatchDropout(nn.Module):
-    """Keeps a random subset of the patch tokens during training (arXiv:2212.00794), and all prefix tokens.
-
-    Args:
-        p: fraction dropped, in [0, 1).
-        prefix_tokens: leading tokens that are never dropped.
-    """
+    """Drops a random fraction p of the patch tokens during training (arXiv:2212.00794), and no prefix tokens."""
 
     def __init__(self, p: float, prefix_tokens: int) -> None:
         super().__init__()

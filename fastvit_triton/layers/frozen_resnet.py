@@ -92,18 +92,9 @@ class FrozenBottleneck(_Block):
 class FrozenResNet(nn.Module):
     """Stem and four stages; the sides of their maps are 1/4, 1/8, 1/16 and 1/32 of the image's, rounded up.
 
-    Stem and first stage are not trained, as in DETR.
-
-    Args:
-        in_chans: C, image channels.
-        depths: blocks of each stage.
-        dim: channels of the stem.
-        bottleneck: blocks are `FrozenBottleneck`, as from ResNet-50 on; else `FrozenBasicBlock`.
-        dilation: the last stage keeps the size of its map and dilates its windows instead (DETR-DC5).
-
-    Attributes:
-        channels: of the map of each stage.
-        reductions: pixels of the image for each step of the map of each stage.
+    Stem and first stage are not trained, as in DETR. Blocks are bottlenecks from ResNet-50 on. With `dilation` the last
+    stage keeps the size of its map and dilates its windows instead (DETR-DC5). `channels` are those of the map of each
+    stage, `reductions` the pixels of the image for each of its steps.
     """
 
     def __init__(

@@ -6,15 +6,7 @@ from .fusable import Fusable
 
 
 class MixedAttention(Fusable):
-    """Self-attention with a packed qkv projection, whose maps a subclass computes.
-
-    Args:
-        dim: D, channels per token.
-        num_heads: H.
-        qkv_bias: bias on the packed projection.
-        attn_drop: dropout on the attention probabilities.
-        proj_drop: dropout after the output projection.
-    """
+    """Self-attention with a packed qkv projection, whose maps a subclass computes."""
 
     def __init__(
         self, dim: int, num_heads: int, qkv_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0

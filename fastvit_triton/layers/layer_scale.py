@@ -5,12 +5,7 @@ from torch import Tensor, nn
 
 
 class LayerScale(nn.Module):
-    """A learned factor per channel on a residual branch (CaiT, arXiv:2103.17239, eq. 6).
-
-    Args:
-        dim: D, channels per token.
-        init_values: initial factor.
-    """
+    """A learned factor per channel on a residual branch (CaiT, arXiv:2103.17239, eq. 6), at first `init_values`."""
 
     def __init__(self, dim: int, init_values: float = 1e-5) -> None:
         super().__init__()

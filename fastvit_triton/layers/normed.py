@@ -8,9 +8,7 @@ from .fusable import Fusable
 class LinearNorm(nn.Module):
     """A linear layer without bias, and a BatchNorm over all tokens (LeViT, arXiv:2104.01136, section 4.2).
 
-    Args:
-        inputs, outputs: features.
-        scale: initial weight of the norm; 0 for the last layer of a residual branch.
+    `scale` is the initial weight of the norm, 0 for the last layer of a residual branch.
     """
 
     def __init__(self, inputs: int, outputs: int, scale: float = 1.0) -> None:

@@ -25,9 +25,7 @@ class PackedAttention(Fusable):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """q [B, M, D], k and v [B, N, D] → [B, M, D].
 
-        Args:
-            q, k, v: inputs of the projections.
-            mask: boolean, broadcasts to [B, H, M, N]; True where a query sees a key. A query that sees none gets 0.
+        The mask is boolean, and broadcasts to [B, H, M, N]: True where a query sees a key. A query without keys gets 0.
         """
         if q is k is v:  # one product
             packed = F.linear(q, self.in_proj_weight, self.in_proj_bias)
@@ -50,14 +48,8 @@ class PackedAttention(Fusable):
 class PackedLayer(Fusable):
     """Parts of a layer, with the names of nn.TransformerEncoderLayer or, with `cross`, nn.TransformerDecoderLayer.
 
-    Args:
-        dim: D, channels.
-        num_heads: H.
-        hidden: channels within the MLP, whose activation is ReLU.
-        drop: dropout.
-        attn_drop: dropout on the probabilities of attention.
-        bias: whether the projections of attention have biases.
-        cross: add attention to other tokens, with a norm and a dropout.
+    `hidden` is the width of the MLP, whose activation is ReLU; `bias` is that of the projections of attention; `cross`
+    adds attention to other tokens, with a norm and a dropout.
     """
 
     def __init__(

@@ -11,13 +11,9 @@ TEMPERATURE = 10000.0  # of the positions
 
 
 def pad_images(images: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Puts images of different sizes into one batch; zeros are added below and right.
+    """Images [C, h, w] → a batch [B, C, H, W], with zeros below and right, and the mask [B, H, W].
 
-    Args:
-        images: each [C, h, w].
-
-    Returns:
-        Images [B, C, H, W], and the mask [B, H, W], True at pixels of an image, or None if all have one size.
+    The mask is True at pixels of an image; it is None if all have one size.
     """
     if not images:
         raise ValueError("the list of images is empty; give at least one")
@@ -39,20 +35,12 @@ def resize_mask(mask: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def sine_positions(mask: Tensor, dim: int, offset: float = 0.0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Positions of the tokens of a map (DETR, arXiv:2005.12872, appendix A.4).
+    """Positions [B, h · w, D] of the tokens of a map (DETR, arXiv:2005.12872, appendix A.4); D is a multiple of 4.
 
-    Rows and columns are counted from 1 within the part that is no padding and divided by their number: y and x in
-    (0, 2π], after the offset. Channel 2i of a coordinate's D/2 is sin(y / 10000^(4i / D)), channel 2i + 1 the cosine;
-    those of y come first.
-
-    Args:
-        mask: boolean [B, h, w], False at padding.
-        dim: D, a multiple of 4.
-        offset: added to the count; −0.5 for centres (Deformable DETR).
-        dtype: of the result; at least float32 is used within.
-
-    Returns:
-        [B, h · w, D].
+    Rows and columns are counted from 1 within the part that is no padding, where the mask [B, h, w] is True, and after
+    the offset (−0.5 for centres, Deformable DETR) divided by their number: y and x in (0, 2π]. Channel 2i of a
+    coordinate's D/2 is sin(y / 10000^(4i / D)), channel 2i + 1 the cosine; those of y come first. At least float32 is
+    used within.
     """
     counted = mask.to(torch.promote_types(dtype, torch.float32))
     channels = []

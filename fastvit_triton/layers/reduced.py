@@ -9,15 +9,8 @@ from .fusable import Fusable
 class ReducedAttention(Fusable):
     """Self-attention whose keys and values come from a map of 1 / R of the height and width.
 
-    Source: PVT, arXiv:2102.12122, section 3.3 (spatial reduction); Twins, arXiv:2104.13840, section 3.3 (GSA).
-
-    Args:
-        dim: D, channels.
-        num_heads: heads.
-        ratio: R; with 1 there is no reduction, and this is plain self-attention.
-        qkv_bias: biases on the projections of queries, keys and values.
-        proj_drop: dropout after the output projection.
-        attn_drop: dropout on the attention probabilities; while it is active, PyTorch computes the attention.
+    Source: PVT, arXiv:2102.12122, section 3.3 (spatial reduction); Twins, arXiv:2104.13840, section 3.3 (GSA). With a
+    ratio R of 1 this is plain self-attention. While probabilities are dropped, PyTorch computes the attention.
     """
 
     sr: nn.Conv2d | None

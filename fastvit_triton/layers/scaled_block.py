@@ -11,16 +11,8 @@ class ScaledBlock(Block):
     """x + c γ f(LN x) for f = attention, then MLP; γ is LayerScale with CaiT's names gamma_1 and gamma_2.
 
     Sources: γ: CaiT, arXiv:2103.17239, equation 6; c = 1/λ: LV-ViT, arXiv:2104.10858, section 3.1. In DeepViT and
-    Refiner a branch is f(LN(a x)) / a with a = 1/2: that is c = 1/a, and ε/a² in the LayerNorm.
-
-    Args:
-        dim: D, channels per token.
-        attn: as for `Block`.
-        mlp: as for `Block`.
-        eps: LayerNorm epsilon.
-        init_values: initial γ; None for none.
-        drop_path: probability of skipping each branch.
-        factor: c.
+    Refiner a branch is f(LN(a x)) / a with a = 1/2: that is c = 1/a, and ε/a² in the LayerNorm. The arguments are those
+    of `Block`, where `init_values` is the initial γ, and c, `factor`.
     """
 
     gamma_1: nn.Parameter | None

@@ -10,15 +10,8 @@ from .embed import PatchEmbed
 class ConvStem(PatchEmbed):
     """Convolutions with BatchNorm and ReLU, 7 x 7 with stride 2 and then 3 x 3, and patches of their feature map.
 
-    Sources: LV-ViT, arXiv:2104.10858, section 3.1; DeepViT and Refiner have it with other widths.
-
-    Args:
-        img_size: (height, width) in pixels.
-        patch_size: (height, width) in pixels, even.
-        in_chans: C, image channels.
-        embed_dim: D.
-        strict_img_size: raise for images of another size; False accepts any multiple of the patch size.
-        widths: channels of each convolution.
+    Sources: LV-ViT, arXiv:2104.10858, section 3.1; DeepViT and Refiner have it with other widths. The arguments are
+    those of `PatchEmbed`, with an even patch size, and the channels of each convolution.
     """
 
     proj: nn.Conv2d

@@ -12,14 +12,8 @@ from .fusable import Fusable
 class WindowAttention(Fusable):
     """Self-attention within the windows of a feature map (Swin, arXiv:2103.14030, section 3.2).
 
-    Args:
-        dim: D, channels.
-        num_heads: heads.
-        window: size and shift of the windows.
-        qkv_bias: bias on the packed projection.
-        relative_bias: add a learned bias per head and offset between two tokens (eq. 4).
-        proj_drop: dropout after the output projection.
-        attn_drop: dropout on the attention probabilities; while it is active, PyTorch computes the attention.
+    `relative_bias` adds a learned bias per head and offset between two tokens (eq. 4). While probabilities are dropped,
+    PyTorch computes the attention.
     """
 
     def __init__(
@@ -98,12 +92,7 @@ class WindowAttention(Fusable):
 
 
 class PatchMerging(Fusable):
-    """Concatenates 2 x 2 tokens and projects them to 2·D channels (Swin, arXiv:2103.14030, section 3.1).
-
-    Args:
-        dim: D, channels.
-        eps: LayerNorm epsilon.
-    """
+    """Concatenates 2 x 2 tokens and projects them to 2·D channels (Swin, arXiv:2103.14030, section 3.1)."""
 
     def __init__(self, dim: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -121,16 +110,10 @@ class PatchMerging(Fusable):
 
 
 def expand_table(table: Tensor, size: tuple[int, int]) -> Tensor:
-    """Biases of all offsets within a window of (h, w) tokens → those of all pairs of its tokens.
+    """Biases of all offsets within a window of (h, w) tokens [(2·h − 1)·(2·w − 1), heads] → [heads, h·w, h·w].
 
-    Views and a copy, not an index, because the gradient of indexing is not the same in every run on a CPU.
-
-    Args:
-        table: [(2·h − 1)·(2·w − 1), heads]; the middle row is that of a token with itself.
-        size: (h, w).
-
-    Returns:
-        [heads, h·w, h·w], queries by keys.
+    The middle row is that of a token with itself; queries come before keys in the result. Views and a copy, not an
+    index, because the gradient of indexing is not the same in every run on a CPU.
     """
     h, w = size
     pairs = table.unflatten(0, (2 * h - 1, 2 * w - 1)).unfold(0, h, 1).unfold(1, w, 1)  # [h, w, heads, h, w]
@@ -138,18 +121,11 @@ def expand_table(table: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def resize_table(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-    """Interpolates the biases of all offsets to another window, as timm's `resize_rel_pos_bias_table`.
+    """Interpolates the biases of all offsets [(2·h − 1)·(2·w − 1), heads] from a window (h, w) to another.
 
-    Offsets of the old window are placed at distances that grow geometrically, so that both tables span the same range
-    and near offsets keep their bias (microsoft/unilm, beit/run_class_finetuning.py); between them it is bilinear.
-
-    Args:
-        table: [(2·h − 1)·(2·w − 1), heads].
-        old: (h, w) of the table.
-        new: (h', w') of the result.
-
-    Returns:
-        [(2·h' − 1)·(2·w' − 1), heads].
+    As timm's `resize_rel_pos_bias_table`: offsets of the old window are placed at distances that grow geometrically, so
+    that both tables span the same range and near offsets keep their bias (microsoft/unilm,
+    beit/run_class_finetuning.py); between them it is bilinear.
     """
     if old == new:
         return table

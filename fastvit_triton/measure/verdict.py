@@ -26,29 +26,18 @@ NEXT = "fastvit-triton check --model …"
 
 
 class Expected(NamedTuple):
-    """Predicted times of one inference call, and what they are compared with; prints as one sentence.
+    """Predicted times of one inference call, and what they are compared with; prints as one sentence."""
 
-    Attributes:
-        headline: of the report: what is converted, and its share.
-        gpu: its name.
-        numbers: "bfloat16", or "autocast to float16".
-        batch: number of images.
-        eager_ms: milliseconds in eager PyTorch.
-        compile_ms: under torch.compile in its mode "default", and in its mode "max-autotune".
-        ours_ms: by default, at the expected rates of our kernels.
-        backend_ms: of a model with captured blocks, under torch.compile(model, backend="fastvit_triton"); else None.
-        error: of published gains of torch.compile over eager of the model's family, nine of ten are predicted with at
-            most this error; None for a model without a name of timm's, or of a family without published figures.
-    """
-
-    headline: str
-    gpu: str
-    numbers: str
-    batch: int
-    eager_ms: float
-    compile_ms: tuple[float, float]
-    ours_ms: float
-    backend_ms: float | None
+    headline: str  # of the report: what is converted, and its share
+    gpu: str  # its name
+    numbers: str  # "bfloat16", or "autocast to float16"
+    batch: int  # number of images
+    eager_ms: float  # milliseconds in eager PyTorch
+    compile_ms: tuple[float, float]  # under torch.compile in its mode "default", and in its mode "max-autotune"
+    ours_ms: float  # by default, at the expected rates of our kernels
+    backend_ms: float | None  # of a model with captured blocks, under torch.compile(…, backend="fastvit_triton")
+    # of published gains of torch.compile over eager of the model's family, nine of ten are predicted with at most this
+    # error; None for a model without a name of timm's, or of a family without published figures
     error: float | None
 
     @property

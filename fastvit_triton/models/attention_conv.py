@@ -30,7 +30,7 @@ from ..checkpoints.tensors import State
 from ..layers import Blocks, Mlp, PatchEmbed, PostNormBlock, drop_path_rates
 from ..layers.embed import sides
 from ..layers.fusable import Fusable
-from .config import Options, check_only, check_patches
+from .config import Options, check_patches
 from .tokens import TokenConfig, TokenModel
 
 Grid = tuple[int, int]
@@ -39,13 +39,7 @@ Grid = tuple[int, int]
 class QuadraticAttention(Fusable):
     """Attention of the tokens of a grid by relative position, and an output projection.
 
-    Args:
-        dim: D, channels.
-        num_heads: H.
-        grid: (rows, columns) of tokens.
-        isotropic: Σ⁻¹ is s² I, not a full matrix.
-        bias: b.
-        proj_drop: dropout after the output projection.
+    If `isotropic`, Σ⁻¹ is s² I, not a full matrix.
     """
 
     def __init__(
@@ -135,7 +129,6 @@ class AttentionConvConfig(TokenConfig):
     """Options of attention as convolution, in addition to those of `TokenConfig`; `qkv_bias` is that of the heads' sum.
 
     Attributes:
-        num_heads: H.
         isotropic: heads have one precision, not a matrix.
     """
 
@@ -152,11 +145,11 @@ class AttentionConvConfig(TokenConfig):
     final_norm: bool = False
     eps: ClassVar[float] = 1e-12
     pools = ("avg", "none")
+    only: ClassVar = dict(final_norm=False, attn_drop_rate=0.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_patches(self.img_size, self.patch_size)
-        check_only(self, final_norm=False, attn_drop_rate=0.0)
 
 
 class AttentionConv(TokenModel):
@@ -181,7 +174,7 @@ class AttentionConv(TokenModel):
             self.blocks.append(PostNormBlock(D, attn, mlp, config.eps, drop_path=rate))
         self.build_head()
 
-    def stages(self, image: Tensor) -> Iterator[Tensor]:
+    def outputs(self, image: Tensor) -> Iterator[Tensor]:
         """Yields the tokens [B, N, D] after each block."""
         self.grid_of(image)
         x = self.pos_drop(self.patch_embed(image))
@@ -191,7 +184,6 @@ class AttentionConv(TokenModel):
 CONFIG = AttentionConvConfig
 MODEL = AttentionConv
 VARIANTS: dict[str, Options] = {"attention_conv": {}}
-PARAMS = {"attention_conv": 12_483_834}  # 12.1 M with 10 classes, as in the paper
 
 # Names in checkpoints: the authors', models/bert.py and models/transformer.py; and ours.
 
@@ -225,8 +217,6 @@ def fit_positional(model: Any, target: State, state: State, metadata: Mapping[st
     a table of positions and embeddings that their classifier does not read are dropped; see `fit.fit`."""
     names = ("attention_mask", "mask_embedding", "cls_embedding", "features_downscale.", "pixelizer.")
     useless = [key for key in state if key.endswith("attention.self.R") or key.startswith(names)]
-    for key in useless:
-        del state[key]
     weight = state.get("patch_embed.proj.weight")
     size = model.config.patch_size
     if weight is not None and weight.dim() == 2 and weight.shape[1] % math.prod(size) == 0:

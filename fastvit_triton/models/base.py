@@ -22,48 +22,33 @@ BLOCKS, NORM = (r"^blocks\.(\d+)", None), (r"^norm", LAST)
 class ImageModel(HubMethods, Fusable):
     """A model of images, by default a classifier, with timm's methods.
 
-    A family implements `stages` and `prune`. A stage is what ends in one intermediate feature: a block of a ViT, or a
-    level of a pyramid. Unless a family says otherwise, stages yield tokens [B, T + N, D], see `grid_of`.
+    A family implements `outputs` and `prune`. A stage is what ends in one intermediate feature: a block of a ViT, or a
+    level of a pyramid. Unless a family says otherwise, outputs are tokens [B, T + N, D], see `grid_of`.
 
-    Attributes:
-        task: "classify", or "detect" for models whose output is objects; see `detector.Detector`; "segment" for
-            models that give each pixel a class; "generate" for models of pixels, see `pixel.PixelModel`; "restore" for
-            models whose output is an image.
-        config: every option.
-        variant: the name passed to `create_model`.
-        num_classes, num_features: outputs of the head, and its inputs.
-        layout: parameter naming of its published checkpoints, a key of `weights.load.CHECKPOINT_FORMATS`.
-        head_names: classifier modules, as prefixes of their keys in the state dict.
-        zero_missing_heads: `load_weights` sets head tensors that a checkpoint lacks to zero; if False they keep their
-            initial values, as heads of several layers would not learn from zeros.
-        feature_formats: values of `output_fmt`; the first is the default of `FeatureGetterNet`.
-        feature_indices: its default `out_indices`; None means every stage.
-        num_prefix_tokens: T, tokens before those of patches.
-        blocks_path: name of the list of blocks, each of which is a stage.
-        pruned: keys of the state dict that pruning has removed; `load_weights` ignores them.
-        undecayed: regular expression of the parameters to exclude from weight decay.
-        stem_pattern: regular expression of the parameters of the first layer, see `group_matcher`.
-        layer_patterns: those of the other layers, whose groups are numbers, each with further numbers or None; the
-            layers are in the order of these.
-        coarse_patterns: the same with one layer for each stage; None if a stage is a block.
+    `variant` is the name passed to `create_model`.
     """
 
+    # of its output, beside classes: "detect" for objects, see `detector.Detector`, "segment" for a class of each pixel,
+    # "generate" for models of pixels, see `pixel.PixelModel`, "restore" for an image
     task = "classify"
-    layout = "vit"
-    head_names: tuple[str, ...] = ("head",)
+    layout = "vit"  # names of parameters in its published checkpoints, a key of `weights.load.CHECKPOINT_FORMATS`
+    head_names: tuple[str, ...] = ("head",)  # classifier modules, as prefixes of their keys in the state dict
+    # head tensors that a checkpoint lacks are set to zero, or keep their initial values: heads of several layers would
+    # not learn from zeros
     zero_missing_heads: bool = True
-    feature_formats: tuple[str, ...] = ("NCHW",)
-    feature_indices: int | None = None
-    num_prefix_tokens: int = 0
-    blocks_path = "blocks"
-    pruned: frozenset[str] = frozenset()
-    undecayed: str = r"^$"  # none
-    stem_pattern: str
+    feature_formats: tuple[str, ...] = ("NCHW",)  # values of `output_fmt`; `FeatureGetterNet` takes the first
+    feature_indices: int | None = None  # the default `out_indices` of `FeatureGetterNet`; None means every stage
+    num_prefix_tokens: int = 0  # T, tokens before those of patches
+    blocks_path = "blocks"  # name of the list of blocks, each of which is a stage
+    pruned: frozenset[str] = frozenset()  # keys that pruning has removed; `load_weights` ignores them
+    undecayed: str = r"^$"  # regular expression of the parameters to exclude from weight decay; none
+    stem_pattern: str  # regular expression of the parameters of the first layer, see `group_matcher`
+    # those of the other layers in order, whose groups are numbers, each with further numbers or None
     layer_patterns: Patterns = (BLOCKS, NORM)
-    coarse_patterns: Patterns | None = None
-    config: BaseConfig
-    num_classes: int
-    num_features: int
+    coarse_patterns: Patterns | None = None  # the same with one layer for each stage; None if a stage is a block
+    config: BaseConfig  # every option
+    num_classes: int  # outputs of the head
+    num_features: int  # inputs of the head
     norm: nn.Module
     head_drop: nn.Module
     grad_checkpointing: bool
@@ -110,7 +95,7 @@ class ImageModel(HubMethods, Fusable):
             raise NotImplementedError(f"{type(self).__name__} has no stages of features")
         return max(sides(self.config.patch_size))
 
-    def stages(self, image: Tensor) -> Iterator[Tensor]:
+    def outputs(self, image: Tensor) -> Iterator[Tensor]:
         """Yields the output of each stage in turn, before the final norm."""
         raise NotImplementedError
 
@@ -133,6 +118,10 @@ class ImageModel(HubMethods, Fusable):
     def grid_of(self, image: Tensor) -> tuple[int, int]:
         """(rows, columns) of the patch tokens of an image [B, C, H, W]."""
         raise NotImplementedError
+
+    def position_tables(self) -> dict[str, tuple[Any, int]]:
+        """Key of each table of positions that `fit.fit_tables` resizes → its grid, and its rows before that."""
+        return {}
 
     def prune(self, stages: int, norm: bool, head: bool) -> None:
         """Keeps the first `stages` stages; removes the final norm if `norm`, the classifier if `head`."""
@@ -179,14 +168,12 @@ class ImageModel(HubMethods, Fusable):
         outputs = pairs if paired else maps
         return outputs if intermediates_only else (self.stage_features(features, i), outputs)
 
-    def collect(
-        self, image: Tensor, take: list[int], norm: bool, stop_early: bool, stages: Iterator[Any] | None = None
-    ) -> tuple[list[Any], Any, int]:
+    def collect(self, image: Tensor, take: list[int], norm: bool, stop_early: bool) -> tuple[list[Any], Any, int]:
         """(outputs of the stages to take, output of the last one that ran, its number), see `forward_intermediates`."""
         outputs = []
         x = image
         i = 0
-        for i, x in enumerate(self.stages(image) if stages is None else stages):
+        for i, x in enumerate(self.outputs(image)):
             if i in take:
                 outputs.append(self.normalize_stage(x, i) if norm else x)
             if stop_early and i == max(map(self.stage_of, take)):
@@ -203,12 +190,7 @@ class ImageModel(HubMethods, Fusable):
     ) -> list[Any]:
         """The outputs of the last n stages, or of those listed, as in DINOv2 and timm; see `forward_intermediates`.
 
-        Args:
-            x: image [B, C, H, W].
-            n: stages to take.
-            reshape: return maps [B, D, h, w] instead of tokens [B, N, D].
-            return_prefix_tokens: return pairs (map, prefix tokens).
-            norm: apply the final norm.
+        They are tokens [B, N, D], or with `reshape` maps [B, D, h, w].
         """
         take, _ = feature_take_indices(len(self.feature_info), n, "n")
         output_fmt = "NCHW" if reshape else "NLC"

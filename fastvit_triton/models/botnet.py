@@ -49,11 +49,7 @@ class Rel2d(nn.Module):
 class BottleneckAttention(Fusable):
     """Self-attention on a map: softmax(q kᵀ / √d + q (r_row + r_column)ᵀ / √d) v, without an output projection.
 
-    Args:
-        dim: D, channels.
-        num_heads: H.
-        grid: (rows, columns) of the map.
-        stride: 2 takes means of 2 x 2 of the result.
+    With a stride of 2 it takes means of 2 x 2 of the result.
     """
 
     def __init__(self, dim: int, num_heads: int, grid: Grid, stride: int = 1) -> None:
@@ -102,15 +98,8 @@ def pairs(table: Tensor, n: int) -> Tensor:
 class AttentionBottleneck(Residual):
     """A bottleneck with attention, a mean of 2 x 2 for stride 2, BatchNorm and ReLU instead of the 3 x 3 convolution.
 
-    Source: BoTNet, arXiv:2101.11605, figure 1.
-
-    Args:
-        inputs, outputs: channels.
-        stride: 2 halves the map after the attention.
-        drop_path: probability of skipping the body.
-        num_heads: heads of the attention.
-        grid: (rows, columns) of the map that comes in.
-        drop: dropout after the attention.
+    Source: BoTNet, arXiv:2101.11605, figure 1. `grid` has the rows and columns of the map that comes in, `drop` is the
+    dropout after the attention.
     """
 
     def __init__(
@@ -135,7 +124,7 @@ class AttentionBottleneck(Residual):
 class BotnetConfig(ResidualConfig):
     """Options of BoTNet, which are those of `ResidualConfig`; images have sides that 32 divides."""
 
-    only: ClassVar[dict[str, Any]] = ResidualConfig.only | dict(dynamic_img_size=False)
+    only: ClassVar = ResidualConfig.only | dict(dynamic_img_size=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,7 +160,6 @@ class BottleneckTransformer(ResidualNetwork):
 CONFIG = BotnetConfig
 MODEL = BottleneckTransformer
 VARIANTS: dict[str, Options] = {"botnet50": {}}
-PARAMS = {"botnet50": 20_852_008}  # by timm 1.0.31
 
 # Names in checkpoints, from timm 1.0.31.
 

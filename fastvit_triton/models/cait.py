@@ -8,7 +8,7 @@ Differs from ViT:
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from ..layers.head_mixing import MixedAttention
 from ..layers.scaled_block import ScaledBlock, times
 from . import fit
 from .base import BLOCKS, LAST
-from .config import Options, ViTConfig, check_only, check_positive
+from .config import Options, ViTConfig
 from .transformer import VisionTransformer
 
 
@@ -84,12 +84,14 @@ class CaitConfig(ViTConfig):
     fc_norm: bool | None = False
     depth_token_only: int = 2
     mlp_ratio_token_only: float = 4.0
+    only: ClassVar = dict(
+        **dict(reg_tokens=0, qk_norm=False, norm="pre", mlp="mlp", proj_bias=True, head_dim=None),
+        **dict(pos_embed="learned", no_embed_class=True),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_only(self, reg_tokens=0, qk_norm=False, norm="pre", mlp="mlp", proj_bias=True, head_dim=None)
-        check_only(self, pos_embed="learned", no_embed_class=True)
-        check_positive(self, ("num_classes", "depth_token_only", "reg_tokens", "eps", "init_values"))
+        self.check_positive(("num_classes", "depth_token_only", "reg_tokens", "eps", "init_values"))
 
 
 class Cait(VisionTransformer):
@@ -168,11 +170,7 @@ VARIANTS: dict[str, Options] = {
     for size, (D, heads, depth, init, image_sides) in SIZES.items()
     for side in image_sides
 }
-ORACLE = dict.fromkeys(VARIANTS, "timm")
 
-# Counted by timm 1.0.31.
-COUNTS = (11_956_264, 12_029_224, 17_299_720, 17_372_680, 26_670_088, 46_916_200, 47_062_120, 68_366_632)
-PARAMS = dict(zip(VARIANTS, (*COUNTS, 271_221_352, 356_460_520), strict=True))
 
 # Names in checkpoints, from timm 1.0.31.
 

@@ -1,8 +1,7 @@
 """Registry of models by name: each family is a module listed here.
 
-It has CONFIG (class of its options), VARIANTS (name → options), MODEL (its class, or MODELS by name), PARAMS (name →
-parameters with 1000 classes); ORACLE (name → "timm"), if timm has a model of this name with the same state dict; and
-CHECKPOINTS (names in published files), if they are not those of plain ViTs, which are in `plain`.
+It has CONFIG (class of its options), VARIANTS (name → options), MODEL (its class, or MODELS by name), and CHECKPOINTS
+(names in published files), if they are not those of plain ViTs, which are in `plain`.
 """
 
 import difflib

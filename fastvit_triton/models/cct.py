@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -101,18 +101,8 @@ class CctConfig(BaseConfig):
     Attributes:
         kernel_size: side of the tokenizer's convolutions, or of the patches.
         conv_layers: convolutions of the tokenizer; 0 for patches.
-        embed_dim: D, channels per token.
-        depth: number of blocks.
-        num_heads: heads.
-        mlp_ratio: hidden channels of the MLP divided by D.
         pos_embed: "learned", "sincos1d" (a fixed parameter) or "none".
-        class_token: prepend a learned token; needed by global_pool="token".
         global_pool: "seq" (sequence pooling), "token" (class token) or "none" (all tokens go to the head).
-        eps: LayerNorm epsilon.
-        pos_drop_rate: dropout after the positions.
-        proj_drop_rate: dropout after the attention projection and in the MLP.
-        attn_drop_rate: dropout on attention probabilities.
-        final_norm: LayerNorm after the last block.
     """
 
     img_size: int | tuple[int, int] = 32
@@ -133,26 +123,17 @@ class CctConfig(BaseConfig):
     drop_path_rate: float = 0.1
     final_norm: bool = True
     pools = ("seq", "token", "none")
+    choices: ClassVar = dict(pos_embed=("learned", "sincos1d", "none"))
+    least: ClassVar = dict(in_chans=1, kernel_size=1, conv_layers=0, embed_dim=1, depth=1, num_heads=1, mlp_ratio=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.pos_embed not in (choices := ("learned", "sincos1d", "none")):
-            raise ValueError(f"pos_embed is {self.pos_embed!r}; use one of {', '.join(choices)}")
-        least = dict(kernel_size=1, conv_layers=0, embed_dim=1, depth=1, num_heads=1, mlp_ratio=0)
-        for field, value in least.items():
-            if getattr(self, field) < value:
-                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least {value}")
         if self.embed_dim % self.num_heads:
             raise ValueError(f"embed_dim {self.embed_dim} is not a multiple of num_heads {self.num_heads}; change one")
 
 
 class CompactClassifier(nn.Module):
-    """The modules after the tokenizer, under the authors' names; the model calls them.
-
-    Args:
-        config: of the model.
-        rows: positions, with that of the class token.
-    """
+    """The modules after the tokenizer, under the authors' names, for this number of positions; the model calls them."""
 
     class_emb: nn.Parameter | None
     positional_emb: nn.Parameter | None
@@ -219,7 +200,7 @@ class CompactTransformer(ImageModel):
             raise ValueError(f"image is {size[0]}x{size[1]} pixels, too small for a token of this model")
         return rows, columns
 
-    def stages(self, image: Tensor) -> Iterator[Tensor]:
+    def outputs(self, image: Tensor) -> Iterator[Tensor]:
         """Yields the tokens [B, T + N, D] after each block."""
         if image.dim() != 4 or image.shape[1] != self.config.in_chans:
             raise ValueError(f"image must have axes [B, {self.config.in_chans}, H, W], got shape {list(image.shape)}")
@@ -304,30 +285,6 @@ VARIANTS: dict[str, Options] = {
 VARIANTS |= {f"compact_cvt_{depth}_4_32": of(depth, 4) for depth in (2, 4, 6, 7)}
 VARIANTS |= {f"vit_lite_{depth}_4_32": dict(of(depth, 4), **TOKEN) for depth in (2, 4, 6, 7)}
 
-# Counted by the authors' code with their number of classes; a class has D + 1 weights.
-COUNTS = (
-    283_723,
-    482_123,
-    3_233_803,
-    3_326_923,
-    3_760_139,
-    3_853_259,
-    4_573_735,
-    22_367_273,
-    22_513_193,
-    214_539,
-    412_939,
-    3_190_283,
-    3_716_619,
-    214_666,
-    413_066,
-    3_190_538,
-    3_716_874,
-)
-PARAMS = {
-    name: count + (1000 - options["num_classes"]) * (options["embed_dim"] + 1)
-    for (name, options), count in zip(VARIANTS.items(), COUNTS, strict=True)
-}
 
 # Names in checkpoints: the authors', src/utils/transformers.py and helpers.py.
 

@@ -6,7 +6,7 @@ Differs from ViT:
   3. The class tokens of all blocks attend to each other at the end; the last of them goes to the head.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.renaming import CheckpointFormats, Fitted, Layout
-from ..checkpoints.tensors import State
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..engine.body import normalize
 from ..layers import Attention, DropPath, Mlp, drop_path_rates
 from ..layers.drop_path import add
@@ -24,21 +23,14 @@ from ..layers.fusable import Fusable
 from ..layers.recompute import recomputed
 from .base import BLOCKS, LAST
 from .config import Options, check_multiple, check_patches
-from .fit import fit_table
+from .fit import fit_tables
 from .tokens import TokenConfig, TokenModel
 
 Grid = tuple[int, int]
 
 
 class ImageToTokens(nn.Module):
-    """A convolution, a BatchNorm and a maximum of the image, then patches; [B, C, H, W] → [B, N, D].
-
-    Args:
-        in_chans: C.
-        dim: D.
-        patch: side of a patch in pixels of the image, a multiple of 4.
-        width: channels of the convolution.
-    """
+    """A convolution, a BatchNorm and a maximum of the image, then patches, whose side is a multiple of 4 pixels."""
 
     def __init__(self, in_chans: int, dim: int, patch: int, width: int = 64) -> None:
         super().__init__()
@@ -123,7 +115,6 @@ class CeitConfig(TokenConfig):
     """Options of CeiT, in addition to those of `TokenConfig`; the final norm is that of the class token.
 
     Attributes:
-        num_heads: H.
         layer_attention: attention of the class tokens of all blocks; False returns that of the last block.
     """
 
@@ -153,14 +144,12 @@ class ConvolutionalTransformer(TokenModel):
     def __init__(self, config: CeitConfig) -> None:
         super().__init__(config)
         D = config.embed_dim
-        side, _ = sides(config.patch_size)
-        height, width = sides(config.img_size)
-        grid = (height // side, width // side)
+        grid = config.grid_size
         drop = config.proj_drop_rate
         hidden = int(D * config.mlp_ratio)
         options: Any = dict(qkv_bias=config.qkv_bias, attn_drop=config.attn_drop_rate, proj_drop=drop)
         attention = partial(Attention, D, config.num_heads, **options)
-        self.i2t = ImageToTokens(config.in_chans, D, side)
+        self.i2t = ImageToTokens(config.in_chans, D, sides(config.patch_size)[0])
         self.cls_token = nn.Parameter(torch.empty(1, 1, D))
         self.pos_embed = nn.Parameter(torch.empty(1, 1 + grid[0] * grid[1], D))
         self.pos_drop = nn.Dropout(config.pos_drop_rate)
@@ -171,7 +160,7 @@ class ConvolutionalTransformer(TokenModel):
             self.pos_layer_embed = nn.Parameter(torch.zeros(1, config.depth, D))
         self.build_head()
 
-    def stages(self, image: Tensor) -> Iterator[Any]:
+    def outputs(self, image: Tensor) -> Iterator[Any]:
         """Yields after each block (its tokens [B, 1 + N, D], the class tokens [B, 1, D] of all blocks so far)."""
         self.grid_of(image)
         x = torch.cat((self.cls_token.expand(image.shape[0], -1, -1), self.i2t(image)), 1)
@@ -196,6 +185,9 @@ class ConvolutionalTransformer(TokenModel):
         """Patches of a block in another format, and its class token."""
         return super().to_map(x[0], image, output_fmt)
 
+    def position_tables(self) -> dict[str, tuple[Any, int]]:
+        return {"pos_embed": (self.config.grid_size, 1)}
+
     def prune(self, stages: int, norm: bool, head: bool) -> None:
         """See `TokenModel.prune`; the attention of layers goes with the classifier, and with a block."""
         if self.config.layer_attention and (head or stages < len(self.blocks)):
@@ -215,19 +207,9 @@ MODEL = ConvolutionalTransformer
 VARIANTS: dict[str, Options] = {f"ceit_{n}_224": size for n, size in SIZES.items()}
 VARIANTS |= {f"ceit_{n}_384": dict(SIZES[n], img_size=384) for n in ("tiny", "small")}
 
-PARAMS = dict(zip(VARIANTS, (6_356_904, 24_204_840, 94_405_416, 6_429_864), strict=False))  # by the authors' code
 
 # Names in checkpoints: the authors', coeusguo/ceit, ceit_model.py.
 
 CEIT = Layout(name="CeiT", mark="i2t.proj.weight", resize="bicubic")
 
-
-def fit_ceit(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> Fitted:
-    """Makes the positions of `state` fit the grid of a CeiT; for the arguments see `fit.fit`."""
-    side = model.config.patch_size[0]
-    height, width = model.config.img_size
-    tables = {"pos_embed": ((height // side, width // side), 1)}
-    return [], fit_table(model, target, state, metadata, mode, tables)
-
-
-CHECKPOINTS = CheckpointFormats("CeiT", (CEIT,), fit_ceit)
+CHECKPOINTS = CheckpointFormats("CeiT", (CEIT,), fit_tables)

@@ -50,13 +50,7 @@ VARIANTS: dict[str, Options] = {
     "vit_huge_patch14_clip_quickgelu_378": dict(HUGE, **QUICK, patch_size=14, img_size=378, num_classes=1024),
     "vit_gigantic_patch14_clip_quickgelu_224": dict(GIGANTIC, **QUICK, patch_size=14, num_classes=1280),
 }
-ORACLE = dict.fromkeys(VARIANTS, "timm")
 
-# Counted by timm 1.0.31 with 1000 classes.
-PARAMS = {
-    "vit_base_patch32_clip_224": 88_225_000,
-    "vit_large_patch14_clip_224": 304_204_776,
-}
 
 # Names in checkpoints, from transformers 4.56 and 5.23, openai/CLIP (clip/model.py) and open_clip 3.3 (transformer.py).
 

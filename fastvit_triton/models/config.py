@@ -1,6 +1,7 @@
 """`BaseConfig`: options of every model; `ViTConfig`: all options of a plain Vision Transformer.
 
-Names are timm's where timm has one. A variant is a dictionary of options, from which `create_model` builds a config.
+Names are timm's where timm has one, and mean the same in all families: what a family's config does not describe is as
+in `ViTConfig`. A variant is a dictionary of options, from which `create_model` builds a config.
 """
 
 import dataclasses
@@ -36,15 +37,18 @@ class BaseConfig:
     grad_checkpointing: bool = False
 
     pools: ClassVar[tuple[str, ...]] = ()  # values of global_pool that the family has
+    choices: ClassVar[dict[str, tuple[str, ...]]] = {}  # field → its values
+    least: ClassVar[dict[str, int]] = dict(in_chans=1)  # field → its least value
+    only: ClassVar[dict[str, Any]] = {}  # field → its one value in the family
+    zeros: ClassVar[tuple[str, ...] | None] = None  # numbers that may be 0, where all others but rates are positive
 
     def __post_init__(self) -> None:
         """Normalises and checks the fields."""
         check_types(self)
         for field in dataclasses.fields(self):  # JSON has lists
             object.__setattr__(self, field.name, _as_tuple(getattr(self, field.name)))
-        object.__setattr__(self, "img_size", sides(self.img_size))
-        if self.in_chans < 1:
-            raise ValueError(f"in_chans is {self.in_chans}; it must be at least 1")
+            if field.name in ("img_size", "patch_size") and field.type == int | tuple[int, int]:
+                object.__setattr__(self, field.name, sides(getattr(self, field.name)))
         if self.num_classes < 0:
             raise ValueError(f"num_classes is {self.num_classes}; use 0 for no head, or the number of classes")
         for name in (f.name for f in dataclasses.fields(self) if f.name.endswith(("drop_rate", "drop_path_rate"))):
@@ -59,6 +63,23 @@ class BaseConfig:
             if pool == "token" and not vars(self).get("class_token", True):
                 other = "global_pool='avg'" if "avg" in self.pools else "'seq'"
                 raise ValueError(f"global_pool 'token' needs class_token=True; use {other} without a class token")
+        for name, allowed in self.choices.items():
+            if (given := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name} is {given!r}; use one of {', '.join(allowed)}")
+        for name, least in self.least.items():
+            if (given := getattr(self, name)) is not None and given < least:
+                raise ValueError(f"{name} is {given}; it must be at least {least}")
+        if self.zeros is not None:
+            self.check_positive(self.zeros)
+        check_only(self, **self.only)
+
+    def check_positive(self, zeros: tuple[str, ...]) -> None:
+        """Raises ValueError unless all numbers are above 0, except rates, and the fields `zeros`, which may be 0."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            may = field.name in zeros
+            if not field.name.endswith("_rate") and any(v < 0 or (v == 0 and not may) for v in _numbers(value)):
+                raise ValueError(f"{field.name} is {value}; use numbers {'of at least' if may else 'above'} 0")
 
     def replace(self: Config, **overrides: Any) -> Config:
         """Returns a copy with some fields changed; as in timm, None leaves a field that cannot be None.
@@ -169,17 +190,12 @@ class ViTConfig(BaseConfig):
     attn_drop_rate: float = 0.0
     weight_init: str = "timm"
     pools = CHOICES["global_pool"]
+    choices: ClassVar = CHOICES
+    least: ClassVar = dict(in_chans=1, embed_dim=1, depth=1, num_heads=1, head_dim=1, reg_tokens=0, eps=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "patch_size", sides(self.patch_size))
-        for field, allowed in CHOICES.items():
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"{field} is {getattr(self, field)!r}; use one of {', '.join(allowed)}")
         check_patches(self.img_size, self.patch_size)
-        for field, least in dict(embed_dim=1, depth=1, num_heads=1, head_dim=1, reg_tokens=0, eps=0).items():
-            if getattr(self, field) is not None and getattr(self, field) < least:
-                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least {least}")
         if self.embed_dim * self.mlp_ratio < 1:
             raise ValueError(f"mlp_ratio is {self.mlp_ratio}; the MLP needs at least 1 hidden channel")
         if self.head_dim is None and self.embed_dim % self.num_heads:
@@ -208,15 +224,6 @@ def check_types(config: BaseConfig) -> None:
         if not any(_is_a(value, kind) for kind in kinds):
             words = " or ".join("None" if kind is NoneType else getattr(kind, "__name__", str(kind)) for kind in kinds)
             raise ValueError(f"{field.name} is {value!r}; its type is {words}")
-
-
-def check_positive(config: BaseConfig, zeros: tuple[str, ...] = ("num_classes",)) -> None:
-    """Raises ValueError unless all numbers are above 0, except rates, and the fields `zeros`, which may be 0."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        may = field.name in zeros
-        if not field.name.endswith("_rate") and any(v < 0 or (v == 0 and not may) for v in _numbers(value)):
-            raise ValueError(f"{field.name} is {value}; use numbers {'of at least' if may else 'above'} 0")
 
 
 def check_patches(img_size: int | tuple[int, int], patch_size: int | tuple[int, int]) -> None:

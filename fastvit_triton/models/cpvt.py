@@ -10,17 +10,16 @@ Adds the convolutions.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..layers import Peg
 from .base import NORM
-from .config import Options, ViTConfig
+from .config import CHOICES, Options, ViTConfig
 from .transformer import VisionTransformer
 from .vit import BASE, SMALL, TINY
-
-PADDINGS = ("zeros", "circular", "reflect", "replicate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +35,8 @@ class CpvtConfig(ViTConfig):
     peg_padding: str = "zeros"
     pos_embed: str = "none"
     dynamic_img_size: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.pegs < 0:
-            raise ValueError(f"pegs is {self.pegs}; it must be at least 0")
-        if self.peg_padding not in PADDINGS:
-            raise ValueError(f"peg_padding is {self.peg_padding!r}; use one of {', '.join(PADDINGS)}")
+    choices: ClassVar = CHOICES | dict(peg_padding=("zeros", "circular", "reflect", "replicate"))
+    least: ClassVar = ViTConfig.least | dict(pegs=0)
 
 
 class ConditionalVisionTransformer(VisionTransformer):
@@ -83,13 +77,4 @@ VARIANTS: dict[str, Options] = {
     "cpvt_base": BASE,
     "cpvt_small_gap": dict(SMALL, **GAP),
     "cpvt_tiny_5peg": dict(TINY, pegs=5),
-}
-
-# Counted from the layer shapes: DeiT's without positions, and 10 weights per channel and generator.
-PARAMS = {
-    "cpvt_tiny": 5_717_416 - 197 * 192 + 10 * 192,
-    "cpvt_small": 22_050_664 - 197 * 384 + 10 * 384,
-    "cpvt_base": 86_567_656 - 197 * 768 + 10 * 768,
-    "cpvt_small_gap": 22_050_664 - 198 * 384 + 10 * 384,
-    "cpvt_tiny_5peg": 5_717_416 - 197 * 192 + 50 * 192,
 }

@@ -8,8 +8,7 @@ Differs from ViT:
 Adds the cross attention.
 """
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,16 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.renaming import CheckpointFormats, Fitted, Layout
-from ..checkpoints.tensors import State
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..engine.body import normalize
 from ..layers import Attention, Block, Blocks, DropPath, Mlp, PatchEmbed, drop_path_rates
 from ..layers.class_attention import ClassAttention
 from ..layers.embed import sides
 from ..layers.fusable import Fusable
 from .base import ImageModel, init_linear
-from .config import BaseConfig, Options, check_positive
-from .fit import fit_table
+from .config import BaseConfig, Options
+from .fit import fit_tables
 
 STRIDES = {12: ((4, 7, 3), (3, 3, 0), (1, 3, 1)), 16: ((4, 7, 3), (2, 3, 1), (2, 3, 1))}  # stride, kernel, padding
 
@@ -78,18 +76,8 @@ class CrossVitConfig(BaseConfig):
 
     Attributes:
         img_scale: side of the branch's image, divided by that of the image given.
-        patch_size: patch side in pixels.
-        embed_dim: D, channels.
         depth: for each fusion, the blocks of each branch before it, and the number of cross attentions (0 means 1).
-        num_heads: heads.
-        mlp_ratio: hidden channels of the MLP divided by D; a third value has no effect.
-        qkv_bias: bias on the projections of queries, keys and values.
-        global_pool: "token" (class token) or "avg" (mean of patch tokens).
-        final_norm: LayerNorm after the last block.
-        drop_rate: dropout before the head.
-        pos_drop_rate: dropout after the positions.
-        proj_drop_rate: dropout after the attention projection and inside the MLP.
-        attn_drop_rate: dropout on attention probabilities.
+        mlp_ratio: as in `ViTConfig`; a third value has no effect.
         multi_conv: project patches by three convolutions.
         crop_scale: cut out the middle of the image instead of interpolating it, where it is larger.
     """
@@ -112,10 +100,10 @@ class CrossVitConfig(BaseConfig):
     crop_scale: bool = False
     eps: ClassVar[float] = 1e-6  # of every LayerNorm
     pools = ("token", "avg")
+    zeros = ("num_classes", "depth")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, ("num_classes", "depth"))
         for field in ("img_scale", "patch_size", "embed_dim", "num_heads", "mlp_ratio"):
             if len(getattr(self, field)) != 2 and (field, len(getattr(self, field))) != ("mlp_ratio", 3):
                 raise ValueError(f"{field} is {getattr(self, field)}; it must have 2 values, one per branch")
@@ -145,10 +133,7 @@ class CrossVitConfig(BaseConfig):
 class MultiScaleBlock(nn.Module):
     """Blocks of each branch, then the class token of each attends to the patches of the other (figure 4).
 
-    Args:
-        config: of the model.
-        counts: blocks of each branch, and cross attentions.
-        rates: of stochastic depth.
+    `counts` are the blocks of each branch and the cross attentions, `rates` those of stochastic depth.
     """
 
     def __init__(self, config: CrossVitConfig, counts: tuple[int, ...], rates: list[float]) -> None:
@@ -246,7 +231,7 @@ class CrossVit(ImageModel):
         self.head = nn.ModuleList(self.make_heads())
         self.init_weights()
 
-    def stages(self, image: Tensor) -> Iterator[Any]:
+    def outputs(self, image: Tensor) -> Iterator[Any]:
         """Yields after each block the tokens [B, 1 + N, D] of both branches."""
         xs = []
         for i, (embed, size) in enumerate(zip(self.patch_embed, self.sizes, strict=True)):
@@ -278,14 +263,12 @@ class CrossVit(ImageModel):
         """Tokens of each branch after their norms."""
         return [normalize(tokens, norm) for tokens, norm in zip(x, self.norm, strict=True)]
 
-    def collect(
-        self, image: Tensor, take: list[int], norm: bool, stop_early: bool, stages: Iterator[Any] | None = None
-    ) -> tuple[list[Any], Any, int]:
+    def collect(self, image: Tensor, take: list[int], norm: bool, stop_early: bool) -> tuple[list[Any], Any, int]:
         """See `ImageModel.collect`; an output is (tokens, branch)."""
         outputs = {}
         xs = None
         i = 0
-        for i, xs in enumerate(self.stages(image) if stages is None else stages):
+        for i, xs in enumerate(self.outputs(image)):
             for branch, x in enumerate(self.stage_features(xs, i) if norm else xs):
                 if (index := branch * self.num_blocks + i) in take:
                     outputs[index] = x, branch
@@ -302,6 +285,9 @@ class CrossVit(ImageModel):
             return patches, prefix
         embed: Any = self.patch_embed[branch]
         return patches.transpose(1, 2).unflatten(2, embed.grid_size).contiguous(), prefix
+
+    def position_tables(self) -> dict[str, tuple[Any, int]]:
+        return {f"pos_embed_{i}": (embed.grid_size, 1) for i, embed in enumerate(self.patch_embed)}
 
     def stage_of(self, index: int) -> int:
         return index % self.num_blocks
@@ -367,12 +353,7 @@ MODEL = CrossVit
 VARIANTS: dict[str, Options] = {f"crossvit_{n}_240": of(*size) for n, size in SIZES.items()}
 VARIANTS |= {f"crossvit_{n}_240": of(*size, multi_conv=True) for n, size in DAGGER.items()}
 VARIANTS |= {f"crossvit_{n}_408": of(*DAGGER[n], multi_conv=True, **LARGER) for n in ("15_dagger", "18_dagger")}
-ORACLE = dict.fromkeys(VARIANTS, "timm")
 
-# Counted by timm 1.0.31.
-COUNTS: tuple[int, ...] = 7_014_800, 26_856_272, 105_025_232, 8_553_296, 27_528_464, 43_271_408
-COUNTS += 8_776_592, 28_209_008, 44_266_976, 28_500_080, 44_606_560
-PARAMS = dict(zip(VARIANTS, COUNTS, strict=True))
 
 # Names in checkpoints, from timm 1.0.31 and the authors' models/crossvit.py (IBM/CrossViT).
 
@@ -380,19 +361,7 @@ CROSS: dict[str, Any] = dict(beside="blocks.0.revert_projs.0.0.weight", resize="
 TIMM_CROSS = Layout(name="timm", mark="pos_embed_0", **CROSS)
 CROSS_LAYOUTS = (
     TIMM_CROSS,
-    Layout(
-        name="CrossViT",
-        mark="pos_embed.0",
-        number=lambda key: re.sub(r"^(pos_embed|cls_token)\.", r"\1_", key),
-        **CROSS,
-    ),
+    Layout(name="CrossViT", mark="pos_embed.0", stem={"{pos_embed,cls_token}_{}": "{pos_embed,cls_token}.{}"}, **CROSS),
 )
 
-
-def fit_branches(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> Fitted:
-    """Makes the positions of `state` fit the grids of a CrossViT; for the arguments see `fit.fit`."""
-    tables = {f"pos_embed_{i}": (embed.grid_size, 1) for i, embed in enumerate(model.patch_embed)}
-    return [], fit_table(model, target, state, metadata, mode, tables)
-
-
-CHECKPOINTS = CheckpointFormats("CrossViT", CROSS_LAYOUTS, fit_branches, {"timm": (TIMM_CROSS,)})
+CHECKPOINTS = CheckpointFormats("CrossViT", CROSS_LAYOUTS, fit_tables, {"timm": (TIMM_CROSS,)})

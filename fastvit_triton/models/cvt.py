@@ -22,21 +22,14 @@ from ..layers.fusable import Fusable
 from ..layers.recompute import recomputed
 from .base import NORM
 from .config import Options
-from .fit import keep
+from .fit import fit_tables
 from .pyramid import PyramidConfig, PyramidTransformer
 
 Grid = tuple[int, int]
 
 
 class ConvEmbed(nn.Module):
-    """A convolution with overlapping windows, and a LayerNorm: [B, C, H, W] → [B, H', W', D].
-
-    Args:
-        in_chans: C.
-        dim: D.
-        stride: (rows, columns) that a window moves; it has 2 · stride − 1 rows and columns.
-        eps: LayerNorm epsilon.
-    """
+    """A convolution with overlapping windows of 2 · stride − 1 rows and columns, and a LayerNorm."""
 
     def __init__(self, in_chans: int, dim: int, stride: Grid, eps: float) -> None:
         super().__init__()
@@ -75,8 +68,6 @@ class CvtConfig(PyramidConfig):
 
     Attributes:
         embed_dim: channels of each stage.
-        mlp_ratio: hidden channels of the MLP divided by the channels.
-        attn_drop_rate: dropout on attention probabilities.
         class_token: prepend a learned token in the last stage.
     """
 
@@ -240,7 +231,6 @@ VARIANTS: dict[str, Options] = {
     f"cvt_{name}_{side}": dict(size, img_size=side) for side in (224, 384) for name, size in SIZES.items()
 }
 VARIANTS["cvt_w24_384"] = dict(img_size=384, embed_dim=(192, 768, 1024), depths=(2, 2, 20), num_heads=(3, 12, 16))
-PARAMS = dict(zip(VARIANTS, (19_997_480, 31_622_696, 19_997_480, 31_622_696, 277_196_392), strict=True))
 
 # Names in checkpoints, from transformers 5.23 and the authors' lib/models/cls_cvt.py (microsoft/CvT).
 
@@ -279,4 +269,4 @@ CVT_LAYOUTS = (
     ),
 )
 
-CHECKPOINTS = CheckpointFormats("CvT", CVT_LAYOUTS, keep)
+CHECKPOINTS = CheckpointFormats("CvT", CVT_LAYOUTS, fit_tables)

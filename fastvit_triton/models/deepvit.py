@@ -8,7 +8,7 @@ Adds re-attention and the stem. vit-pytorch's DeepViT has a LayerNorm over the h
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -32,13 +32,8 @@ class ReAttention(MixedAttention):
 
         P' = s · BatchNorm(Θ softmax(q kᵀ / √d) + b),   one channel a head
 
-    In evaluation mode Θ and the BatchNorm are one map, which is kept after `freeze`.
-
-    Args:
-        dim: D, channels per token.
-        num_heads: H.
-        factor: s.
-        options: the further arguments of `MixedAttention`, in their order.
+    In evaluation mode Θ and the BatchNorm are one map, which is kept after `freeze`. The arguments are those of
+    `MixedAttention`, with s, `factor`, after the first two.
     """
 
     def __init__(self, dim: int, num_heads: int, factor: float = 1.0, *options: Any) -> None:
@@ -91,19 +86,18 @@ class DeepvitConfig(ViTConfig):
     adjust: float = 1.0
     scale_maps: bool = False
     stem_widths: tuple[int, ...] = ()
+    least: ClassVar = ViTConfig.least | dict(plain_depth=0)
+    only: ClassVar = dict(norm="pre", mlp="mlp", proj_bias=True, qk_norm=False, head_dim=None, init_values=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_parts(self)
-        if self.plain_depth < 0:
-            raise ValueError(f"plain_depth is {self.plain_depth}; it must be at least 0")
         if self.adjust <= 0:
             raise ValueError(f"adjust is {self.adjust}; use a number above 0")
 
 
 def check_parts(config: Any) -> None:
     """Raises ValueError for options that the stem or the blocks do not have."""
-    check_only(config, norm="pre", mlp="mlp", proj_bias=True, qk_norm=False, head_dim=None, init_values=None)
     if config.pos_embed == "relative":
         raise ValueError("pos_embed is 'relative'; this model adds positions to its tokens: use 'learned'")
     widths = config.stem_widths
@@ -160,8 +154,6 @@ MODEL = DeepVisionTransformer
 VARIANTS: dict[str, Options] = {f"deepvit_{depth}b": dict(depth=depth) for depth in (16, 24, 32)}
 VARIANTS |= {"deepvit_s": SMALL, "deepvit_l": LARGE, "deepvit_l_384": dict(LARGE, img_size=384)}
 
-# Counted by the authors' code.
-PARAMS = dict(zip(VARIANTS, (24_426_664, 36_261_448, 48_096_232, 27_312_632, 58_883_708, 59_043_308), strict=True))
 
 # Names in checkpoints: the authors', zhoudaquan/dvit_repo, models/layers.py.
 

@@ -66,17 +66,10 @@ class DeformableAttention(Fusable):
             nn.init.zeros_(layer.bias)
 
     def forward(self, q: Tensor, reference: Tensor, memory: Tensor, shapes: Maps, mask: Tensor | None) -> Tensor:
-        """Attends from queries to points of the maps.
+        """Queries [B, M, D], which see points of the maps → [B, M, D].
 
-        Args:
-            q: queries [B, M, D].
-            reference: [B, M, L, 2 or 4], see `kernels.deformable`.
-            memory: tokens [B, N, D] of all maps.
-            shapes: (rows, columns) of each map.
-            mask: boolean [B, N], False at padding, whose values are 0; None for no padding.
-
-        Returns:
-            [B, M, D].
+        `reference` is [B, M, L, 2 or 4], see `kernels.deformable`, `memory` the tokens [B, N, D] of all maps, of which
+        `shapes` are the rows and columns. The mask [B, N] is False at padding, whose values are 0.
         """
         value = self.value_proj(memory)
         if mask is not None:
@@ -287,9 +280,7 @@ class DeformableDetr(Detector):
     def propose(self, memory: Tensor, tokens: "Tokens") -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
         """Makes queries of the tokens whose first class has the largest logits (section 4.2 and appendix A.4).
 
-        Returns:
-            Embedding of the queries [B, Q, D], objects [B, Q, D], boxes [B, Q, 4], and for all tokens `logits` and
-            `boxes`, with `memory` [B, N, D].
+        They are embeddings [B, Q, D], objects [B, Q, D] and boxes [B, Q, 4]; all tokens have `logits` and `boxes`.
         """
         transformer = self.transformer
         start, valid = tokens.proposals()
@@ -331,19 +322,10 @@ class DeformableDetr(Detector):
 
 
 class Tokens:
-    """Tokens of several maps, their positions, and where they are in the image.
+    """Tokens x [B, N, D] of L maps [B, D, h, w], their positions [B or 1, N, D], and where they are in the image.
 
-    Args:
-        maps: [B, D, h, w] each.
-        mask: of the image, [B, H, W], True where it is no padding, or None.
-        level_embed: [L, D].
-
-    Attributes:
-        x: [B, N, D].
-        shapes: (h, w) of each map.
-        mask: [B, N], or None.
-        pos: [B or 1, N, D].
-        ratios: [B, L, 2], the part of the width and height of each map that is no padding.
+    The mask of the image [B, H, W] is True where it is no padding; that of the tokens is [B, N]. `ratios` [B, L, 2] are
+    the parts of the width and height of each map that are no padding.
     """
 
     def __init__(self, maps: list[Tensor], mask: Tensor | None, level_embed: Tensor) -> None:
@@ -429,22 +411,6 @@ VARIANTS: dict[str, Options] = {
     "deformable_detr_digits": dict(**DIGITS, num_levels=2, refine=True),  # for scenes of 32 x 32 pixels
     "deformable_detr_tiny": TINY,
 }
-PARAMS = {  # by transformers 5.23, with 91 classes, and 909 more; it has one class head with `_refine`, the authors six
-    "deformable_detr_resnet50": 40_069_665 + 909 * 257,
-    "deformable_detr_resnet50_single_scale": 34_066_593 + 909 * 257,
-    "deformable_detr_resnet50_refine": 40_732_725 + 5 * 91 * 257 + 6 * 909 * 257,
-    "deformable_detr_resnet50_two_stage": 41_181_529 + 7 * 909 * 257,
-}
-# Convolutions, projections, layers of the encoder and of the decoder, embedding of levels, reference points, two heads
-# of classes and of boxes, queries.
-PARAMS["deformable_detr_digits"] = (
-    60_400 + 41_344 + 2 * 47_904 + 2 * 64_672 + 128 + 130 + 2000 * 65 + 2 * 8_580 + 8 * 128
-)
-# Stem and stages, projections, a layer of the encoder, two of the decoder, embedding of levels, proposals, and three
-# heads of classes and of boxes.
-PARAMS["deformable_detr_tiny"] = (
-    2_384 + 4_672 + 14_528 + 57_728 + 230_144 + 22_368 + 63_144 + 2 * 107_568 + 288 + 46_944 + 3 * (97_000 + 19_012)
-)
 
 # Names in checkpoints: the authors', and those of transformers.
 

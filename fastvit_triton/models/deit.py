@@ -14,20 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from .config import Options, ViTConfig
+from .distilled import Distilled
 from .transformer import VisionTransformer
 from .vit import BASE, HUGE, LARGE, SMALL, TINY, VIT
 
 
-class DistilledVisionTransformer(VisionTransformer):
-    """ViT with a distillation token.
-
-    Inference returns the mean of both heads. Training returns it too, as in timm, until
-    `set_distilled_training(True)`: then both logits come as a tuple, as in the official code.
-    """
+class DistilledVisionTransformer(Distilled, VisionTransformer):
+    """ViT with a distillation token."""
 
     cls_token: nn.Parameter
-    head_names = ("head", "head_dist")
-    distilled_training = False
 
     def __init__(self, config: ViTConfig, **modules: Any) -> None:
         super().__init__(config, **modules)
@@ -52,18 +47,8 @@ class DistilledVisionTransformer(VisionTransformer):
             raise ValueError(f"global_pool is {global_pool!r}; the heads of a distilled model need 'token'")
         super().reset_classifier(num_classes)
 
-    def set_distilled_training(self, enable: bool = True) -> None:
-        """Sets whether training returns (class logits, distillation logits)."""
-        self.distilled_training = enable
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor | Any:
-        """Tokens [B, 2 + N, D] → logits [B, num_classes], or a pair of them in distilled training."""
-        cls, dist = x[:, 0], x[:, 1]
-        if pre_logits:
-            return (cls + dist) / 2
-        cls = self.head(self.head_drop(cls))
-        dist = self.head_dist(self.head_drop(dist))
-        return (cls, dist) if self.distilled_training and self.training else (cls + dist) / 2
+    def head_inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x[:, 0], x[:, 1]
 
 
 MEDIUM: Options = dict(embed_dim=512, depth=12, num_heads=8)
@@ -90,19 +75,7 @@ VARIANTS: dict[str, Options] = {
     "deit3_huge_patch14_224": dict(HUGE, **III, patch_size=14),
 }
 MODELS = {name: DistilledVisionTransformer for name in VARIANTS if "_distilled_" in name}
-ORACLE = dict.fromkeys(VARIANTS, "timm")
 
-# Counted by timm 1.0.31.
-PARAMS = {
-    "deit_tiny_patch16_224": 5_717_416,
-    "deit_tiny_distilled_patch16_224": 5_910_800,
-    "deit_small_distilled_patch16_224": 22_436_432,
-    "deit_base_distilled_patch16_224": 87_338_192,
-    "deit_base_distilled_patch16_384": 87_630_032,
-    "deit3_small_patch16_224": 22_059_496,
-    "deit3_medium_patch16_224": 38_849_512,
-    "deit3_huge_patch14_224": 632_126_440,
-}
 
 # Names in checkpoints, from transformers 4.56 and 5.23; the authors have those of timm.
 

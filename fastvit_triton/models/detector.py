@@ -16,7 +16,7 @@ from ..layers.normed import ConvNorm
 from ..layers.padded import pad_images
 from ..layers.residual import ResidualBody
 from .base import ImageModel
-from .config import BaseConfig, Options, check_multiple, check_only, check_positive
+from .config import BaseConfig, Options, check_multiple
 from .fit import supporting
 
 Outputs = dict[str, Any]
@@ -38,7 +38,6 @@ class DetectorConfig(BaseConfig):
         stem_dim: channels of the ResNet's stem, or of the first convolution.
         dilation: the last stage keeps the size of its map (DC5).
         hidden_dim: D, channels of the transformer.
-        num_heads: H.
         encoder_layers: layers of the encoder.
         decoder_layers: layers of the decoder.
         mlp_dim: hidden channels of the MLPs.
@@ -60,14 +59,12 @@ class DetectorConfig(BaseConfig):
     num_queries: int = 100
     drop_rate: float = 0.1
 
-    only: ClassVar[dict[str, Any]] = dict(drop_path_rate=0.0)
+    choices: ClassVar = dict(block=(*FROZEN, "bottleneck", "basic"))
+    only: ClassVar = dict(drop_path_rate=0.0)
+    zeros = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, ())
-        check_only(self, **self.only)
-        if self.block not in (blocks := (*FROZEN, "bottleneck", "basic")):
-            raise ValueError(f"block is {self.block!r}; use one of {', '.join(blocks)}")
         if self.dilation and self.block != "frozen_bottleneck":
             raise ValueError(f"dilation is True and block {self.block!r}; only 'frozen_bottleneck' is dilated")
         if len(self.depths) not in (0, 4):
@@ -83,12 +80,7 @@ class DetectorConfig(BaseConfig):
 
 
 class ConvBody(nn.Module):
-    """Four 3 x 3 convolutions with BatchNorm and ReLU, for small images; its map has 1/4 of their sides, rounded up.
-
-    Attributes:
-        channels: of the map, as a tuple of one number.
-        reductions: pixels of the image for each step of the map, likewise.
-    """
+    """Four 3 x 3 convolutions with BatchNorm and ReLU, for small images; its map has 1/4 of their sides, rounded up."""
 
     def __init__(self, in_chans: int, dim: int) -> None:
         super().__init__()
@@ -128,14 +120,12 @@ TRANSFORMER = (  # layers after the backbone, see `ImageModel.group_matcher`
 class Detector(ImageModel):
     """Base of models that predict a set of objects for each image.
 
-    A family implements `forward_features`, `predictions` and `class_scores`.
-
-    Attributes:
-        scoring: "softmax" if classes exclude each other and the last is "no object", or "focal" if they are
-            independent; it decides the loss, see `train.detection.SetCriterion`.
+    A family implements `forward_features`, `forward_head` and `class_scores`.
     """
 
     task = "detect"
+    # classes exclude each other and the last is "no object", or "focal" if they are independent; it decides the loss,
+    # see `train.detection.SetCriterion`
     scoring = "softmax"
     position_resize = "bicubic"  # of tables, which detectors do not have
     stem_pattern = r"^backbone\.0\.body\.(conv1|bn1|layers|stem)"
@@ -228,8 +218,7 @@ class Detector(ImageModel):
         self.config = self.config.replace(num_classes=num_classes)
         self.num_classes = num_classes
         like = next(self.parameters())
-        heads = self.class_heads().to(like).train(self.training)
-        self.class_embed = heads
+        self.class_embed = self.class_heads().to(like).train(self.training)
 
     def class_heads(self) -> nn.Module:
         """New class heads, under the name `class_embed`."""

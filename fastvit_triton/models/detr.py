@@ -29,7 +29,7 @@ from .detector import (
     choose,
     transformers_layout,
 )
-from .fit import keep
+from .fit import fit_tables
 
 
 class EncoderLayer(PackedLayer):
@@ -146,9 +146,6 @@ VARIANTS: dict[str, Options] = {
     "detr_resnet101_dc5": dict(depths=(3, 4, 23, 3), dilation=True),
     "detr_digits": DIGITS,  # for scenes of 32 x 32 pixels
 }
-PARAMS = {"detr_resnet50": 41_524_768 + 909 * 257}  # by transformers 5.23, with 91 classes, and 909 more
-# Convolutions, projection, layers of the encoder and of the decoder, norm, classes and "no object", boxes, queries.
-PARAMS["detr_digits"] = 60_400 + 4_160 + 2 * 49_984 + 2 * 66_752 + 128 + 1001 * 65 + 8_580 + 512
 
 # Names in checkpoints: the authors', which are ours, and those of transformers.
 
@@ -176,7 +173,7 @@ TRANSFORMERS = transformers_layout(
 CHECKPOINTS = CheckpointFormats(
     "DETR",
     (AUTHORS, TRANSFORMERS),
-    keep,
+    fit_tables,
     {"facebookresearch": (AUTHORS,), "transformers": (TRANSFORMERS,)},
     choose=choose,
     irrelevant=UNTRAINED,

@@ -41,15 +41,7 @@ VARIANTS: dict[str, Options] = {
     "vit_giant_patch14_reg4_dinov2": dict(GIANT, **COMMON, **REG4),
 }
 MODELS = {name: VisionTransformer for name in VARIANTS if "_reg4_" in name}
-ORACLE = dict.fromkeys(VARIANTS, "timm")
 
-# Counted by timm 1.0.31 with 1000 classes.
-PARAMS = {
-    "vit_small_patch14_dinov2": 22_441_192,
-    "vit_base_patch14_dinov2": 87_348_712,
-    "vit_large_patch14_reg4_dinov2": 305_395_688,
-    "vit_giant_patch14_reg4_dinov2": 1_138_020_840,
-}
 
 # Names in checkpoints, from transformers 4.56 and 5.23, and the authors' models/vision_transformer.py and
 # layers/swiglu_ffn.py.

@@ -28,7 +28,7 @@ def fit(model: VisionTransformer, target: State, state: State, metadata: Mapping
         mode: interpolation of positions, see `resize_pos_embed`.
 
     Returns:
-        Keys removed from `state`, and a description of the changes to the position table.
+        Keys to remove from `state`, and a description of the changes to the position table.
     """
     useless = fit_norm(target, state)
     fit_stem(model, state)
@@ -36,17 +36,15 @@ def fit(model: VisionTransformer, target: State, state: State, metadata: Mapping
 
 
 def fit_norm(target: State, state: State) -> list[str]:
-    """Removes the final norm of a checkpoint without a head if the model pools before its norm; returns its keys.
+    """The keys of the final norm of a checkpoint without a head, if the model pools before its norm.
 
     The model's own norm keeps its initial values, as in MAE's fine-tuning (facebookresearch/mae, main_finetune.py).
     """
     moved = "fc_norm.weight" in target and "fc_norm.weight" not in state and "norm.weight" not in target
-    useless: list[str] = [
-        key for key in ("norm.weight", "norm.bias") if key in state and moved and "head.weight" not in state
-    ]
-    for key in useless:
-        del state[key]
-        state[f"fc_{key}"] = target[f"fc_{key}"].clone()
+    if not moved or "head.weight" in state:
+        return []
+    useless: list[str] = [key for key in ("norm.weight", "norm.bias") if key in state]
+    state |= {f"fc_{key}": target[f"fc_{key}"].clone() for key in useless}
     return useless
 
 
@@ -155,22 +153,15 @@ def supporting(layouts: tuple[Layout, ...], facts: dict[str, object], name: str)
     return layout
 
 
-def fit_table(
-    model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str, tables: Mapping[str, tuple]
-) -> str:
-    """Makes tables of positions [1, T + h · w, D] fit their grids; returns a description of the changes."""
+def fit_tables(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> Fitted:
+    """Makes the tables of positions [1, T + h · w, D] that the model lists fit their grids; as `fit`."""
     notes = list[str]()
-    for key, (grid, prefix) in tables.items():
+    for key, (grid, prefix) in model.position_tables().items():
         pos = state.get(key)
         if pos is not None and pos.dim() == 3:
             source = _source_grid(model, key, pos.shape[1], grid, (prefix,), metadata)
             notes += _resize(state, key, source, grid, prefix, mode)
-    return ", ".join(notes)
-
-
-def keep(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> Fitted:
-    """Changes nothing: no tensor of the model depends on the size of the image."""
-    return [], ""
+    return [], ", ".join(notes)
 
 
 def choose(model: Any, layouts: tuple[Layout, ...]) -> Layout:

@@ -13,11 +13,9 @@ class HubMethods:
 
     They are our own methods, which call the Hub's client when they are called: to inherit the mixin would import the
     client with this package, and the mixin rebuilds a model from its constructor's arguments, which are modules here.
-
-    Attributes:
-        pretrained_cfg: facts of the weights with timm's keys, such as mean and std; empty if unknown.
     """
 
+    # facts of the weights with timm's keys, such as mean and std; empty if unknown
     pretrained_cfg: Mapping[str, Any] = MappingProxyType({})
 
     @classmethod

@@ -57,13 +57,3 @@ VARIANTS: dict[str, Options] = {
 }
 MODELS = {f"{n}_{side}": partial(hybrid, layers=layers) for n, (layers, _) in SIZES.items() for side in (224, 384)}
 VARIANTS["vit_base_r50_s16_224"]["num_classes"] = 0  # its only weights have no head
-ORACLE = dict.fromkeys(VARIANTS, "timm")
-
-# Counted by timm 1.0.31 with 1000 classes.
-PARAMS = {
-    "vit_tiny_r_s16_p8_224": 6_337_704,
-    "vit_small_r26_s32_224": 36_431_912,
-    "vit_base_r50_s16_224": 98_659_112,
-    "vit_base_r50_s16_384": 98_950_952,
-    "vit_large_r50_s32_224": 328_994_856,
-}

@@ -27,7 +27,7 @@ from ..kernels.attention_qkv import attention_qkv
 from ..layers.embed import sides
 from ..layers.fusable import Fusable
 from .base import LAST
-from .config import BaseConfig, Options, check_multiple, check_positive
+from .config import BaseConfig, Options, check_multiple
 from .pixel import KeyValues, PixelModel
 
 
@@ -87,10 +87,6 @@ class IGPTConfig(BaseConfig):
 
     Attributes:
         n_colors: K, number of colours.
-        embed_dim: D, channels per token.
-        depth: number of blocks.
-        num_heads: H.
-        eps: of the norms.
         bias: biases of the linear layers, as in transformers; OpenAI's models have none.
     """
 
@@ -102,10 +98,10 @@ class IGPTConfig(BaseConfig):
     num_heads: int = 8
     eps: float = 1e-5
     bias: bool = True
+    zeros = ("num_classes",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self)
         check_multiple(self, "embed_dim", "num_heads")
         if self.drop_path_rate:
             raise ValueError(f"drop_path_rate is {self.drop_path_rate}; iGPT has no stochastic depth")
@@ -300,9 +296,6 @@ VARIANTS: dict[str, Options] = {
     "igpt_digits": dict(img_size=14, in_chans=1, num_classes=10, n_colors=16, embed_dim=96, depth=4, num_heads=4),
 }
 
-# Counted by transformers 5.23, with biases and without classes.
-PARAMS = {"igpt_small": 76_682_240, "igpt_medium": 455_489_536, "igpt_large": 1_362_914_304}
-PARAMS["igpt_digits"] = 26 * 96 + 196 * 96 + 4 * (12 * 96 * 96 + 9 * 96 + 2 * 96) + 96 + 16 * 96
 
 # Names in checkpoints: transformers', whose linear layers are transposed (Conv1D), and OpenAI's variables.
 

@@ -24,7 +24,7 @@ from ..layers.embed import sides
 from ..layers.fusable import Fusable
 from . import fit
 from .base import LAST
-from .config import BaseConfig, Options, check_multiple, check_positive
+from .config import BaseConfig, Options, check_multiple
 from .pixel import KeyValues, PixelModel
 
 
@@ -56,13 +56,9 @@ class Blocks1d(nn.Module):
 class Blocks2d(nn.Module):
     """Causal attention of rectangles of a map to themselves, and to the flanges at their left and above them.
 
-    The flange above is wider than the rectangle by that at the left on both sides. Tokens are in the order of
-    rectangles, and of rows within each (local 2-D attention; tensor2tensor's masked_local_attention_2d).
-
-    Args:
-        grid: (rows, columns) of the map.
-        block: (rows, columns) of a rectangle.
-        flange: (rows above, columns at the left and right).
+    A flange is (rows above, columns at the left and right): that above is wider than the rectangle by that at the left
+    on both sides. Tokens are in the order of rectangles, and of rows within each (local 2-D attention; tensor2tensor's
+    masked_local_attention_2d).
     """
 
     order: Tensor
@@ -140,17 +136,12 @@ class ImageTransformerConfig(BaseConfig):
 
     Attributes:
         levels: of a channel; 256 in the paper.
-        embed_dim: D, channels per token.
-        depth: number of blocks.
-        num_heads: H.
-        head_dim: d, channels of a head; None means D / H.
         mlp_dim: channels within the MLP.
         block_length: tokens of a block of local 1-D attention.
         block_shape: (rows, columns) of a block of local 2-D attention; None for 1-D.
         flange: (rows above, columns at both sides) that such a block also reads.
         mixtures: logistics of a pixel; 0 for a categorical distribution of each channel.
         pos_embed: "timing" (sines) or "learned" (a table of rows and one of columns).
-        eps: of the LayerNorms.
         drop_rate: dropout of the embedding and after each branch.
     """
 
@@ -169,10 +160,10 @@ class ImageTransformerConfig(BaseConfig):
     pos_embed: str = "timing"
     eps: float = 1e-6
     drop_rate: float = 0.3
+    zeros = ("num_classes", "mixtures", "flange")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, ("num_classes", "mixtures", "flange"))
         if self.head_dim is None:
             check_multiple(self, "embed_dim", "num_heads")
         if self.pos_embed not in ("timing", "learned"):
@@ -193,12 +184,7 @@ class ImageTransformerConfig(BaseConfig):
 
 
 class LocalAttention(Fusable):
-    """Self-attention without biases, within a region.
-
-    Args:
-        config: of the model.
-        region: maps queries, keys and values [B, H, n, d] to outputs, such as `Blocks1d`.
-    """
+    """Self-attention without biases, within a region, which maps queries, keys and values [B, H, n, d] to outputs."""
 
     def __init__(self, config: ImageTransformerConfig, region: nn.Module) -> None:
         super().__init__()
@@ -438,18 +424,10 @@ VARIANTS: dict[str, Options] = {  # tensor2tensor's imagetransformer_cifar10_bas
     "image_transformer_cifar10_2d": dict(block_shape=(16, 16)),
 }
 
-# Counted from the layer shapes: embedding, tables of positions, blocks of projections, MLP and norms, and head.
-CATEGORICAL = 768 * 512 + 12 * (4 * 512**2 + 2 * 512 * 2048 + 2048 + 512 + 4 * 512) + 512 * 256 + 256
-MIXTURE = 4 * 256 + 64 * 256 + 12 * (4 * 256 * 512 + 2 * 256 * 512 + 512 + 256 + 4 * 256) + 256 * 100
-PARAMS = {
-    "image_transformer_cifar10": CATEGORICAL,
-    "image_transformer_cifar10_dmol": MIXTURE,
-    "image_transformer_cifar10_2d": CATEGORICAL,
-}
 
 # No weights were published; the names are ours.
 
 OURS = Layout(name="fastvit_triton", mark="layers.0.attn.wq.weight", beside="head.weight", resize="bicubic")
 
 
-CHECKPOINTS = CheckpointFormats("Image Transformer", (OURS,), fit.keep)
+CHECKPOINTS = CheckpointFormats("Image Transformer", (OURS,), fit.fit_tables)

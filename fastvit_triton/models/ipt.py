@@ -23,7 +23,7 @@ from ..layers.packed_attention import PackedLayer
 from ..layers.recompute import recomputed
 from . import fit
 from .base import LAST
-from .config import BaseConfig, Options, check_multiple, check_positive
+from .config import BaseConfig, Options, check_multiple
 from .pixel import Prepared
 
 RGB_MEAN = (0.4488, 0.4371, 0.4040)  # of DIV2K, as in the authors' code
@@ -89,22 +89,6 @@ class RestorationDecoderLayer(PackedLayer):
         return x + self.dropout3(self.mlp(self.norm3(x)))
 
 
-class Layers(nn.Module):
-    """A list of layers under the authors' name, `layers`."""
-
-    def __init__(self, layers: list[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-
-class Positions(nn.Module):
-    """A table of positions under the authors' name, `pe`."""
-
-    def __init__(self, count: int, dim: int) -> None:
-        super().__init__()
-        self.pe = nn.Embedding(count, dim)
-
-
 class RestorationTransformer(nn.Module):
     """Encoder and decoder of the patches of a map, and the authors' names."""
 
@@ -117,9 +101,11 @@ class RestorationTransformer(nn.Module):
         drops = [nn.Dropout(config.drop_rate) for _ in range(2)]
         self.mlp_head = nn.Sequential(nn.Linear(D, sizes[2]), drops[0], nn.ReLU(), nn.Linear(sizes[2], D), drops[1])
         self.query_embed = nn.Embedding(len(config.tasks), D * config.num_patches)
-        self.encoder = Layers([RestorationEncoderLayer(*sizes) for _ in range(config.depth)])
-        self.decoder = Layers([RestorationDecoderLayer(*sizes) for _ in range(config.depth)])
-        self.position_encoding = Positions(config.num_patches, D)
+        encoder = nn.ModuleList(RestorationEncoderLayer(*sizes) for _ in range(config.depth))
+        decoder = nn.ModuleList(RestorationDecoderLayer(*sizes) for _ in range(config.depth))
+        self.encoder = nn.ModuleDict(dict(layers=encoder))
+        self.decoder = nn.ModuleDict(dict(layers=decoder))
+        self.position_encoding = nn.ModuleDict(dict(pe=nn.Embedding(config.num_patches, D)))
         self.dropout_layer1 = nn.Dropout(config.drop_rate)
 
     def forward(self, x: Tensor, task: int, recompute: bool = False) -> Tensor:
@@ -128,11 +114,11 @@ class RestorationTransformer(nn.Module):
         x = F.unfold(x, self.patch_size, stride=self.patch_size).mT  # [B, N, D]
         x = self.dropout_layer1(self.linear_encoding(x)) + x
         query = self.query_embed.weight[task].view(-1, x.shape[2])
-        x = x + self.position_encoding.pe.weight
-        for layer in self.encoder.layers:
+        x = x + self.position_encoding.get_parameter("pe.weight")
+        for layer in self.encoder["layers"].children():
             x = recomputed(layer, x) if recompute else layer(x)
         memory = x
-        for layer in self.decoder.layers:
+        for layer in self.decoder["layers"].children():
             x = recomputed(layer, x, memory, query) if recompute else layer(x, memory, query)
         x = self.mlp_head(x) + x
         return F.fold(x.mT, size, self.patch_size, stride=self.patch_size)
@@ -147,7 +133,6 @@ class IPTConfig(BaseConfig):
         features: F, channels of the maps.
         patch_size: P, side of a patch of a map; a token has F · P² channels.
         depth: layers of the encoder, and of the decoder.
-        num_heads: H.
         mlp_ratio: hidden channels of the MLPs divided by those of a token.
         drop_rate: dropout.
         skip: add the image, enlarged by bicubic interpolation, to the output, which the paper does not; the tails then
@@ -164,10 +149,10 @@ class IPTConfig(BaseConfig):
     mlp_ratio: float = 4.0
     drop_rate: float = 0.0
     skip: bool = False
+    zeros = ("num_classes",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self)
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):
             raise ValueError(f"tasks is {self.tasks}; give at least one, each once")
         check_multiple(self, "embed_dim", "num_heads")
@@ -189,11 +174,7 @@ class IPTConfig(BaseConfig):
 
 
 class IPT(Prepared):
-    """IPT: an image [B, C, h, w] with pixels 0 … 255 → the restored image; any image by `restore`.
-
-    Attributes:
-        selected: number of the task that runs if none is given, see `select`.
-    """
+    """IPT: an image [B, C, h, w] with pixels 0 … 255 → the restored image; any image by `restore`."""
 
     task = "restore"
     layout = "ipt"
@@ -346,13 +327,8 @@ VARIANTS["ipt_multitask"] = dict(tasks=ALL)
 SMALL: Options = dict(features=16, depth=2, num_heads=6, mlp_ratio=2.0, img_size=24, skip=True)
 VARIANTS["ipt_digits"] = dict(tasks=("x2", "denoise30"), **SMALL)
 
-# Counted by the authors' code, x2 and six tasks (24 are fixed); the others from the shapes of their tails.
-X2 = 115_460_443
-STEP = 64 * 256 * 9 + 256  # the convolution of a step of 2
-PARAMS = {"ipt_x2": X2, "ipt_x3": X2 - STEP + 64 * 576 * 9 + 576, "ipt_x4": X2 + STEP, "ipt_multitask": 118_892_394}
-PARAMS |= dict.fromkeys(("ipt_denoise30", "ipt_denoise50", "ipt_derain"), X2 - STEP)
 
 # Names in checkpoints: the authors', which are ours.
 
 AUTHORS = Layout(name="IPT", mark="body.linear_encoding.weight", beside="body.query_embed.weight", resize="bicubic")
-CHECKPOINTS = CheckpointFormats("IPT", (AUTHORS,), fit.keep, irrelevant=re.compile(r"(^|\.)position_ids$"))
+CHECKPOINTS = CheckpointFormats("IPT", (AUTHORS,), fit.fit_tables, irrelevant=re.compile(r"(^|\.)position_ids$"))

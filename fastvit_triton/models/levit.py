@@ -10,7 +10,6 @@ Differs from ViT:
 
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.renaming import CheckpointFormats, Fitted, Layout
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..checkpoints.tensors import State
 from ..layers import Blocks, DropPath
 from ..layers.drop_path import add
@@ -27,8 +26,9 @@ from ..layers.fusable import Fusable
 from ..layers.normed import ConvNorm, LinearNorm, NormLinear
 from ..layers.window import expand_table
 from .config import Options, check_patches
-from .distilled import Distilled, NamedStages
-from .pyramid import PyramidConfig
+from .distilled import Distilled
+from .fit import fit_tables
+from .pyramid import PyramidConfig, PyramidTransformer
 
 Grid = tuple[int, int]
 
@@ -71,11 +71,7 @@ class DistanceAttention(Fusable):
 class DistanceDownsample(Fusable):
     """Attention whose queries are every other row and column of the grid; it has no residual.
 
-    Args:
-        dim: D, channels.
-        out: D', channels of the result.
-        key_dim: channels of a key; values have 4 times as many.
-        grid: (rows, columns) of tokens.
+    Values have 4 times as many channels as keys.
     """
 
     def __init__(self, dim: int, out: int, key_dim: int, grid: Grid) -> None:
@@ -229,7 +225,7 @@ class LevitConfig(PyramidConfig):
     mlp_ratio: float = 2.0
     final_norm: bool = False
     dynamic_img_size: bool = False
-    only: ClassVar[dict[str, Any]] = dict(final_norm=False, dynamic_img_size=False)
+    only: ClassVar = dict(final_norm=False, dynamic_img_size=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -241,11 +237,11 @@ class LevitConfig(PyramidConfig):
         """Heads have `key_dim` channels each, whatever the width of the stage."""
 
 
-class Levit(NamedStages):
-    """LeViT with one head; its features are tokens [B, N, D]."""
+class Levit(Distilled, PyramidTransformer):
+    """LeViT with two heads; its features are tokens [B, N, D]."""
 
     layout = "levit"
-    head_names: tuple[str, ...] = ("head.linear",)
+    head_names = ("head.linear", "head_dist.linear")
     undecayed = r"attention_biases$"
     layer_patterns = ((r"^stages\.(\d+)\.downsample", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None))
 
@@ -255,16 +251,15 @@ class Levit(NamedStages):
         stride, _ = sides(config.patch_size)
         D = config.widths[0]
         grid = (height // stride, width // stride)
-        stages = nn.ModuleList()
         self.stem = conv_stem(config.in_chans, D, stride)
+        self.stages = nn.ModuleList()
         for i, (D, rates) in enumerate(zip(config.widths, self.drop_path_rates(), strict=True)):
             down: nn.Module = nn.Identity()
             if i:
                 attn = DistanceDownsample(config.widths[i - 1], D, config.key_dim, grid)
                 down = LevitDownsample(attn, NormedMlp(D, 2 * D), config.drop_path_rate)
                 grid = (-(-grid[0] // 2), -(-grid[1] // 2))
-            stages.append(LevitStage(down, Blocks(*(build_block(config, i, grid, p) for p in rates)), grid))
-        self._modules["stages"] = stages
+            self.stages.append(LevitStage(down, Blocks(*(build_block(config, i, grid, p) for p in rates)), grid))
         self.build_head()
 
     def drop_path_rates(self) -> list[list[float]]:
@@ -285,8 +280,7 @@ class Levit(NamedStages):
         return x.flatten(1, 2)
 
     def get_classifier(self) -> Any:
-        heads = tuple(getattr(self, name.partition(".")[0]) for name in self.head_names)
-        return heads[0] if len(heads) == 1 else heads
+        return self.head, self.head_dist
 
     def make_head(self) -> nn.Module:
         """A classifier with its BatchNorm, an Identity for no classes."""
@@ -296,28 +290,16 @@ class Levit(NamedStages):
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replaces the heads by new ones, whose linear layers are zero; 0 removes them."""
         like = next(self.parameters())
-        names = [name.partition(".")[0] for name in self.head_names]
         self.config = self.config.replace(num_classes=num_classes, global_pool=global_pool)
         self.num_classes = num_classes
-        for name in names:
+        for name in ("head", "head_dist"):
             setattr(self, name, self.make_head().to(like).train(self.training))
             for parameter in getattr(getattr(self, name), "linear", nn.Identity()).parameters():
                 nn.init.zeros_(parameter)
 
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Features → logits [B, num_classes], or the pooled features with `pre_logits`."""
-        x = self.pool(x)
-        return x if pre_logits else self.head(x)
-
     @torch.no_grad()
     def init_weights(self) -> None:
         """Keeps the layers' own initial values, as in timm."""
-
-
-class LevitDistilled(Distilled, Levit):
-    """LeViT with a second head, which reads the same features."""
-
-    head_names = ("head.linear", "head_dist.linear")
 
 
 def build_block(config: LevitConfig, stage: int, grid: tuple[int, int], drop_path: float) -> NormedBlock:
@@ -329,7 +311,7 @@ def build_block(config: LevitConfig, stage: int, grid: tuple[int, int], drop_pat
 
 
 CONFIG = LevitConfig
-MODEL = LevitDistilled
+MODEL = Levit
 VARIANTS: dict[str, Options] = {
     "levit_128s": dict(num_heads=(4, 6, 8), depths=(2, 3, 4)),
     "levit_128": {},
@@ -337,10 +319,7 @@ VARIANTS: dict[str, Options] = {
     "levit_256": dict(embed_dim=(256, 384, 512), key_dim=32, num_heads=(4, 6, 8)),
     "levit_384": dict(embed_dim=(384, 512, 768), key_dim=32, num_heads=(6, 9, 12)),
 }
-ORACLE = dict.fromkeys(VARIANTS, "timm")
 
-# Counted by timm 1.0.31.
-PARAMS = dict(zip(VARIANTS, (7_777_058, 9_213_936, 10_947_069, 18_893_876, 39_128_836), strict=True))
 
 # Names in checkpoints, from timm 1.0.31, transformers 5.23 and the authors' levit.py.
 
@@ -412,14 +391,4 @@ LEVIT_LAYOUTS = (
     TIMM_LEVIT,
 )
 
-
-def fit_levit(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> Fitted:
-    """Drops heads that the model has not, and tables of indices; for the arguments see `fit.fit`."""
-    absent = [key for key in state if key.startswith(("head.", "head_dist.")) and key not in target]
-    useless = [key for key in state if key.endswith("attention_bias_idxs")] + absent
-    for key in useless:
-        del state[key]
-    return useless, ""
-
-
-CHECKPOINTS = CheckpointFormats("LeViT", LEVIT_LAYOUTS, fit_levit, {"timm": (TIMM_LEVIT,)})
+CHECKPOINTS = CheckpointFormats("LeViT", LEVIT_LAYOUTS, fit_tables, {"timm": (TIMM_LEVIT,)})

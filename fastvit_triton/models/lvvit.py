@@ -10,7 +10,7 @@ Adds the stem, the factor, the head and the mixing.
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,8 @@ from ..engine.body import normalize
 from ..kernels.patch_embed import assemble
 from ..layers import Attention, Block
 from ..layers.scaled_block import ScaledBlock
-from .config import Options, ViTConfig, check_only
-from .deepvit import build_stem, check_parts
+from .config import Options, ViTConfig
+from .deepvit import DeepvitConfig, build_stem, check_parts
 from .fit import fit
 from .transformer import VisionTransformer
 
@@ -42,13 +42,13 @@ class LvvitConfig(ViTConfig):
     skip_lam: float = 2.0
     stem_widths: tuple[int, ...] = (64, 64, 64)
     mix_token: bool = True
+    only: ClassVar = DeepvitConfig.only | dict(reg_tokens=0, class_token=True, pre_logits=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_parts(self)
         if self.skip_lam <= 0:
             raise ValueError(f"skip_lam is {self.skip_lam}; use a number above 0")
-        check_only(self, reg_tokens=0, class_token=True, pre_logits=False)
         if self.fc_norm:
             raise ValueError("fc_norm is True; the heads of this model read all tokens: use False, or final_norm=False")
         if self.global_pool not in ("token", "none"):
@@ -138,8 +138,6 @@ VARIANTS: dict[str, Options] = {
     "lvvit_large": dict(embed_dim=768, depth=24, skip_lam=3.0, stem_widths=(128, 128, 128)),
 }
 
-# Counted by the authors' code.
-PARAMS = dict(zip(VARIANTS, (8_534_720, 26_151_824, 55_830_544, 150_021_968), strict=True))
 
 # Names in checkpoints: the authors', tlt/models/lvvit.py and tlt/utils/utils.py.
 

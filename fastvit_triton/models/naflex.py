@@ -36,14 +36,7 @@ class NaFlexAttention(Attention):
 
 
 class NaFlexVisionTransformer(VisionTransformer):
-    """ViT on patches of images of any size.
-
-    Args:
-        config: as for `VisionTransformer`; `img_size` is the size of the position table.
-
-    Raises:
-        ValueError: an option is not defined for a padded batch.
-    """
+    """ViT on patches of images of any size; `img_size` of its config is the size of the position table."""
 
     feature_formats = ("NLC",)  # the images of a batch have different grids
 
@@ -110,8 +103,6 @@ VARIANTS: dict[str, Options] = {
     "naflexvit_so150m2_patch16_reg1_gap": dict(SO150M2, **FLEX, qkv_bias=False, reg_tokens=1),
 }
 
-# Counted by timm 1.0.31 with 1000 classes.
-PARAMS = {"naflexvit_base_patch16_gap": 86_633_704, "naflexvit_so150m2_patch16_reg1_gap": 136_058_728}
 
 # Names in checkpoints, from timm 1.0.31.
 

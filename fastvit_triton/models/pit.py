@@ -6,7 +6,6 @@ Differs from ViT:
   3. Positions are added to the patches only, and the final norm is of the class token only.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -69,14 +68,7 @@ class OverlapEmbed(nn.Module):
 class TokenPooling(nn.Module):
     """Halves the map and widens its tokens by a depthwise convolution, and those before it by a linear layer.
 
-    Source: PiT, arXiv:2103.16302, section 3.2 and figure 4.
-
-    Args:
-        dim: D.
-        out: D', a multiple of D.
-
-    Raises:
-        ValueError: it is not.
+    Source: PiT, arXiv:2103.16302, section 3.2 and figure 4. Channels after it are a multiple of those before.
     """
 
     def __init__(self, dim: int, out: int) -> None:
@@ -120,9 +112,6 @@ class PitConfig(PyramidConfig):
     Attributes:
         stride: pixels between patches, in both directions.
         base_dims: channels per head, one per stage.
-        mlp_ratio: hidden channels of the MLP divided by the channels.
-        pos_drop_rate: dropout after the positions.
-        attn_drop_rate: dropout on attention probabilities.
     """
 
     patch_size: int | tuple[int, int] = 16
@@ -231,22 +220,15 @@ CONFIG = PitConfig
 MODEL = PoolingVisionTransformer
 VARIANTS: dict[str, Options] = {f"pit_{n}{kind}_224": size for kind in ("", "_distilled") for n, size in SIZES.items()}
 MODELS = {name: DistilledPooling for name in VARIANTS if "_distilled_" in name}
-ORACLE = dict.fromkeys(VARIANTS, "timm")
 
-COUNTS = 4_847_272, 10_618_888, 23_461_912, 73_764_840, 5_104_336, 11_003_984, 24_039_056, 74_790_096  # by timm 1.0.31
-PARAMS = dict(zip(VARIANTS, COUNTS, strict=True))
 
 # Names in checkpoints, from timm 1.0.31 and the authors' pit.py.
 
 
-def _from_pit(key: str) -> str:
-    """The authors' poolings lie beside the stages; in timm they begin the next one."""
-    return re.sub(r"^pools\.(\d+)\.", lambda m: f"transformers.{int(m[1]) + 1}.pool.", key)
-
-
 PIT: dict[str, Any] = dict(mark="patch_embed.conv.weight", resize="bicubic_antialias")
 TIMM_PIT = Layout(name="timm", beside="transformers.0.blocks.0.attn.qkv.weight", **PIT)
-PIT_LAYOUTS = (Layout(name="PiT", number=_from_pit, **PIT | dict(mark="pools.0.conv.weight")), TIMM_PIT)
+POOLS = {"transformers.{}.pool": "pools.{-1}"}  # the authors' lie beside the stages; in timm they begin the next one
+PIT_LAYOUTS = (Layout(name="PiT", stem=POOLS, **PIT | dict(mark="pools.0.conv.weight")), TIMM_PIT)
 
 
 def fit_map(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> Fitted:

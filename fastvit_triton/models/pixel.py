@@ -17,12 +17,9 @@ from .config import BaseConfig
 
 
 class Prepared(ImageModel):
-    """A model whose images are not prepared as a classifier's, also where nothing is known of its weights.
+    """A model whose images are not prepared as a classifier's, also where nothing is known of its weights."""
 
-    Attributes:
-        preparation: mean, std and other facts of `pretrained_cfg` that hold unless the weights say otherwise.
-    """
-
+    # mean, std and other facts of `pretrained_cfg` that hold unless the weights say otherwise
     preparation: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, config: BaseConfig, num_features: int) -> None:
@@ -66,10 +63,6 @@ class PixelModel(Prepared):
     A position is a pixel, or one channel of it; its code is an integer. Codes are in the order of rows, and positions
     may be generated in another one, `order`. A family implements `encode`, `decode`, `inputs` and `head`, and has
     `blocks`, which map ([B, n, D], cache) to [B, n, D].
-
-    Attributes:
-        order: [N], the position of each step of the generation; None for the order of rows.
-        num_positions: N.
     """
 
     task = "generate"
@@ -80,8 +73,8 @@ class PixelModel(Prepared):
     position_resize = "bicubic"
     feature_formats = ("NCHW", "NLC")
     reduction = 1  # a row of pixels for each row of positions
-    order: Tensor | None
-    num_positions: int
+    order: Tensor | None  # [N], the position of each step of the generation; None for the order of rows
+    num_positions: int  # N
 
     def encode(self, images: Tensor) -> Tensor:
         """Normalised images [B, C, H, W] → codes [B, N] (or [B, N, C] where a position is a pixel of C numbers)."""
@@ -134,7 +127,7 @@ class PixelModel(Prepared):
         if classes is not None and not self.num_classes:
             raise ValueError("classes are given, but the model does not depend on them; create it with num_classes")
 
-    def stages(self, image: Tensor, classes: Tensor | None = None) -> Iterator[Tensor]:
+    def outputs(self, image: Tensor, classes: Tensor | None = None) -> Iterator[Tensor]:
         """Yields the outputs [B, N, D] of each block, in the order of the generation."""
         x = self.inputs(self.codes_of(image), self.first_class(image, classes), 0, self.num_positions)
         for block in self.block_list():
@@ -151,7 +144,7 @@ class PixelModel(Prepared):
     def forward_features(self, image: Tensor, classes: Tensor | None = None) -> Tensor:
         """Images [B, C, H, W] or codes [B, N] → features [B, N, D] before the head, in the order of the generation."""
         x = image
-        for y in self.stages(image, classes):
+        for y in self.outputs(image, classes):
             x = y
         return self.final(x)
 

@@ -8,31 +8,24 @@ Adds the reduced attention.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.renaming import CheckpointFormats, Fitted, Layout
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..checkpoints.tensors import State, WeightsError, variant
-from ..layers import Block, Blocks, Mlp, NormedPatchEmbed, ReducedAttention, resize_pos_embed
-from ..layers.embed import sides
+from ..layers import Block, Blocks, Mlp, ReducedAttention, resize_pos_embed
 from . import fit
 from .base import LAST
 from .config import Options
-from .pyramid import PyramidTransformer, ReducedConfig
+from .pyramid import PyramidTransformer, ReducedConfig, patch_embeds
 
 
 @dataclass(frozen=True, kw_only=True)
 class PvtConfig(ReducedConfig):
-    """Options of PVT, in addition to those of `ReducedConfig`.
-
-    Attributes:
-        class_token: prepend a learned token in the last stage, whose `sr_ratios` must be 1.
-        qkv_bias: bias on the query, key and value projections.
-    """
+    """Options of PVT, in addition to those of `ReducedConfig`; the class token is in the last stage."""
 
     class_token: bool = True
     qkv_bias: bool = True
@@ -61,18 +54,12 @@ class PyramidVisionTransformer(PyramidTransformer):
 
     def __init__(self, config: PvtConfig) -> None:
         super().__init__(config)
-        size = sides(config.img_size)
-        patch = sides(config.patch_size)
-        channels = config.in_chans
         self.cls_token = nn.Parameter(torch.empty(1, 1, self.num_features)) if config.class_token else None
         self.num_prefix_tokens = int(config.class_token)
         self.prefix_tokens = [0] * (self.num_stages - 1) + [self.num_prefix_tokens]
-        for i, (D, rates) in enumerate(zip(config.widths, self.drop_path_rates(), strict=True), 1):
-            embed = NormedPatchEmbed(size, patch, channels, D, strict_img_size=False)
-            size = embed.grid_size
-            patch = (2, 2)
-            channels = D
-            pos = nn.Parameter(torch.empty(1, embed.num_patches + self.prefix_tokens[i - 1], D))
+        for i, (embed, rates) in enumerate(zip(patch_embeds(config), self.drop_path_rates(), strict=True), 1):
+            rows = embed.num_patches + self.prefix_tokens[i - 1]
+            pos = nn.Parameter(torch.empty(1, rows, config.widths[i - 1]))
             blocks = Blocks(*(build_block(config, i - 1, p) for p in rates))
             for name, part in zip(PARTS, (embed, pos, nn.Dropout(config.pos_drop_rate), blocks), strict=True):
                 setattr(self, f"{name}{i}", part)
@@ -87,6 +74,12 @@ class PyramidVisionTransformer(PyramidTransformer):
         pos = resize_pos_embed(pos, embed.grid_size, grid, T, self.position_resize)
         x = drop(embed(image, pos, self.cls_token if T else None))
         return blocks(x.unsqueeze(1) if T else x.unflatten(1, grid), recompute=self.recomputes)
+
+    def position_tables(self) -> dict[str, tuple[Any, int]]:
+        return {
+            f"pos_embed{i}": (getattr(self, f"patch_embed{i}").grid_size, T)
+            for i, T in enumerate(self.prefix_tokens, 1)
+        }
 
     def drop_stages(self, kept: int) -> None:
         """Removes the modules of all but the first `kept` stages, and the class token."""
@@ -119,44 +112,22 @@ MODEL = PyramidVisionTransformer
 DEPTHS = dict(tiny=(2, 2, 2, 2), small=(3, 4, 6, 3), medium=(3, 4, 18, 3), large=(3, 8, 27, 3))
 VARIANTS: dict[str, Options] = {f"pvt_{size}": dict(depths=depths) for size, depths in DEPTHS.items()}
 
-# Counted by the authors' code.
-PARAMS = dict(zip(VARIANTS, (13_229_288, 24_485_864, 44_208_104, 61_369_320), strict=True))
 
 # Names in checkpoints, from state dicts of transformers 4.56 and 5.23, and the authors' classification/pvt.py.
 
 
-def _from_pvt(key: str) -> str:
-    """Stages are numbered from 1 by the authors."""
-    if match := re.fullmatch(r"encoder\.(block|patch_embeddings)\.(\d+)\.(.+)", key):
-        stage = int(match[2]) + 1
-        rest = match[3]
-        if match[1] == "block":
-            return f"block{stage}.{rest}"
-        rest = rest.replace("projection.", "proj.").replace("layer_norm.", "norm.")
-        return {"cls_token": rest, "position_embeddings": f"pos_embed{stage}"}.get(rest, f"patch_embed{stage}.{rest}")
-    return key
+EMBEDDINGS = "encoder.patch_embeddings."
+
+
+def _read_pvt(tensors: State) -> State:
+    """Takes the class token out of the last stage."""
+    return {"cls_token" if key.endswith(".cls_token") else key: tensor for key, tensor in tensors.items()}
 
 
 def _write_pvt(tensors: State) -> State:
-    """The inverse of `_from_pvt`; the class token is in the last stage."""
-    last = max(int(match[1]) for key in tensors if (match := re.match(r"patch_embed(\d+)\.", key)))
-    parts = {"proj": "projection", "norm": "layer_norm"}
-
-    def name(key: str) -> str:
-        if key == "cls_token":
-            return f"encoder.patch_embeddings.{last - 1}.cls_token"
-        match = re.fullmatch(r"(block|patch_embed|pos_embed)(\d+)\.?(.*)", key)
-        if match is None:
-            return key
-        stage = int(match[2]) - 1
-        rest = match[3]
-        if match[1] == "block":
-            return f"encoder.block.{stage}.{rest}"
-        module, _, leaf = rest.partition(".")
-        rest = f"{parts[module]}.{leaf}" if module else "position_embeddings"
-        return f"encoder.patch_embeddings.{stage}.{rest}"
-
-    return {name(key): tensor for key, tensor in tensors.items()}
+    """The inverse of `_read_pvt`."""
+    last = max(int(key.split(".")[2]) for key in tensors if key.startswith(EMBEDDINGS))
+    return {f"{EMBEDDINGS}{last}.{key}" if key == "cls_token" else key: tensor for key, tensor in tensors.items()}
 
 
 PVT_LAYOUTS = (
@@ -164,10 +135,14 @@ PVT_LAYOUTS = (
         name="transformers PVT",
         mark="encoder.patch_embeddings.0.projection.weight",
         resize="bilinear",
-        number=_from_pvt,
-        stem={"norm": "encoder.layer_norm", "head": "classifier"},
+        stem={
+            "patch_embed{}.{proj,norm}": EMBEDDINGS + "{-1}.{projection,layer_norm}",
+            "pos_embed{}": EMBEDDINGS + "{-1}.position_embeddings",
+            "norm": "encoder.layer_norm",
+            "head": "classifier",
+        },
         home="block{}.{}",
-        blocks="block{}.{}",
+        blocks="encoder.block.{-1}.{}",
         block={
             "norm{1,2}": "layer_norm_{1,2}",
             "attn.q": "attention.self.query",
@@ -176,6 +151,7 @@ PVT_LAYOUTS = (
             "attn.proj": "attention.output.dense",
             "mlp.fc{1,2}": "mlp.dense{1,2}",
         },
+        read=_read_pvt,
         write=_write_pvt,
         base="pvt.",
         needs=dict(final_norm=True, class_token=True, global_pool="token", patch_size=((4, 4),)),
@@ -183,15 +159,6 @@ PVT_LAYOUTS = (
     Layout(name="PVT", mark="patch_embed1.proj.weight", resize="bilinear", home="block{}.{}", blocks="block{}.{}"),
 )
 PVT_SAVED: dict[str, tuple[Layout, ...]] = {"transformers": (PVT_LAYOUTS[0],)}
-
-
-def fit_positions(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> Fitted:
-    """Makes the positions of `state` fit the grid of each stage of a PVT; for the arguments see `fit.fit`."""
-    grids = [getattr(model, f"patch_embed{i + 1}").grid_size for i in range(len(model.prefix_tokens))]
-    tables = {
-        f"pos_embed{i + 1}": (grid, T) for i, (grid, T) in enumerate(zip(grids, model.prefix_tokens, strict=True))
-    }
-    return [], fit.fit_table(model, target, state, metadata, mode, tables)
 
 
 def choose_pvt(model: Any, layouts: tuple[Layout, ...]) -> Layout:
@@ -204,4 +171,4 @@ def choose_pvt(model: Any, layouts: tuple[Layout, ...]) -> Layout:
     return layout
 
 
-CHECKPOINTS = CheckpointFormats("PVT", PVT_LAYOUTS, fit_positions, PVT_SAVED, choose_pvt, fit.write)
+CHECKPOINTS = CheckpointFormats("PVT", PVT_LAYOUTS, fit.fit_tables, PVT_SAVED, choose_pvt, fit.write)

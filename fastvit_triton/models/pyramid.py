@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.body import normalize
-from ..layers import Blocks, drop_path_rates
+from ..layers import Blocks, NormedPatchEmbed, drop_path_rates
 from ..layers.embed import sides
-from .base import ImageModel, init_linear
-from .config import BaseConfig, check_only, check_positive
+from .base import ImageModel, Patterns, init_linear
+from .config import BaseConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +26,7 @@ class PyramidConfig(BaseConfig):
     Attributes:
         patch_size: patch side of the first stage in pixels, or (height, width); the others halve the map.
         depths: blocks.
-        num_heads: heads.
         global_pool: "avg" (mean of the last map), "token" (class token, PVT) or "none" (no pooling, timm's "").
-        drop_rate: dropout before the head.
-        proj_drop_rate: dropout after the attention projection and inside the MLP.
-        eps: LayerNorm epsilon of the blocks and of the final norm.
-        final_norm: LayerNorm after the last stage.
         dynamic_img_size: accept images of other sizes than `img_size`.
     """
 
@@ -46,18 +41,14 @@ class PyramidConfig(BaseConfig):
     dynamic_img_size: bool = True
 
     pools: ClassVar[tuple[str, ...]] = ("avg", "none")
-    zeros: ClassVar[tuple[str, ...]] = ("num_classes",)  # fields that may be 0, besides rates
-    only: ClassVar[dict[str, Any]] = {}  # fields that have one value in the family
+    zeros: ClassVar[tuple[str, ...]] = ("num_classes",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "patch_size", sides(self.patch_size))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if per_stage(self, field) and len(value) != len(self.depths):
                 raise ValueError(f"{field.name} has {len(value)} values, and depths has {len(self.depths)}")
-        check_positive(self, self.zeros)
-        check_only(self, **self.only)
         for axis, side, least in zip(("height", "width"), sides(self.img_size), self.smallest, strict=True):
             if side < least:
                 raise ValueError(f"img_size {axis} is {side}; this model needs at least {least}")
@@ -96,7 +87,6 @@ class ReducedConfig(PyramidConfig):
         mlp_ratios: hidden channels of the MLP divided by the channels.
         sr_ratios: side of the map divided by that of the smaller one to which it attends.
         pos_drop_rate: dropout after each patch projection, and positions if there are any.
-        attn_drop_rate: dropout on attention probabilities.
     """
 
     embed_dims: tuple[int, ...] = (64, 128, 320, 512)
@@ -109,6 +99,15 @@ class ReducedConfig(PyramidConfig):
     @property
     def widths(self) -> tuple[int, ...]:
         return self.embed_dims
+
+
+def patch_embeds(config: ReducedConfig) -> Iterator[NormedPatchEmbed]:
+    """Yields the patch projection of each stage; after the first one, patches are 2 x 2 tokens of the map before."""
+    size, patch, channels = sides(config.img_size), sides(config.patch_size), config.in_chans
+    for D in config.widths:
+        embed = NormedPatchEmbed(size, patch, channels, D, strict_img_size=False)
+        yield embed
+        size, patch, channels = embed.grid_size, (2, 2), D
 
 
 class Stage(nn.Module):
@@ -133,8 +132,11 @@ class PyramidTransformer(ImageModel):
 
     config: PyramidConfig
     feature_formats = ("NCHW", "NHWC", "NLC")
-    parts: tuple[str, ...]  # attributes that are lists with an entry per stage
-    info: tuple[str, int] = "layers.{}", 0  # name of a stage in `feature_info`, and the number of the first one
+    parts: tuple[str, ...] = ("stages",)  # attributes that are lists with an entry per stage
+    info: tuple[str, int] = "stages.{}", 0  # name of a stage in `feature_info`, and the number of the first one
+    stem_pattern = r"^stem"
+    coarse_patterns: Patterns | None = ((r"^stages\.(\d+)", None),)
+    stages: Any
     flattens = False  # forward_features returns tokens [B, N, D], not the map
     position_resize = "bilinear"
 
@@ -153,7 +155,8 @@ class PyramidTransformer(ImageModel):
         config = self.config
         self.norm = nn.LayerNorm(self.num_features, eps=config.eps) if config.final_norm else nn.Identity()
         self.head_drop = nn.Dropout(config.drop_rate)
-        self.head = self.make_head()
+        for name in self.head_names:
+            setattr(self, name.partition(".")[0], self.make_head())
         self.init_weights()
 
     def make_head(self) -> nn.Module:
@@ -181,7 +184,7 @@ class PyramidTransformer(ImageModel):
             least = "x".join(map(str, config.smallest))
             raise ValueError(f"image is {size[0]}x{size[1]} pixels; the model needs at least {least}")
 
-    def stages(self, image: Tensor) -> Iterator[Tensor]:
+    def outputs(self, image: Tensor) -> Iterator[Tensor]:
         """Yields the map [B, H, W, D] of each stage in turn, before the final norm; see `flattens` for the last one."""
         self.check_image(image)
         x = image

@@ -11,6 +11,7 @@ Adds the refinement.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -42,11 +43,7 @@ class RefinerConfig(LvvitConfig):
     skip_lam: float = 0.5
     stem_widths: tuple[int, ...] = (32, 64, 128)
     expansion: int = 3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.expansion < 1:
-            raise ValueError(f"expansion is {self.expansion}; it must be at least 1")
+    least: ClassVar = LvvitConfig.least | dict(expansion=1)
 
 
 class RefinedAttention(MixedAttention):
@@ -56,11 +53,7 @@ class RefinedAttention(MixedAttention):
 
         own:      A = softmax(s q kᵀ) + s A'      A' = the map that the block before passed on, 0 in the first block
                   y = A v                         passes on A
-        refined:  y = s · BatchNorm(DLA(A')) v    passes on A'
-
-    Args:
-        config: of the model.
-        refines: has no queries and keys, and refines A'.
+        refined:  y = s · BatchNorm(DLA(A')) v    passes on A', and has no queries and keys
     """
 
     def __init__(self, config: RefinerConfig, refines: bool) -> None:
@@ -97,11 +90,7 @@ class RefinedAttention(MixedAttention):
 class LocalAttention(nn.Module):
     """Distributed local attention: a convolution of maps over queries and keys (section 3.2).
 
-        DLA(A) = A + BN(W₂ f(W₁ A)),   f = ReLU6 BN, a depthwise 3 x 3 convolution, ReLU6 BN
-
-    Args:
-        num_heads: H.
-        expansion: channels of the convolution divided by H.
+    DLA(A) = A + BN(W₂ f(W₁ A)),   f = ReLU6 BN, a depthwise 3 x 3 convolution of `expansion` · H channels, ReLU6 BN
     """
 
     def __init__(self, num_heads: int, expansion: int) -> None:
@@ -193,8 +182,6 @@ VARIANTS: dict[str, Options] = {
     "refiner_vit_large": dict(embed_dim=512, depth=32, num_heads=16),
 }
 
-# Counted by the authors' code.
-PARAMS = dict(zip(VARIANTS, (25_408_656, 55_450_932, 81_150_192), strict=True))
 
 # Names in checkpoints: the authors', which are those of LV-ViT.
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from ..layers.embed import sides
 from ..layers.recompute import recomputed
 from ..layers.residual import ResidualStem, init_residual
-from .distilled import NamedStages
-from .pyramid import PyramidConfig
+from .pyramid import PyramidConfig, PyramidTransformer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +33,8 @@ class ResidualConfig(PyramidConfig):
     proj_drop_rate: float = 0.0
     final_norm: bool = False
     dynamic_img_size: bool = False
-    zeros: ClassVar[tuple[str, ...]] = ("num_classes", "num_heads")
-    only: ClassVar[dict[str, Any]] = dict(patch_size=(4, 4), final_norm=False)
+    zeros = ("num_classes", "num_heads")
+    only: ClassVar = dict(patch_size=(4, 4), final_norm=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,7 +57,7 @@ class ResidualConfig(PyramidConfig):
                 raise ValueError(f"attention has {width // 4} channels, which is no multiple of its {heads} heads")
 
 
-class ResidualNetwork(NamedStages):
+class ResidualNetwork(PyramidTransformer):
     """A residual network; its features are a map [B, H, W, D]. A family implements `build_block`."""
 
     config: ResidualConfig
@@ -68,9 +67,9 @@ class ResidualNetwork(NamedStages):
     def __init__(self, config: ResidualConfig) -> None:
         super().__init__(config)
         inputs = config.stem_dim
-        stages = nn.Sequential()
         rows, columns = (-(-side // 4) for side in sides(config.img_size))
         self.stem = ResidualStem(config.in_chans, inputs)
+        self.stages = nn.Sequential()
         for i, (outputs, rates) in enumerate(zip(config.widths, self.drop_path_rates(), strict=True)):
             blocks = nn.Sequential()
             for j, rate in enumerate(rates):
@@ -79,8 +78,7 @@ class ResidualNetwork(NamedStages):
                 inputs = outputs
                 rows = -(-rows // stride)
                 columns = -(-columns // stride)
-            stages.append(blocks)
-        self._modules["stages"] = stages
+            self.stages.append(blocks)
         self.build_head()
 
     def build_block(

@@ -15,7 +15,7 @@ Leaves out the decoder that aggregates several blocks (MLA).
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,11 +26,9 @@ from ..checkpoints.tensors import State
 from ..engine.body import normalize
 from ..layers.embed import sides
 from . import fit
-from .config import Options, ViTConfig
+from .config import CHOICES, Options, ViTConfig
 from .transformer import VisionTransformer
 from .vit import BASE, LARGE
-
-DECODERS = ("naive", "pup")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,26 +48,21 @@ class SetrConfig(ViTConfig):
     aux_indices: tuple[int, ...] = ()
     dynamic_img_size: bool = True
     global_pool: str = "none"
+    choices: ClassVar = CHOICES | dict(decoder=("naive", "pup"))
+    least: ClassVar = ViTConfig.least | dict(decoder_dim=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.global_pool != "none":
             raise ValueError(f"global_pool is {self.global_pool!r}; every token is decoded, so use 'none'")
-        if self.decoder not in DECODERS:
-            raise ValueError(f"decoder is {self.decoder!r}; use one of {', '.join(DECODERS)}")
-        if self.decoder_dim < 1:
-            raise ValueError(f"decoder_dim is {self.decoder_dim}; it must be at least 1")
         if not all(0 <= index < self.depth for index in self.aux_indices):
             raise ValueError(f"aux_indices is {self.aux_indices}; the model has blocks 0 to {self.depth - 1}")
 
 
 class UpHead(nn.Module):
-    """Convolutions that enlarge a map to logits of each pixel.
+    """Convolutions that enlarge a map to logits of each pixel, after each but the last one by one of `scales`.
 
-    Args:
-        config: of the model.
-        scales: for each convolution before the last one, by how much the map is enlarged after it.
-        normalizes: a LayerNorm of the tokens comes first.
+    If it `normalizes`, a LayerNorm of the tokens comes first.
     """
 
     def __init__(self, config: SetrConfig, scales: tuple[int, ...], normalizes: bool = False) -> None:
@@ -145,7 +138,7 @@ class Setr(VisionTransformer):
             return self.decode_head(tokens, grid, size)
         x = torch.empty(0)
         taken: dict[int, Tensor] = {}
-        for i, x in enumerate(self.stages(image)):
+        for i, x in enumerate(self.outputs(image)):
             if i in self.config.aux_indices:
                 taken[i] = x[:, T:]
         assert self.decode_head is not None
@@ -195,25 +188,6 @@ VARIANTS: dict[str, Options] = {
     ),  # for scenes of 32 x 32 pixels: ten digits and the background
 }
 
-
-def _parameters(size: Options, side: int, kernel: int, convs: int, auxiliary: int) -> int:
-    """Parameters with 1000 classes, by hand: ViT, final norm, decoder, and auxiliary decoders with a norm each."""
-    D = size["embed_dim"]
-    blocks = size["depth"] * (12 * D * D + 13 * D)
-    encoder = 3 * 16 * 16 * D + D + ((side // 16) ** 2 + 1) * D + D + blocks + 2 * D
-    first = 256 * kernel**2 * D + 3 * 256  # with its BatchNorm
-    last = 1000 * 257
-    more = (convs - 1) * (256 * kernel**2 * 256 + 3 * 256)
-    return encoder + first + more + last + auxiliary * (2 * D + first + last)
-
-
-PARAMS = {
-    "setr_naive_base_768": _parameters(BASE, 768, 1, 1, 3),
-    "setr_naive_large_768": _parameters(LARGE, 768, 1, 1, 3),
-    "setr_pup_large_768": _parameters(LARGE, 768, 3, 4, 4),
-    "setr_naive_large_512": _parameters(LARGE, 512, 1, 1, 3),
-    "setr_pup_large_512": _parameters(LARGE, 512, 3, 4, 4),
-}
 
 # Names in checkpoints, from the authors' mmseg/models/backbones/vit.py and decode_heads/vit_up_head.py.
 

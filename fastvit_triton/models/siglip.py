@@ -41,13 +41,7 @@ VARIANTS: dict[str, Options] = {
     for side in sides
     for gap, pool in POOLS.items()
 }
-ORACLE = dict.fromkeys(VARIANTS, "timm")
 
-# Counted by timm 1.0.31 with 1000 classes.
-PARAMS = {
-    "vit_base_patch16_siglip_224": 93_653_224,
-    "vit_so400m_patch14_siglip_gap_224": 413_595_352,
-}
 
 # Names in checkpoints, from transformers 4.56 and 5.23.
 

@@ -20,9 +20,3 @@ VARIANTS: dict[str, Options] = {
     "simplevit_small_patch16_224": dict(SMALL, **SIMPLE),
     "simplevit_base_patch16_224": dict(BASE, **SIMPLE),
 }
-
-# Counted from the layer shapes: ViT's without class token and positions.
-PARAMS = {
-    "simplevit_tiny_patch16_224": 5_717_416 - 198 * 192,
-    "simplevit_small_patch16_224": 22_050_664 - 198 * 384,
-}

@@ -11,7 +11,6 @@ Adds windows and merging.
 """
 
 import math
-import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -38,9 +37,6 @@ class SwinConfig(PyramidConfig):
         embed_dim: channels of the first stage; they double in each stage.
         window_size: side of a window in tokens, or (height, width); at most that of the map.
         always_partition: keep that size and the shift on smaller maps, which are padded.
-        mlp_ratio: hidden channels of the MLP divided by the channels.
-        qkv_bias: bias on the query, key and value projections.
-        attn_drop_rate: dropout on attention probabilities.
     """
 
     embed_dim: int = 96
@@ -77,6 +73,7 @@ class SwinTransformer(PyramidTransformer):
 
     layout = "swin"
     parts = ("layers",)
+    info = "layers.{}", 0
     head_names = ("head.fc",)
     undecayed = r"relative_position_bias_table$"
     stem_pattern = r"^patch_embed"
@@ -125,60 +122,30 @@ VARIANTS: dict[str, Options] = {
     "swin_large_patch4_window7_224": LARGE,
     "swin_large_patch4_window12_384": dict(LARGE, window_size=12, img_size=384),
 }
-ORACLE = dict.fromkeys(VARIANTS, "timm")
-# Counted by timm 1.0.31.
-PARAMS = dict(zip(VARIANTS, (28_288_354, 49_606_258, 87_768_224, 87_903_584, 196_532_476, 196_735_516), strict=True))
 
 # Names in checkpoints, from state dicts of timm 1.0.31, transformers 4.56 and 5.23, torchvision 0.28, and the authors'
-# models/swin_transformer.py. Libraries number the stages differently: `number` comes first.
+# models/swin_transformer.py. Patch merging ends a stage, and begins the next one in timm and here.
 
 TABLE = ".relative_position_bias_table"
 
 
-def _merges_last(key: str) -> str:
-    """Patch merging ends a stage, and begins the next one in timm."""
-    return re.sub(r"^(encoder\.)?layers\.(\d+)\.downsample", lambda m: f"layers.{int(m[2]) + 1}.downsample", key)
-
-
-def _from_torchvision(key: str) -> str:
-    """Stem, stages and mergings are numbered together: features.1 is stage 0, features.2 the merging of stage 1."""
-    if match := re.fullmatch(r"features\.(\d+)\.(.+)", key):
-        n = int(match[1])
-        rest = match[2]
-        if n == 0:
-            return {"0": "patch_embed.proj", "2": "patch_embed.norm"}.get(rest[0], rest) + rest[1:]
-        return f"layers.{n // 2}.{'blocks' if n % 2 else 'downsample'}.{rest}"
-    return key
-
-
-def _write_swin(tensors: State) -> State:
-    """The inverse of `_merges_last`."""
-
-    def name(key: str) -> str:
-        return re.sub(r"^layers\.(\d+)\.downsample", lambda m: f"encoder.layers.{int(m[1]) - 1}.downsample", key)
-
-    return {name(key): tensor for key, tensor in tensors.items()}
-
-
 HEAD = {"head.fc": "head.fc head"}
+# Stem, stages and mergings are numbered together: features.1 is stage 0, features.2 the merging of stage 1.
+FEATURES = {"patch_embed.{proj,norm}": "features.0.{0,2}"}
+FEATURES |= {f"layers.{i}.downsample": f"features.{2 * i}" for i in range(1, 4)}
+FEATURES |= {f"layers.{i}.blocks": f"features.{2 * i + 1}" for i in range(4)}
+FEATURES |= {f"layers.{i}.blocks.{{}}.mlp.fc{{1,2}}": f"features.{2 * i + 1}.{{}}.mlp.{{0,3}}" for i in range(4)}
 SWIN: dict[str, Any] = dict(resize="bilinear", home="layers.{}.blocks.{}", blocks="layers.{}.blocks.{}")
 TIMM_SWIN = Layout(
     name="timm", mark=f"layers.0.blocks.0.attn{TABLE}", beside="patch_embed.proj.weight", stem=HEAD, **SWIN
 )
 SWIN_LAYOUTS = (
-    Layout(
-        name="torchvision Swin",
-        mark="features.0.0.weight",
-        number=_from_torchvision,
-        stem=HEAD,
-        block={"mlp.fc{1,2}": "mlp.{0,3}"},
-        **SWIN,
-    ),
+    Layout(name="torchvision Swin", mark="features.0.0.weight", resize="bilinear", stem=HEAD | FEATURES),
     Layout(
         name="transformers Swin",
         mark="embeddings.patch_embeddings.projection.weight",
-        number=_merges_last,
         stem={
+            "layers.{}.downsample": "encoder.layers.{-1}.downsample",
             "patch_embed.proj": "embeddings.patch_embeddings.projection",
             "patch_embed.norm": "embeddings.norm",
             "norm": "layernorm",
@@ -191,7 +158,6 @@ SWIN_LAYOUTS = (
             "attn.proj": "attention.o_proj attention.output.dense",
             "mlp.fc{1,2}": "mlp.fc{1,2} {intermediate,output}.dense",
         },
-        write=_write_swin,
         base="swin.",
         needs=dict(final_norm=True, global_pool="avg", eps=1e-5, always_partition=False),
         **SWIN | dict(blocks="encoder.layers.{}.blocks.{}"),
@@ -200,8 +166,7 @@ SWIN_LAYOUTS = (
         name="Swin",
         mark="layers.0.downsample.reduction.weight",
         beside="patch_embed.proj.weight",
-        number=_merges_last,
-        stem=HEAD,
+        stem=HEAD | {"layers.{}.downsample": "layers.{-1}.downsample"},
         **SWIN,
     ),
     TIMM_SWIN,

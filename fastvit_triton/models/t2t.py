@@ -12,7 +12,7 @@ Adds the token layers.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -31,11 +31,9 @@ SPLITS = ((7, 4, 2), (3, 2, 1), (3, 2, 1))  # kernel, stride, padding
 
 
 class NarrowAttention(Fusable):
-    """Self-attention of one head, narrower than its input; the values are added to the result instead of the input.
+    """Self-attention of one head of D channels, narrower than its input; values are added to the result, not the input.
 
-    Args:
-        dim: K, channels of the input, of whose root the scores are divided.
-        out: D.
+    Scores are divided by the root of the channels of the input, K.
     """
 
     def __init__(self, dim: int, out: int) -> None:
@@ -150,7 +148,6 @@ class T2tConfig(TokenConfig):
     """Options of T2T-ViT, in addition to those of `TokenConfig`.
 
     Attributes:
-        num_heads: H.
         qk_scale: factor of the scores; None means head_dim^-0.5.
         tokens_type: "performer" or "transformer".
         token_dim: channels of the tokens between the splits.
@@ -163,13 +160,12 @@ class T2tConfig(TokenConfig):
     tokens_type: str = "performer"
     token_dim: int = 64
     token_drop_rate: float = 0.1
+    choices: ClassVar = dict(tokens_type=tuple(KINDS))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.patch_size != (16, 16):
             raise ValueError(f"patch_size is {self.patch_size}; the splits of a T2T-ViT make it 16")
-        if self.tokens_type not in KINDS:
-            raise ValueError(f"tokens_type is {self.tokens_type!r}; use one of {', '.join(KINDS)}")
         check_multiple(self, "embed_dim", "num_heads")
         if self.embed_dim % 2 or self.token_dim % 2:
             raise ValueError(f"embed_dim is {self.embed_dim} and token_dim {self.token_dim}; use even numbers")
@@ -202,7 +198,7 @@ class TokensToTokenViT(TokenModel):
         super().grid_of(image)
         return split_size(sides(self.config.img_size), *SPLITS)
 
-    def stages(self, image: Tensor) -> Iterator[Tensor]:
+    def outputs(self, image: Tensor) -> Iterator[Tensor]:
         """Yields the tokens [B, 1 + N, D] after each block."""
         self.grid_of(image)
         x = torch.cat((self.cls_token.expand(image.shape[0], -1, -1), self.tokens_to_token(image)), 1)
@@ -233,10 +229,6 @@ CONFIG = T2tConfig
 MODEL = TokensToTokenViT
 VARIANTS: dict[str, Options] = {f"t2t_vit_{n}": size for n, size in SIZES.items()}
 
-# Counted by the authors' code, with positions and random features, which are not trained.
-COUNTS: tuple[int, ...] = 4_310_222, 5_889_230, 6_941_902, 21_545_550, 39_177_422, 64_105_934, 21_541_070
-COUNTS += 39_177_422 - 4_480, 64_105_934 - 4_480, 21_545_550, 25_156_302
-PARAMS = dict(zip(VARIANTS, COUNTS, strict=True))
 
 # Names in checkpoints: the authors', models/t2t_vit.py.
 

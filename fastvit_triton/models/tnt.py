@@ -9,15 +9,14 @@ Adds the inner blocks.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.renaming import CheckpointFormats, Fitted, Layout
+from ..checkpoints.renaming import CheckpointFormats, Layout
 from ..checkpoints.tensors import State
 from ..layers import DropPath, Mlp, PatchEmbed, drop_path_rates
 from ..layers.drop_path import add
@@ -25,7 +24,7 @@ from ..layers.embed import sides
 from ..layers.fusable import Fusable
 from ..layers.recompute import recomputed
 from .config import Options, check_multiple, check_patches
-from .fit import fit_table
+from .fit import fit_tables
 from .tokens import TokenConfig, TokenModel
 
 
@@ -114,12 +113,9 @@ class PixelEmbed(PatchEmbed):
 
 
 class InnerBlock(Fusable):
-    """Attention and MLP of the pixels of each patch, then of the patches, to which the pixels are added (eq. 3-6).
+    """Attention and MLP of the n pixels of each patch, then of the patches, to which the pixels are added (eq. 3-6).
 
-    Args:
-        config: of the model; if it is `legacy`, the pixels' norm is that of each pixel, not of all together.
-        pixels: n, number of pixels of a patch.
-        drop_path: probability of skipping each branch.
+    In a `legacy` model the pixels' norm is that of each pixel, not of all together.
     """
 
     def __init__(self, config: TntConfig, pixels: int, drop_path: float = 0.0) -> None:
@@ -184,7 +180,7 @@ class TransformerInTransformer(TokenModel):
             self.blocks.append(InnerBlock(config, n, rate))
         self.build_head()
 
-    def stages(self, image: Tensor) -> Iterator[Tensor]:
+    def outputs(self, image: Tensor) -> Iterator[Tensor]:
         """Yields the tokens [B, 1 + N, D] after each block."""
         self.grid_of(image)
         pixels = self.pixel_embed(image, self.pixel_pos)
@@ -195,6 +191,9 @@ class TransformerInTransformer(TokenModel):
             run = (lambda *x, b=block: recomputed(b, *x)) if self.recomputes else block
             pixels, tokens = run(pixels, tokens)
             yield tokens
+
+    def position_tables(self) -> dict[str, tuple[tuple[int, int], int]]:
+        return {"patch_pos": (self.pixel_embed.grid_size, 1)}
 
     def merge(self, pixels: Tensor) -> Tensor:
         """Pixels [B · N, n, c] → patches [B, N, D]."""
@@ -208,18 +207,9 @@ VARIANTS: dict[str, Options] = {
     "tnt_s_patch16_224": {},
     "tnt_b_patch16_224": dict(embed_dim=640, inner_dim=40, num_heads_outer=10),
 }
-ORACLE = dict.fromkeys(VARIANTS, "timm")
 
-# Counted by timm 1.0.31.
-PARAMS = dict(zip(VARIANTS, (23_755_336, 23_768_584, 65_428_680), strict=True))
 
 # Names in checkpoints, from timm 1.0.31 and the authors' tnt_pytorch/tnt.py (huawei-noah/Efficient-AI-Backbones).
-
-
-def _from_tnt(key: str) -> str:
-    for theirs, ours in TNT_NAMES.items():
-        key = key.replace(theirs, ours)
-    return key
 
 
 def _read_tnt(state: State) -> State:
@@ -228,32 +218,25 @@ def _read_tnt(state: State) -> State:
     return {**state, "inner_pos": pos.transpose(1, 2).unflatten(2, (math.isqrt(pos.shape[1]), -1))}
 
 
-TNT_NAMES = {  # the authors' → timm's
-    "outer_pos": "patch_pos",
-    "inner_pos": "pixel_pos",
-    "patch_embed": "pixel_embed",
-    "proj_norm1": "norm1_proj",
-    "proj_norm2": "norm2_proj",
-    "inner_norm1": "norm_in",
-    "inner_attn": "attn_in",
-    "inner_norm2": "norm_mlp_in",
-    "inner_mlp": "mlp_in",
-    "outer_norm1": "norm_out",
-    "outer_attn": "attn_out",
-    "outer_norm2": "norm_mlp",
-    "outer_mlp": "mlp",
-}
 TIMM_TNT = Layout(name="timm", mark="patch_pos", resize="bicubic_antialias")
-TNT_LAYOUTS = Layout(name="TNT", mark="inner_pos", resize="bicubic", number=_from_tnt, read=_read_tnt), TIMM_TNT
+TNT_LAYOUTS = (
+    Layout(
+        name="TNT",
+        mark="inner_pos",
+        resize="bicubic",
+        stem={
+            "{patch,pixel}_pos": "{outer,inner}_pos",
+            "pixel_embed": "patch_embed",
+            "norm{1,2}_proj": "proj_norm{1,2}",
+        },
+        block={
+            "{norm,attn,norm_mlp,mlp}_in": "inner_{norm1,attn,norm2,mlp}",
+            "norm{1,2}_proj": "proj_norm{1,2}",
+            "{norm_out,attn_out,norm_mlp,mlp}": "outer_{norm1,attn,norm2,mlp}",
+        },
+        read=_read_tnt,
+    ),
+    TIMM_TNT,
+)
 
-
-def fit_tnt(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> Fitted:
-    """Makes the positions of `state` fit the grid of a TNT; for the arguments see `fit.fit`."""
-    useless = ["outer_tokens"] * ("outer_tokens" in state)
-    for key in useless:  # zeros, which the authors' code does not train
-        del state[key]
-    tables = {"patch_pos": (model.pixel_embed.grid_size, 1)}
-    return useless, fit_table(model, target, state, metadata, mode, tables)
-
-
-CHECKPOINTS = CheckpointFormats("TNT", TNT_LAYOUTS, fit_tnt, {"timm": (TIMM_TNT,)})
+CHECKPOINTS = CheckpointFormats("TNT", TNT_LAYOUTS, fit_tables, {"timm": (TIMM_TNT,)})

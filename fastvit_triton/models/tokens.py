@@ -8,26 +8,12 @@ from torch import Tensor, nn
 
 from ..layers.embed import sides
 from .base import ImageModel, init_linear
-from .config import BaseConfig, check_positive
+from .config import BaseConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenConfig(BaseConfig):
-    """Options of every such model, in addition to those of `BaseConfig`.
-
-    Attributes:
-        patch_size: P, patch side in pixels, or (height, width).
-        embed_dim: D, channels per token.
-        depth: number of blocks.
-        mlp_ratio: hidden channels of the MLP divided by D.
-        qkv_bias: bias on the projections of queries, keys and values.
-        global_pool: "token" (class token), "avg" (mean of patch tokens) or "none" (all tokens go to the head).
-        final_norm: LayerNorm after the last block.
-        drop_rate: dropout before the head.
-        pos_drop_rate: dropout after the positions.
-        proj_drop_rate: dropout after the attention projection and inside the MLP.
-        attn_drop_rate: dropout on attention probabilities.
-    """
+    """Options of every such model, in addition to those of `BaseConfig`; they are as in `ViTConfig`."""
 
     patch_size: int | tuple[int, int] = 16
     embed_dim: int = 384
@@ -42,18 +28,20 @@ class TokenConfig(BaseConfig):
     attn_drop_rate: float = 0.0
 
     pools: ClassVar[tuple[str, ...]] = ("token", "avg", "none")
+    zeros: ClassVar[tuple[str, ...]] = ("num_classes",)
     eps: ClassVar[float] = 1e-5  # of every LayerNorm
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "patch_size", sides(self.patch_size))
-        check_positive(self)
+    @property
+    def grid_size(self) -> tuple[int, int]:
+        """(rows, columns) of patches."""
+        (height, width), (rows, columns) = sides(self.img_size), sides(self.patch_size)
+        return height // rows, width // columns
 
 
 class TokenModel(ImageModel):
     """An image classifier whose blocks all have tokens [B, T + N, D].
 
-    A family creates `blocks`, calls `build_head`, and implements `stages`, which yields the tokens after each block.
+    A family creates `blocks`, calls `build_head`, and implements `outputs`, which yields the tokens after each block.
     """
 
     config: TokenConfig
@@ -79,14 +67,13 @@ class TokenModel(ImageModel):
         """(rows, columns) of patches of image [B, C, H, W]; raises ValueError unless it has the model's size."""
         config = self.config
         height, width = sides(config.img_size)
-        rows, columns = sides(config.patch_size)
         if tuple(image.shape[1:]) != (config.in_chans, height, width):
             size = f"[B, {config.in_chans}, {height}, {width}]"
             fits = image.dim() == 4
             option = "in_chans" if fits and image.shape[1] != config.in_chans else "img_size"
             fix = f"; build it with {option}=" if fits else ""
             raise ValueError(f"image has shape {list(image.shape)}, the model takes {size}{fix}")
-        return height // rows, width // columns
+        return config.grid_size
 
     def prune(self, stages: int, norm: bool, head: bool) -> None:
         """Keeps the first `stages` blocks; removes the final norm if `norm`, the classifier if `head`."""

@@ -174,7 +174,7 @@ class VisionTransformer(ImageModel):
         """Hook for subclasses: functions of the output of the first blocks, see `Blocks.outputs`."""
         return ()
 
-    def stages(self, image: Tensor) -> Iterator[Tensor]:
+    def outputs(self, image: Tensor) -> Iterator[Tensor]:
         """Yields the tokens [B, T + N, D] after each block."""
         yield from self.blocks.outputs(self.embed(image), self.after(image), self.recomputes)
 

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.renaming import CheckpointFormats, Layout
-from ..layers import Block, Blocks, Mlp, NormedPatchEmbed, Peg, ReducedAttention, Window, WindowAttention
-from ..layers.embed import sides
+from ..layers import Block, Blocks, Mlp, Peg, ReducedAttention, Window, WindowAttention
 from .base import NORM
 from .config import Options
-from .fit import keep
-from .pyramid import PyramidTransformer, ReducedConfig
+from .fit import fit_tables
+from .pyramid import PyramidTransformer, ReducedConfig, patch_embeds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,18 +53,11 @@ class Twins(PyramidTransformer):
         self.pos_drops = nn.ModuleList()
         self.blocks = nn.ModuleList()
         self.pos_block = nn.ModuleList()
-        size = sides(config.img_size)
-        patch = sides(config.patch_size)
-        channels = config.in_chans
-        for i, (D, rates) in enumerate(zip(config.widths, self.drop_path_rates(), strict=True)):
-            embed = NormedPatchEmbed(size, patch, channels, D, strict_img_size=False)
-            size = embed.grid_size
-            patch = (2, 2)
-            channels = D
+        for i, (embed, rates) in enumerate(zip(patch_embeds(config), self.drop_path_rates(), strict=True)):
             self.patch_embeds.append(embed)
             self.pos_drops.append(nn.Dropout(config.pos_drop_rate))
             self.blocks.append(Blocks(*(build_block(config, i, j, p) for j, p in enumerate(rates))))
-            self.pos_block.append(Peg(D))
+            self.pos_block.append(Peg(config.widths[i]))
         self.build_head()
 
     def stage(self, x: Tensor, i: int) -> Tensor:
@@ -113,10 +105,7 @@ VARIANTS: dict[str, Options] = {
     "twins_svt_base": dict(SVT, embed_dims=(96, 192, 384, 768), num_heads=(3, 6, 12, 24)),
     "twins_svt_large": dict(SVT, embed_dims=(128, 256, 512, 1024), num_heads=(4, 8, 16, 32)),
 }
-ORACLE = dict.fromkeys(VARIANTS, "timm")
 
-# Counted by timm 1.0.31.
-PARAMS = dict(zip(VARIANTS, (24_106_216, 43_828_456, 60_989_672, 24_060_776, 56_070_952, 99_271_400), strict=True))
 
 # Names in checkpoints, from timm 1.0.31.
 
@@ -124,4 +113,4 @@ TIMM_TWINS = Layout(
     name="timm", mark="pos_block.0.proj.0.weight", resize="bilinear", home="blocks.{}.{}", blocks="blocks.{}.{}"
 )
 
-CHECKPOINTS = CheckpointFormats("Twins", (TIMM_TWINS,), keep, {"timm": (TIMM_TWINS,)})
+CHECKPOINTS = CheckpointFormats("Twins", (TIMM_TWINS,), fit_tables, {"timm": (TIMM_TWINS,)})

@@ -55,24 +55,7 @@ VARIANTS: dict[str, Options] = {
         embed_dim=64, depth=4, num_heads=2, patch_size=2, img_size=8, in_chans=1, num_classes=10
     ),
 }
-ORACLE = {name: "timm" for name in VARIANTS if "_postnorm_" not in name and "_digits_" not in name}
 
-# Counted by timm 1.0.31 with 1000 classes.
-PARAMS = {
-    "vit_tiny_patch16_224": 5_717_416,
-    "vit_small_patch32_224": 22_878_952,
-    "vit_small_patch16_224": 22_050_664,
-    "vit_base_patch32_224": 88_224_232,
-    "vit_base_patch16_224": 86_567_656,
-    "vit_base_patch16_384": 86_859_496,
-    "vit_base_patch8_224": 86_576_872,
-    "vit_large_patch32_224": 306_535_400,
-    "vit_large_patch16_224": 304_326_632,
-    "vit_large_patch14_224": 304_203_752,
-    "vit_huge_patch14_224": 632_045_800,
-    "vit_giant_patch14_224": 1_012_611_432,
-    "vit_gigantic_patch14_224": 1_844_440_680,
-}
 
 # Names in checkpoints, from state dicts of timm 1.0.31, transformers 4.56 and 5.23, torchvision 0.28; the authors'
 # vit_jax/models_vit.py and checkpoint.py, google-research/big_vision (models/vit.py), facebookresearch/mae

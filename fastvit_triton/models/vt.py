@@ -22,7 +22,7 @@ from ..layers.fusable import Fusable
 from ..layers.recompute import recomputed
 from ..layers.residual import BasicBlock
 from .config import Options
-from .fit import keep
+from .fit import fit_tables
 from .residual import ResidualConfig, ResidualNetwork
 
 Grid = tuple[int, int]
@@ -95,15 +95,8 @@ class Projector(OneHead):
 class VisualTransformer(Fusable):
     """Tokenizer, attention and MLP of the tokens (equations 3 and 4), and a projector.
 
-    Args:
-        dim: C, channels of the map.
-        tokens: L.
-        token_dim: D, channels of a token.
-        key_dim: channels of a query.
-        recurrent: there are tokens of a module before; the tokenizer reads them.
-        projects: add the tokens to the map, for a module after this one.
-        drop: dropout after both layers of the MLP.
-        drop_path: probability of skipping each residual branch.
+    A `recurrent` tokenizer reads the tokens of a module before; one that `projects` adds them to the map, for a module
+    after this one.
     """
 
     def __init__(
@@ -193,6 +186,10 @@ class VisualTransformerResNet(ResidualNetwork):
             x, tokens = recomputed(block, x, tokens) if self.recomputes else block(x, tokens)
         return x.unflatten(1, grid), tokens
 
+    def normalize_stage(self, x: Any, stage: int) -> Any:
+        """The map and its tokens as they are: there is no final norm."""
+        return x
+
     def stage_features(self, x: Any, stage: int) -> Tensor:
         """The tokens [B, L, D] of visual transformers, or a map [B, H, W, D]."""
         return x[1] if isinstance(x, tuple) else x
@@ -211,10 +208,9 @@ class VisualTransformerResNet(ResidualNetwork):
 CONFIG = VtConfig
 MODEL = VisualTransformerResNet
 VARIANTS: dict[str, Options] = {"vt_resnet18": {}}
-PARAMS = {"vt_resnet18": 11_807_272}  # by the equations in the tests; the paper says 11.7 M
 
 # Key layout of our own checkpoints; the authors published no weights.
 
 VT = Layout(name="VT-ResNet", mark="stem.conv1.conv.weight", resize="linear")
 
-CHECKPOINTS = CheckpointFormats("VT-ResNet", (VT,), keep)
+CHECKPOINTS = CheckpointFormats("VT-ResNet", (VT,), fit_tables)

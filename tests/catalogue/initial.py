@@ -97,7 +97,7 @@ RULES: dict[str, dict[str, Rule]] = {
     "Twins": {"^conv .*weight$": of_group, "^conv .*bias$": ZERO},
     "CompactTransformer": {"^conv .*weight$": of_inputs, "positional_emb$": (0.0, 0.2), "class_emb$": ZERO},
     "PoolingVisionTransformer": {"^linear": usual},
-    "LevitDistilled": {
+    "Levit": {
         "attention_biases$": ZERO,
         r"(blocks.*attn\.proj|mlp\.ln2)\S*\.bn\.weight$": ZERO,  # ends of branches
         "^linear (?!head)": usual,

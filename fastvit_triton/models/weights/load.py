@@ -232,8 +232,9 @@ def _load(model: Any, checkpoint: Mapping, metadata: Mapping[str, str], resize: 
     fill_counts(target, state)
     dropped += fit_head(model.head_names, target, state)
     useless, positions = formats.fit(model, target, state, metadata, resize or mode)
-    dropped += [*useless, *(key for key in outside if key in state and key not in target)]
-    state = {key: tensor for key, tensor in state.items() if key in target or key not in outside}
+    useless += [key for key in outside if key in state and key not in target]
+    dropped += useless
+    state = {key: tensor for key, tensor in state.items() if key not in useless}
     heads = tuple(f"{name}." for name in model.head_names)
     new = tuple(key for key in target if key.startswith(heads) and key not in state)
     zeroed = model.zero_missing_heads
