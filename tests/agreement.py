@@ -48,3 +48,13 @@ def one_sentence(words: str | None = None, error: type[Exception] = ValueError) 
     with pytest.raises(error, match=words) as raised:
         yield raised
     assert "\n" not in str(raised.value)
+
+
+def results(run: Callable, model: nn.Module, given: Any) -> dict[str, Tensor]:
+    """Outputs and every gradient in float64, for a fixed random cotangent."""
+    y = run(model, given)
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(y.dtype)
+    learning = {n: p for n, p in model.named_parameters() if p.requires_grad and p.numel()}
+    grads = torch.autograd.grad((y * weights).sum(), list(learning.values()), allow_unused=True)
+    found = {n: g.double() for n, g in zip(learning, grads, strict=True) if g is not None}
+    return {"output": y.detach().double()} | found

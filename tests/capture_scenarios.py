@@ -286,6 +286,11 @@ def state(run: Callable, change: Callable, has: Callable = dict, cls: Callable =
     return Case(run, has=has, change=change, cls=cls, **facts)
 
 
+def by_scale(read: Callable, change: Callable, has: Callable = dict, cls: Callable = lambda: Block) -> Case:
+    """A change of what `read` reads of the block, which gives a scale."""
+    return state(lambda m, x: m.attend(x, read(m)), change, has, cls)
+
+
 def by_attribute(value: Any, change: Callable, read: Callable) -> Case:
     """A change of the attribute `a`, by a function of the block; `read` gives a scale for its value."""
     return Case(lambda m, x: m.attend(x, read(m.a)), has=lambda: dict(a=value()), change=lambda m, p: change(m))
@@ -298,48 +303,36 @@ def to(value: Any) -> Callable:
 
 STATES = {
     # classes and functions
-    "class attribute": state(
-        lambda m, x: m.attend(x, m.own), lambda m, p: p.setattr(type(m), "own", 0.9), cls=lambda: OfClass
+    "class attribute": by_scale(lambda m: m.own, lambda m, p: p.setattr(type(m), "own", 0.9), cls=lambda: OfClass),
+    "class attribute that hides an inherited one": by_scale(
+        lambda m: m.s, lambda m, p: setattr(type(m), "s", 0.9), cls=own(s=0.35)
     ),
-    "class attribute that hides an inherited one": state(
-        lambda m, x: m.attend(x, m.s), lambda m, p: setattr(type(m), "s", 0.9), cls=own(s=0.35)
+    "inherited class attribute": by_scale(
+        lambda m: m.s, lambda m, p: setattr(type(m).__base__, "s", 0.9), cls=own(s=0.35)
     ),
-    "inherited class attribute": state(
-        lambda m, x: m.attend(x, m.s), lambda m, p: setattr(type(m).__base__, "s", 0.9), cls=own(s=0.35)
+    "hasattr of the class": by_scale(
+        lambda m: pick(not hasattr(m, "z")), lambda m, p: setattr(type(m), "z", 1), cls=own()
     ),
-    "hasattr of the class": state(
-        lambda m, x: m.attend(x, pick(not hasattr(m, "z"))), lambda m, p: setattr(type(m), "z", 1), cls=own()
+    "getattr with a default, of the class": by_scale(
+        lambda m: getattr(m, "z", 0.9), lambda m, p: setattr(type(m), "z", 0.35), cls=own()
     ),
-    "getattr with a default, of the class": state(
-        lambda m, x: m.attend(x, getattr(m, "z", 0.9)), lambda m, p: setattr(type(m), "z", 0.35), cls=own()
+    "hasattr of the block": by_scale(lambda m: pick(not hasattr(m, "z")), lambda m, p: setattr(m, "z", 1)),
+    "key of __dict__": by_scale(lambda m: pick("z" not in m.__dict__), lambda m, p: setattr(m, "z", 1)),
+    "get of __dict__": by_scale(lambda m: vars(m).get("z", 0.9), lambda m, p: setattr(m, "z", 0.35)),
+    "value in __dict__": by_scale(lambda m: m.__dict__["z"], lambda m, p: setattr(m, "z", 0.9), lambda: dict(z=0.35)),
+    "attribute deleted": by_scale(lambda m: pick(not hasattr(m, "z")), lambda m, p: delattr(m, "z"), lambda: dict(z=1)),
+    "property that reads a global": by_scale(lambda m: m.s, lambda m, p: TABLE.update(s=0.9), cls=lambda: OfClass),
+    "__getattr__ that reads a global": by_scale(
+        lambda m: m.dynamic, lambda m, p: TABLE.update(s=0.9), cls=lambda: OfClass
     ),
-    "hasattr of the block": state(lambda m, x: m.attend(x, pick(not hasattr(m, "z"))), lambda m, p: setattr(m, "z", 1)),
-    "key of __dict__": state(lambda m, x: m.attend(x, pick("z" not in m.__dict__)), lambda m, p: setattr(m, "z", 1)),
-    "get of __dict__": state(lambda m, x: m.attend(x, vars(m).get("z", 0.9)), lambda m, p: setattr(m, "z", 0.35)),
-    "value in __dict__": state(
-        lambda m, x: m.attend(x, m.__dict__["z"]), lambda m, p: setattr(m, "z", 0.9), lambda: dict(z=0.35)
+    "state of a descriptor": by_scale(
+        lambda m: m.described, lambda m, p: p.setattr(Descriptor, "value", 0.9), cls=lambda: OfClass
     ),
-    "attribute deleted": state(
-        lambda m, x: m.attend(x, pick(not hasattr(m, "z"))), lambda m, p: delattr(m, "z"), lambda: dict(z=1)
+    "class method that reads a dictionary of the class": by_scale(
+        lambda m: m.shared(), lambda m, p: p.setitem(type(m).table, "s", 0.9), cls=lambda: OfClass
     ),
-    "property that reads a global": state(
-        lambda m, x: m.attend(x, m.s), lambda m, p: TABLE.update(s=0.9), cls=lambda: OfClass
-    ),
-    "__getattr__ that reads a global": state(
-        lambda m, x: m.attend(x, m.dynamic), lambda m, p: TABLE.update(s=0.9), cls=lambda: OfClass
-    ),
-    "state of a descriptor": state(
-        lambda m, x: m.attend(x, m.described), lambda m, p: p.setattr(Descriptor, "value", 0.9), cls=lambda: OfClass
-    ),
-    "class method that reads a dictionary of the class": state(
-        lambda m, x: m.attend(x, m.shared()), lambda m, p: p.setitem(type(m).table, "s", 0.9), cls=lambda: OfClass
-    ),
-    "cached property": state(
-        lambda m, x: m.attend(x, m.kept), lambda m, p: setattr(m, "kept", 0.9), cls=lambda: OfClass
-    ),
-    "class of the block": state(
-        lambda m, x: m.attend(x, pick(type(m) is not Block)), lambda m, p: setattr(m, "__class__", OfClass)
-    ),
+    "cached property": by_scale(lambda m: m.kept, lambda m, p: setattr(m, "kept", 0.9), cls=lambda: OfClass),
+    "class of the block": by_scale(lambda m: pick(type(m) is not Block), lambda m, p: setattr(m, "__class__", OfClass)),
     "closure cell": by_attribute(
         lambda: (lambda k: lambda: k)(0.35), lambda m: setattr(m.a.__closure__[0], "cell_contents", 0.9), lambda a: a()
     ),
@@ -404,8 +397,8 @@ STATES = {
     "attribute of what a proxy stands for": by_attribute(
         lambda: Proxy(Options()), lambda m: setattr(m.a.target, "s", 0.9), lambda a: a.s
     ),
-    "target of a weak reference": state(
-        lambda m, x: m.attend(x, m.b().s),
+    "target of a weak reference": by_scale(
+        lambda m: m.b().s,
         lambda m, p: setattr(m.a, "s", 0.9),
         lambda: dict(a=(options := Options()), b=weakref.ref(options)),
     ),
@@ -473,15 +466,15 @@ STATES = {
     "size of a tensor, by data": by_attribute(
         lambda: TENSOR.clone(), lambda m: setattr(m.a, "data", torch.full((7, 7), 0.9, dtype=W)), lambda a: a * len(a)
     ),
-    "requires_grad of a weight": state(
-        lambda m, x: m.attend(x, pick(m.qkv.weight.requires_grad)), lambda m, p: m.qkv.weight.requires_grad_(False)
+    "requires_grad of a weight": by_scale(
+        lambda m: pick(m.qkv.weight.requires_grad), lambda m, p: m.qkv.weight.requires_grad_(False)
     ),
-    "gradient of a weight": state(
-        lambda m, x: m.attend(x, pick(m.qkv.weight.grad is None)),
+    "gradient of a weight": by_scale(
+        lambda m: pick(m.qkv.weight.grad is None),
         lambda m, p: setattr(m.qkv.weight, "grad", torch.ones_like(m.qkv.weight)),
     ),
-    "attribute of a weight": state(
-        lambda m, x: m.attend(x, m.proj.weight.s),
+    "attribute of a weight": by_scale(
+        lambda m: m.proj.weight.s,
         lambda m, p: setattr(m.proj.weight, "s", 0.9),
         cls=lambda: Block,
         has=lambda: dict(
@@ -577,62 +570,50 @@ STATES = {
         lambda a: a(),
     ),
     # globals
-    "global": state(lambda m, x: m.attend(x, SCALE), lambda m, p: p.setitem(globals(), "SCALE", 0.9)),
-    "global dictionary": state(lambda m, x: m.attend(x, TABLE["s"]), lambda m, p: TABLE.update(s=0.9)),
-    "attribute of a global": state(lambda m, x: m.attend(x, THING.s), lambda m, p: setattr(THING, "s", 0.9)),
-    "list of a global": state(
-        lambda m, x: m.attend(x, THING.list[0]), lambda m, p: operator.setitem(THING.list, 0, 0.9)
+    "global": by_scale(lambda m: SCALE, lambda m, p: p.setitem(globals(), "SCALE", 0.9)),
+    "global dictionary": by_scale(lambda m: TABLE["s"], lambda m, p: TABLE.update(s=0.9)),
+    "attribute of a global": by_scale(lambda m: THING.s, lambda m, p: setattr(THING, "s", 0.9)),
+    "list of a global": by_scale(lambda m: THING.list[0], lambda m, p: operator.setitem(THING.list, 0, 0.9)),
+    "length of a global": by_scale(
+        lambda m: 0.35 * len(LIST), lambda m, p: operator.setitem(LIST, slice(0, 9), [1, 2])
     ),
-    "length of a global": state(
-        lambda m, x: m.attend(x, 0.35 * len(LIST)), lambda m, p: operator.setitem(LIST, slice(0, 9), [1, 2])
+    "member of a global set": by_scale(lambda m: pick(3 not in SET), lambda m, p: SET.add(3)),
+    "hasattr of a global": by_scale(lambda m: pick(not hasattr(THING, "z")), lambda m, p: setattr(THING, "z", 1)),
+    "key of a global dictionary": by_scale(lambda m: pick("k" not in TABLE), lambda m, p: TABLE.update(k=1)),
+    "get with a default, of a global dictionary": by_scale(
+        lambda m: TABLE.get("k", 0.9), lambda m, p: TABLE.update(k=0.35)
     ),
-    "member of a global set": state(lambda m, x: m.attend(x, pick(3 not in SET)), lambda m, p: SET.add(3)),
-    "hasattr of a global": state(
-        lambda m, x: m.attend(x, pick(not hasattr(THING, "z"))), lambda m, p: setattr(THING, "z", 1)
-    ),
-    "key of a global dictionary": state(
-        lambda m, x: m.attend(x, pick("k" not in TABLE)), lambda m, p: TABLE.update(k=1)
-    ),
-    "get with a default, of a global dictionary": state(
-        lambda m, x: m.attend(x, TABLE.get("k", 0.9)), lambda m, p: TABLE.update(k=0.35)
-    ),
-    "global tensor in place": state(lambda m, x: m.attend(x, TENSOR), lambda m, p: TENSOR.fill_(0.9)),
-    "global function replaced": state(
-        lambda m, x: m.attend(x, factor()), lambda m, p: p.setitem(globals(), "factor", other)
-    ),
-    "constant of an imported module": state(
-        lambda m, x: m.attend(x, math.tau), lambda m, p: p.setattr(math, "tau", 0.35)
-    ),
-    "imported modules": state(
-        lambda m, x: m.attend(x, pick("made_up" not in sys.modules)),
+    "global tensor in place": by_scale(lambda m: TENSOR, lambda m, p: TENSOR.fill_(0.9)),
+    "global function replaced": by_scale(lambda m: factor(), lambda m, p: p.setitem(globals(), "factor", other)),
+    "constant of an imported module": by_scale(lambda m: math.tau, lambda m, p: p.setattr(math, "tau", 0.35)),
+    "imported modules": by_scale(
+        lambda m: pick("made_up" not in sys.modules),
         lambda m, p: p.setitem(sys.modules, "made_up", types.ModuleType("made_up")),
     ),
     "text that a global selects": state(lambda m, x: (m.attend(x), TABLE["s"]), lambda m, p: TABLE.update(s="far")),
     "member that a global selects": state(
         lambda m, x: (m.attend(x), THING.mode), lambda m, p: setattr(THING, "mode", 2)
     ),
-    "environment": state(
-        lambda m, x: m.attend(x, float(os.environ.get("FASTVIT_TEST_SCALE", "0.35"))),
+    "environment": by_scale(
+        lambda m: float(os.environ.get("FASTVIT_TEST_SCALE", "0.35")),
         lambda m, p: p.setenv("FASTVIT_TEST_SCALE", "0.9"),
     ),
-    "environment by getenv": state(
-        lambda m, x: m.attend(x, float(os.getenv("FASTVIT_TEST_SCALE", "0.35"))),
+    "environment by getenv": by_scale(
+        lambda m: float(os.getenv("FASTVIT_TEST_SCALE", "0.35")), lambda m, p: p.setenv("FASTVIT_TEST_SCALE", "0.9")
+    ),
+    "environment by another name": by_scale(
+        lambda m: float(ENVIRONMENT.get("FASTVIT_TEST_SCALE", "0.35")),
         lambda m, p: p.setenv("FASTVIT_TEST_SCALE", "0.9"),
     ),
-    "environment by another name": state(
-        lambda m, x: m.attend(x, float(ENVIRONMENT.get("FASTVIT_TEST_SCALE", "0.35"))),
-        lambda m, p: p.setenv("FASTVIT_TEST_SCALE", "0.9"),
+    "working directory": by_scale(lambda m: pick(os.getcwd() != "/"), lambda m, p: p.chdir("/")),
+    "recursion limit": by_scale(
+        lambda m: pick(sys.getrecursionlimit() != 5000), lambda m, p: p.setattr(sys, "getrecursionlimit", lambda: 5000)
     ),
-    "working directory": state(lambda m, x: m.attend(x, pick(os.getcwd() != "/")), lambda m, p: p.chdir("/")),
-    "recursion limit": state(
-        lambda m, x: m.attend(x, pick(sys.getrecursionlimit() != 5000)),
-        lambda m, p: p.setattr(sys, "getrecursionlimit", lambda: 5000),
-    ),
-    "level of a logger": state(
-        lambda m, x: m.attend(x, pick(not logger.isEnabledFor(logging.DEBUG))),
+    "level of a logger": by_scale(
+        lambda m: pick(not logger.isEnabledFor(logging.DEBUG)),
         lambda m, p: p.setattr(logger, "level", logging.DEBUG) or p.setattr(logger, "_cache", {}),
     ),
-    "variable of the thread": state(lambda m, x: m.attend(x, LOCAL.s), lambda m, p: p.setattr(LOCAL, "s", 0.9)),
+    "variable of the thread": by_scale(lambda m: LOCAL.s, lambda m, p: p.setattr(LOCAL, "s", 0.9)),
 }
 
 COMPILING = {  # name → what reads it; it must be False in eager calls
@@ -660,83 +641,65 @@ def setting(get: Callable, put: Callable, value: Any):
 
 
 backends = torch.backends
-SETTINGS = {  # name → (what reads it, context)
-    "inference mode": (lambda m, x: m.attend(x, pick(torch.is_inference_mode_enabled())), torch.inference_mode),
-    "gradients": (lambda m, x: m.attend(x, pick(torch.is_grad_enabled())), torch.enable_grad),
+SETTINGS = {  # name → (what is true in a context, the context)
+    "inference mode": (lambda: torch.is_inference_mode_enabled(), torch.inference_mode),
+    "gradients": (lambda: torch.is_grad_enabled(), torch.enable_grad),
     "deterministic": (
-        lambda m, x: m.attend(x, pick(torch.are_deterministic_algorithms_enabled())),
+        lambda: torch.are_deterministic_algorithms_enabled(),
         lambda: setting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
     ),
     "default dtype": (
-        lambda m, x: m.attend(x, pick(torch.get_default_dtype() == W)),
+        lambda: torch.get_default_dtype() == W,
         lambda: setting(torch.get_default_dtype, torch.set_default_dtype, W),
     ),
-    "default device": (
-        lambda m, x: m.attend(x, pick(torch.get_default_device().type == "meta")),
-        lambda: torch.device("meta"),
-    ),
-    "threads": (
-        lambda m, x: m.attend(x, pick(torch.get_num_threads() == 2)),
-        lambda: setting(torch.get_num_threads, torch.set_num_threads, 2),
-    ),
+    "default device": (lambda: torch.get_default_device().type == "meta", lambda: torch.device("meta")),
+    "threads": (lambda: torch.get_num_threads() == 2, lambda: setting(torch.get_num_threads, torch.set_num_threads, 2)),
     "flash attention": (
-        lambda m, x: m.attend(x, pick(backends.cuda.flash_sdp_enabled())),
+        lambda: backends.cuda.flash_sdp_enabled(),
         lambda: setting(backends.cuda.flash_sdp_enabled, backends.cuda.enable_flash_sdp, False),
     ),
-    "autocast": (
-        lambda m, x: m.attend(x, pick(torch.is_autocast_enabled("cpu"))),
-        lambda: torch.autocast("cpu", torch.bfloat16),
-    ),
-    "anomalies": (
-        lambda m, x: m.attend(x, pick(torch.is_anomaly_enabled())),
-        lambda: torch.autograd.set_detect_anomaly(True),
-    ),
+    "autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda: torch.autocast("cpu", torch.bfloat16)),
+    "anomalies": (lambda: torch.is_anomaly_enabled(), lambda: torch.autograd.set_detect_anomaly(True)),
     "precision of products": (
-        lambda m, x: m.attend(x, pick(torch.get_float32_matmul_precision() == "high")),
+        lambda: torch.get_float32_matmul_precision() == "high",
         lambda: setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"),
     ),
-    "cuDNN": (lambda m, x: m.attend(x, pick(backends.cudnn.benchmark)), lambda: backends.cudnn.flags(benchmark=True)),
+    "cuDNN": (lambda: backends.cudnn.benchmark, lambda: backends.cudnn.flags(benchmark=True)),
     "oneDNN": (
-        lambda m, x: m.attend(x, pick(backends.mkldnn.enabled)),
+        lambda: backends.mkldnn.enabled,
         lambda: setting(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
     ),
     "fast path": (
-        lambda m, x: m.attend(x, pick(backends.mha.get_fastpath_enabled())),
+        lambda: backends.mha.get_fastpath_enabled(),
         lambda: setting(backends.mha.get_fastpath_enabled, backends.mha.set_fastpath_enabled, False),
     ),
     "warnings": (
-        lambda m, x: m.attend(x, pick(torch.is_warn_always_enabled())),
+        lambda: torch.is_warn_always_enabled(),
         lambda: setting(torch.is_warn_always_enabled, torch.set_warn_always, True),
     ),
     "uninitialised memory": (
-        lambda m, x: m.attend(x, pick(torch.utils.deterministic.fill_uninitialized_memory)),
+        lambda: torch.utils.deterministic.fill_uninitialized_memory,
         lambda: setting(
             lambda: torch.utils.deterministic.fill_uninitialized_memory,
             functools.partial(setattr, torch.utils.deterministic, "fill_uninitialized_memory"),
             False,
         ),
     ),
-    "function mode": (
-        lambda m, x: m.attend(x, pick(len(torch.overrides._get_current_function_mode_stack()) > 0)),
-        BaseTorchFunctionMode,
-    ),
+    "function mode": (lambda: len(torch.overrides._get_current_function_mode_stack()) > 0, BaseTorchFunctionMode),
     "hooks of saved tensors": (
-        lambda m, x: m.attend(x, pick(torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)),
+        lambda: torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
         lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
     ),
-    "context variable": (lambda m, x: m.attend(x, VARIABLE.get()), lambda: setting(VARIABLE.get, VARIABLE.set, 0.9)),
+    "context variable": (lambda: VARIABLE.get() == 0.9, lambda: setting(VARIABLE.get, VARIABLE.set, 0.9)),
     "name of the thread": (
-        lambda m, x: m.attend(x, pick(threading.current_thread().name == "other")),
+        lambda: threading.current_thread().name == "other",
         lambda: setting(
             lambda: threading.current_thread().name,
             lambda name: setattr(threading.current_thread(), "name", name),
             "other",
         ),
     ),
-    "errors of NumPy": (
-        lambda m, x: m.attend(x, pick(np.geterr()["divide"] == "raise")),
-        lambda: np.errstate(divide="raise"),
-    ),
+    "errors of NumPy": (lambda: np.geterr()["divide"] == "raise", lambda: np.errstate(divide="raise")),
 }
 
 # integer arguments
@@ -868,6 +831,11 @@ def by_values(run: Callable, *values: Any, **facts: Any) -> Case:
     return Case(run, lambda m: [call(tokens(), value) for value in values], **facts)
 
 
+def by_number(read: Callable, *values: Any, **facts: Any) -> Case:
+    """A case of a second argument of these values, of which `read` gives a scale."""
+    return by_values(lambda m, x, s: m.attend(x, read(s)), *values, **facts)
+
+
 def caught(m, x):
     try:
         if x.shape[1] > 5:
@@ -916,24 +884,20 @@ def grown(t: Tensor) -> Tensor:
 
 
 ARGUMENTS = {
-    "text": by_values(lambda m, x, s: m.attend(x, dict(near=0.35, far=0.9)[s]), "near", "far"),
-    "float": by_values(lambda m, x, s: m.attend(x, s), 0.3, 0.9, 0.3, 0.0, -1.0),
-    "float, integer or boolean": by_values(
-        lambda m, x, s: m.attend(x, 0.5 if isinstance(s, bool) else type(s)(3.7)), 1.0, 1, True
+    "text": by_number(lambda s: dict(near=0.35, far=0.9)[s], "near", "far"),
+    "float": by_number(lambda s: s, 0.3, 0.9, 0.3, 0.0, -1.0),
+    "float, integer or boolean": by_number(lambda s: 0.5 if isinstance(s, bool) else type(s)(3.7), 1.0, 1, True),
+    "integer or boolean": by_number(lambda s: 0.9 if isinstance(s, bool) else 0.1, 1, True, 0, False),
+    "infinity and NaN": by_number(lambda s: pick(s == s), math.inf, math.nan, 1.0),
+    "None or 0": by_number(lambda s: pick(s is None), None, 0, False),
+    "complex": by_number(lambda s: abs(s), 0.3 + 0.4j, 0.6 + 0.8j),
+    "integer of NumPy": by_number(lambda s: [0.1, 0.4, 0.9][s], np.int64(1), np.int64(2)),
+    "float of NumPy": by_number(lambda s: float(s), np.float64(0.3), np.float64(0.9)),
+    "array of NumPy": by_number(
+        lambda s: torch.from_numpy(s), np.array([0.3]), np.array([0.9]), np.linspace(0.1, 0.9, 7)
     ),
-    "integer or boolean": by_values(
-        lambda m, x, s: m.attend(x, 0.9 if isinstance(s, bool) else 0.1), 1, True, 0, False
-    ),
-    "infinity and NaN": by_values(lambda m, x, s: m.attend(x, pick(s == s)), math.inf, math.nan, 1.0),
-    "None or 0": by_values(lambda m, x, s: m.attend(x, pick(s is None)), None, 0, False),
-    "complex": by_values(lambda m, x, s: m.attend(x, abs(s)), 0.3 + 0.4j, 0.6 + 0.8j),
-    "integer of NumPy": by_values(lambda m, x, s: m.attend(x, [0.1, 0.4, 0.9][s]), np.int64(1), np.int64(2)),
-    "float of NumPy": by_values(lambda m, x, s: m.attend(x, float(s)), np.float64(0.3), np.float64(0.9)),
-    "array of NumPy": by_values(
-        lambda m, x, s: m.attend(x, torch.from_numpy(s)), np.array([0.3]), np.array([0.9]), np.linspace(0.1, 0.9, 7)
-    ),
-    "integer enum": by_values(lambda m, x, s: m.attend(x, 0.3 * s), Level.LOW, Level.HIGH, 1),
-    "enum": by_values(lambda m, x, s: m.attend(x, 0.3 * s.value), Mode.NEAR, Mode.FAR),
+    "integer enum": by_number(lambda s: 0.3 * s, Level.LOW, Level.HIGH, 1),
+    "enum": by_number(lambda s: 0.3 * s.value, Mode.NEAR, Mode.FAR),
     "dtype": by_values(lambda m, x, s: m.attend(x).to(s), W, torch.float32),
     "device": by_values(lambda m, x, s: m.attend(x).to(s).device.type, torch.device("cpu"), torch.device("meta")),
     "size": by_values(
@@ -948,18 +912,14 @@ ARGUMENTS = {
         lambda m, x, s: m.attend(x, s[0]["a"]) + s[1],
         lambda m: [call(tokens(), [{"a": k}, k * tokens()]) for k in (0.3, 0.9)],
     ),
-    "list or tuple": by_values(lambda m, x, s: m.attend(x, 0.9 if isinstance(s, list) else s[0]), [0.3], (0.3,)),
-    "length of a list": by_values(lambda m, x, s: m.attend(x, sum(s)), [0.1, 0.2], [0.1, 0.2, 0.3], []),
+    "list or tuple": by_number(lambda s: 0.9 if isinstance(s, list) else s[0], [0.3], (0.3,)),
+    "length of a list": by_number(lambda s: sum(s), [0.1, 0.2], [0.1, 0.2, 0.3], []),
     "length of a list of tensors": Case(
         lambda m, x, s: m.attend(x + sum(s)), lambda m: [call(tokens(), [tokens()] * n) for n in (2, 3, 0)]
     ),
-    "keys of a dictionary": by_values(
-        lambda m, x, s: m.attend(x, s.get("b", 0.9)), dict(a=0.1), dict(a=0.1, b=0.3), {}
-    ),
-    "order of a dictionary": by_values(
-        lambda m, x, s: m.attend(x, next(iter(s.values()))), dict(a=0.1, b=0.9), dict(b=0.9, a=0.1)
-    ),
-    "integer in a list": by_values(lambda m, x, s: m.attend(x, 0.1 + sum(range(s[0]))), [2], [3], [0]),
+    "keys of a dictionary": by_number(lambda s: s.get("b", 0.9), dict(a=0.1), dict(a=0.1, b=0.3), {}),
+    "order of a dictionary": by_number(lambda s: next(iter(s.values())), dict(a=0.1, b=0.9), dict(b=0.9, a=0.1)),
+    "integer in a list": by_number(lambda s: 0.1 + sum(range(s[0])), [2], [3], [0]),
     "integer in a dictionary": by_values(
         lambda m, x, s: m.layers[s["i"]](m.attend(x)), dict(i=1), dict(i=2), has=layers
     ),
@@ -986,10 +946,8 @@ ARGUMENTS = {
     "number of arguments": Case(
         lambda m, *xs: m.attend(sum(xs)), lambda m: [call(*(tokens() for _ in range(n))) for n in (1, 2, 3)]
     ),
-    "data class": by_values(lambda m, x, s: m.attend(x, s.s), Options(0.35), Options(0.9)),
-    "named tuple": by_values(
-        lambda m, x, s: m.attend(x, s.p), Pair(0.35, 1), Pair(0.9, 1), (0.9,), raises=AttributeError
-    ),
+    "data class": by_number(lambda s: s.s, Options(0.35), Options(0.9)),
+    "named tuple": by_number(lambda s: s.p, Pair(0.35, 1), Pair(0.9, 1), (0.9,), raises=AttributeError),
     "iterator": Case(lambda m, x, s: m.attend(x, next(s)), lambda m: [call(tokens(), iter([k])) for k in (0.3, 0.9)]),
     "object of NumPy's random numbers": Case(
         lambda m, x, s: m.attend(x, s.random()), lambda m: [call(tokens(), np.random.default_rng(k)) for k in (1, 2)]

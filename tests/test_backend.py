@@ -15,7 +15,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from agreement import seeded
+from agreement import results, seeded
 from budget import assert_within_budget
 from catalogue import COMMON, PYRAMIDS, REPEATS, build, inputs, outputs, redraw
 from commands import run_python
@@ -65,16 +65,6 @@ class Eager:
     def became(self):
         """What each candidate was rewritten to."""
         return {row.became for row in self.rows if row.became is not None}
-
-
-def results(run, model, given):
-    """Outputs and every gradient in float64, for a fixed cotangent."""
-    y = run(model, given)
-    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(y.dtype)
-    learning = {n: p for n, p in model.named_parameters() if p.requires_grad and p.numel()}
-    grads = torch.autograd.grad((y * weights).sum(), list(learning.values()), allow_unused=True)
-    found = {n: g.double() for n, g in zip(learning, grads, strict=True) if g is not None}
-    return {"output": y.detach().double()} | found
 
 
 def cast(given, dtype):

@@ -199,8 +199,8 @@ def test_code_that_asks_whether_it_is_compiled(name, monkeypatch):
 @pytest.mark.parametrize("name", scenarios.SETTINGS)
 def test_settings(name):
     """Calls before, within and after a context that changes what the block reads."""
-    read, context = scenarios.SETTINGS[name]
-    case = Case(read)
+    is_set, context = scenarios.SETTINGS[name]
+    case = Case(lambda m, x: m.attend(x, scenarios.pick(is_set())))
     original, block = case.block(), optimized(case.block(), case)
     shown = []
     for inside in (False, True, False):

@@ -10,7 +10,9 @@ import pickle
 import re
 import sys
 import types
+from functools import partial
 
+import agreement
 import pytest
 import timm
 import torch
@@ -56,14 +58,7 @@ def same(got, want, dtype=None):
     return bool((got - want).norm() <= ROUNDINGS * torch.finfo(dtype or want.dtype).eps * want.norm())
 
 
-def results(model, given):
-    """Outputs and every gradient in float64, for a fixed random cotangent."""
-    y = outputs(model, given)
-    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(y.dtype)
-    learning = {n: p for n, p in model.named_parameters() if p.requires_grad and p.numel()}
-    grads = torch.autograd.grad((y * weights).sum(), list(learning.values()), allow_unused=True)
-    found = {n: g.double() for n, g in zip(learning, grads, strict=True) if g is not None}
-    return {"output": y.detach().double()} | found
+results = partial(agreement.results, outputs)
 
 
 def twins(name, train):
@@ -156,28 +151,6 @@ def test_pickle_keeps_the_fused_forwards(name, references):
             hooks.is_our_forward(m.__dict__.get("forward")) for m in model.modules()
         ]
         assert all(m.__dict__["forward"].args[-1] is m for m in twin.modules() if "forward" in m.__dict__)
-
-
-def test_hooks_added_later_fire(references):
-    """Oracle: the same hooks on the original, on each module of a block in turn, and on all at once."""
-    model, plain, given = build("timm_deit3").train(), None, inputs("timm_deit3")
-    plain = copy.deepcopy(model)
-    optimize(model)
-    want = outputs(plain, given)
-    names = [n for n, m in plain.blocks[0].named_modules()]
-    for chosen in [*([n] for n in names), names]:
-        calls = {True: [], False: []}
-        for owner, ours in ((model, True), (plain, False)):
-            for n in chosen:
-                module = owner.blocks[0].get_submodule(n)
-                module.register_forward_hook(lambda m, i, o, n=n, to=calls[ours]: to.append((n, o.detach())))
-        assert same(outputs(model, given), want) and torch.equal(outputs(plain, given), want)
-        assert [n for n, _ in calls[True]] == [n for n, _ in calls[False]]
-        for (_, a), (_, b) in zip(calls[True], calls[False], strict=True):
-            assert same(a, b)
-        for owner in (model, plain):
-            for m in owner.modules():
-                m._forward_hooks.clear()
 
 
 class LowRank(nn.Module):

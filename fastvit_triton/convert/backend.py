@@ -62,7 +62,8 @@ def backend(
     # Any error: the program ran without us, and Inductor compiles the graph, which is unchanged. The cause is logged.
     except Exception as error:
         traced = log.isEnabledFor(logging.DEBUG)
-        log.warning("graph %s is left to Inductor: its rewriting failed with %r", _identity(), error, exc_info=traced)
+        identity = f"[{torch._guards.CompileContext.current_compile_id()}]"  # as in PyTorch's own logs
+        log.warning("graph %s is left to Inductor: its rewriting failed with %r", identity, error, exc_info=traced)
     else:
         if summary.rows and log.isEnabledFor(logging.INFO):
             log.info("%s", summary)
@@ -99,11 +100,6 @@ def _reset() -> None:
 
 
 vars(backend)["reset"] = _reset
-
-
-def _identity() -> str:
-    """The compile id of the graph, as in PyTorch's own logs."""
-    return f"[{torch._guards.CompileContext.current_compile_id()}]"
 
 
 def rewrite(graph: fx.GraphModule, anywhere: bool = False, layers: bool = False) -> Report:

@@ -96,11 +96,7 @@ def _conv_and_norm(self: Foreign) -> tuple[Foreign, Foreign]:
     return (self.convolution, self.normalization) if hasattr(self, "convolution") else (self.conv, self.norm)
 
 
-@fused_forward(
-    "convolution and BatchNorm",
-    *(f"{name}ShortCut" for name in RESNETS),
-    needs="convolution normalization",
-)
+@fused_forward("convolution and BatchNorm", *(f"{name}ShortCut" for name in RESNETS), needs="convolution normalization")
 def shortcut(self: Foreign, x: Tensor) -> Tensor:
     """As `convolution_layer`, without an activation; [B, C, H, W] → [B, C', H', W']."""
     return convolve(x, self, self.convolution, self.normalization)

@@ -85,17 +85,11 @@ class _Stop(Exception):
 
 
 class Launches(NamedTuple):
-    """Operators of a captured graph that write memory of their own, about one launch each.
+    """Operators of a captured graph that write memory of their own, about one launch each."""
 
-    Attributes:
-        original: number of them in the block's own forward, by the path of the module that calls them.
-        products: number of linear layers and attention in these.
-        rewritten: number of them in the rewritten graph, where an MLP counts as its two linear layers.
-    """
-
-    original: Counter[str]
-    products: Counter[str]
-    rewritten: int
+    original: Counter[str]  # number of them in the block's own forward, by the path of the module that calls them
+    products: Counter[str]  # number of linear layers and attention in these
+    rewritten: int  # number of them in the rewritten graph, where an MLP counts as its two linear layers
 
     def beside(self, fused: Collection[str]) -> int:
         """Launches of the block's own forward if the modules at these paths run their fused forwards.
@@ -108,21 +102,7 @@ class Launches(NamedTuple):
 
 
 class Capture:
-    """A call as Dynamo compiled it, with a rewritten graph.
-
-    Attributes:
-        compiles: whether Inductor was to compile the graph.
-        key: of the module that was captured, to find it for modules alike.
-        mode: of the call.
-        repeatable: True if its operators may be recorded and repeated: its graph writes no tensor in place.
-        reads: True if its forward reads values on the host, see `host_values`.
-        calls: of the graph to the kernels' public functions, by name.
-        left: what the patterns look for and did not fuse, with the reasons.
-        launches: of the graph before and after it was rewritten.
-        replaced: the part of the graph's FLOPs that its calls to the kernels' public functions do, in [0, 1].
-        region: what Inductor made of the graph, or why there is nothing.
-        freezes: whether what Inductor compiles depends on whether the weights are final, which `key` ends with.
-    """
+    """A call as Dynamo compiled it, with a rewritten graph, see `_Found`."""
 
     def __init__(self, module: nn.Module, call: FunctionType, found: "_Found", key: tuple) -> None:
         (entry,) = _debug_get_cache_entry_list(call.__code__)
@@ -134,9 +114,10 @@ class Capture:
         forwards = "".join(f"{place}.__dict__.get('forward'), " for place in dict.fromkeys(running.places))
         self._forwards = eval(f"lambda L: ({forwards})", {})
         self._call = FunctionType(entry.code, call.__globals__, call.__name__)
-        self.compiles = running.compiles
-        self.key, self.mode = key
+        self.compiles = running.compiles  # whether Inductor was to compile the graph
+        self.key, self.mode = key  # of the module, to find it for modules alike, and of the call
         self.repeatable, self.reads, self.calls, self.left, self.launches, self.replaced, self.region, _ = found
+        # whether what Inductor compiles depends on whether the weights are final, which `key` ends with
         self.freezes = found.freezes and self.region.counted is not None
 
     def fits(self, module: nn.Module, args: tuple, named: dict[str, Any]) -> bool:
@@ -176,44 +157,35 @@ class Capture:
 
 
 class _Found(NamedTuple):
-    """What a graph is; see `Capture`."""
+    """What a graph is."""
 
-    repeatable: bool
-    reads: bool
-    calls: Counter[str]
-    left: tuple[Row, ...]
-    launches: Launches
-    replaced: float
-    region: Region
-    freezes: bool
+    repeatable: bool  # its operators may be recorded and repeated: it writes no tensor in place
+    reads: bool  # its forward reads values on the host, see `host_values`
+    calls: Counter[str]  # to the kernels' public functions, by name
+    left: tuple[Row, ...]  # what the patterns look for and did not fuse, with the reasons
+    launches: Launches  # before and after it was rewritten
+    replaced: float  # the part of its FLOPs that its calls to the kernels' public functions do, in [0, 1]
+    region: Region  # what Inductor made of it, or why there is nothing
+    freezes: bool  # if the weights are final, what is computed from these alone is left out for Inductor
 
 
 class _Running(threading.local):
-    """Thread-local state.
-
-    Attributes:
-        module: whose capture runs.
-        in_region: whether the region of its capture runs.
-        comparing: whether it only compares the values that it reads.
-        same: whether these were the same.
-        compiles: whether Inductor compiles the graph that is captured.
-        counts_only: whether that is left out.
-        found: what the graph that is compiled now is, or why it is refused; None before.
-        training: whether the module that is captured is in training mode.
-        rates: whether it then has attributes that are rates.
-        frozen: whether the weights of the module that is captured are final.
-        keeps: whether what is computed from weights alone is kept, if they are, and left out for Inductor.
-        device: type of that of the call that is captured.
-        places: Python texts of the modules in which Dynamo looked for a forward of the instance.
-    """
+    """Thread-local state."""
 
     def __init__(self) -> None:
-        self.module: nn.Module | None = None
-        self.in_region = self.comparing = self.same = self.compiles = self.counts_only = False
-        self.found: _Found | CaptureRefusal | None = None
-        self.training = self.rates = self.frozen = self.keeps = False
-        self.device = "cpu"
-        self.places: list[str] = []
+        self.module: nn.Module | None = None  # whose capture runs
+        self.in_region = False  # whether the region of its capture runs
+        self.comparing = False  # whether it only compares the values that it reads
+        self.same = False  # whether these were the same
+        self.compiles = False  # whether Inductor compiles the graph that is captured
+        self.counts_only = False  # whether that is left out
+        self.found: _Found | CaptureRefusal | None = None  # what is compiled now, or why it is refused; None before
+        self.training = False  # whether the module that is captured is in training mode
+        self.rates = False  # whether it then has attributes that are rates
+        self.frozen = False  # whether its weights are final
+        self.keeps = False  # whether what is computed from weights alone is then kept, and left out for Inductor
+        self.device = "cpu"  # type of that of the call that is captured
+        self.places: list[str] = []  # Python texts of modules in which Dynamo looked for a forward of the instance
 
 
 running = _Running()

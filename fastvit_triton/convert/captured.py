@@ -36,22 +36,14 @@ MAX_CAPTURES = 4  # of one module in one mode, for the branches that sizes and a
 
 
 class Captures:
-    """The captures that a module runs in one mode.
-
-    Attributes:
-        mode: see `_mode`.
-        on_gpu: True if it is that of calls on a GPU.
-        found: at most MAX_CAPTURES.
-        why: why the last attempt failed; None if it did not.
-        refused: True if it would fail again.
-    """
+    """The captures that a module runs in one mode."""
 
     def __init__(self, mode: Hashable, on_gpu: bool) -> None:
-        self.mode = mode
-        self.on_gpu = on_gpu
-        self.found: list[Capture] = []
-        self.why: str | None = None
-        self.refused = False
+        self.mode = mode  # see `_mode`
+        self.on_gpu = on_gpu  # True if it is that of calls on a GPU
+        self.found: list[Capture] = []  # at most MAX_CAPTURES
+        self.why: str | None = None  # why the last attempt failed; None if it did not
+        self.refused = False  # True if it would fail again
 
 
 _captures: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Captures]]" = weakref.WeakKeyDictionary()
@@ -62,17 +54,12 @@ _lock = threading.RLock()
 
 
 class CaptureState(threading.local):
-    """Thread-local state.
-
-    Attributes:
-        example: True while `optimize` runs an example, whose calls are captured on every device.
-        counts_only: True while what Inductor would compile is only to be counted, see `counting`.
-        seconds: how long Inductor took for each graph that it compiled since `optimize` began.
-    """
+    """Thread-local state."""
 
     def __init__(self) -> None:
-        self.example = self.counts_only = False
-        self.seconds: list[float] = []
+        self.example = False  # True while `optimize` runs an example, whose calls are captured on every device
+        self.counts_only = False  # True while what Inductor would compile is only to be counted, see `counting`
+        self.seconds: list[float] = []  # how long Inductor took for each graph that it compiled since `optimize` began
 
 
 state = CaptureState()

@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -41,7 +41,7 @@ from .third_party import inherited
 from .verify import TOLERANCE, as_double, differences
 
 LEFT: dict[str, str | None] = {
-    "transformers.models.videoprism.modeling_videoprism.VideoPrismAttention": "its scores are capped by a tanh",
+    "transformers.models.videoprism.modeling_videoprism.VideoPrismAttention": "its scores are capped by a tanh"
 }  # type → why it is not converted
 LEFT |= dict.fromkeys(INNER)  # submodules of a candidate
 NEEDS_EXAMPLE = "it needs an example: optimize(model, example=images)"
@@ -165,11 +165,17 @@ def optimize(
 
 def _takes_tanh_for_erf(model: nn.Module, parameter: nn.Parameter) -> bool:
     """True if an MLP of a converted model may compute the tanh form of GELU in inference."""
-    forwards = ((forward_for(m), m) for m in model.modules() if is_our_forward(m.__dict__.get("forward")))
-    parts = (_parts(forward, module) for forward, module in forwards if isinstance(forward, Forward))
+    parts = (_parts(forward, module) for module, forward in _fused(model))
     has_gelu = any(isinstance(part, MlpBody) and part.act == "gelu" for part in parts)
     with torch.no_grad():
         return has_gelu and not settings.exact and takes_tanh_for_erf(parameter)
+
+
+def _fused(model: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:
+    """Yields the modules with a fused forward, and that."""
+    for module in model.modules():
+        if is_our_forward(module.__dict__.get("forward")) and isinstance(forward := forward_for(module), Forward):
+            yield module, forward
 
 
 def _can_be_tuned(parameter: nn.Parameter) -> bool:
@@ -189,9 +195,8 @@ def _on_device(parameter: nn.Parameter) -> tuple[str | None, Callable[[CountedMo
 def engine_layers(model: nn.Module) -> list[Any]:
     """The linear layers of modules that call the engine, which `freeze` may pack for oneDNN on a CPU."""
     layers: dict[int, Any] = {}
-    for module in model.modules():
-        forward = forward_for(module) if is_our_forward(module.__dict__.get("forward")) else None
-        parts = _parts(forward, module) if isinstance(forward, Forward) else None
+    for module, forward in _fused(model):
+        parts = _parts(forward, module)
         found = () if parts is None or isinstance(parts, str) else parts.layers()
         layers |= {id(layer): layer for layer in found if isinstance(layer, nn.Module) and is_readable(layer)}
     return list(layers.values())
@@ -199,10 +204,8 @@ def engine_layers(model: nn.Module) -> list[Any]:
 
 def folded_norms(model: nn.Module) -> list[nn.Module]:
     """The norms that fused forwards of a model fold into the linear layers after them."""
-    bound = [m for m in model.modules() if is_our_forward(m.__dict__.get("forward"))]
-    fused = [module for module in bound if isinstance(forward_for(module), Forward)]
-    paths = {id(module) for module in fused}
-    norms = (norm for module in fused for norm in _folded(module, paths) if norm is not None)
+    fused = [module for module, _ in _fused(model)]
+    norms = (norm for module in fused for norm in _folded(module, {*map(id, fused)}) if norm is not None)
     return list({id(norm): norm for norm in norms}.values())
 
 
@@ -288,13 +291,10 @@ def _with_captured(
     compiles: bool | None,
 ) -> tuple[Row, ...]:
     """The rows with those of the blocks that are captured from an example, or could be."""
-    ours = {row.path for row in rows if row.why == OURS}
-    bound_paths = {
-        row.path
-        for row in rows
-        if not row.bare and is_our_forward(model.get_submodule(row.path).__dict__.get("forward"))
-    }
-    converted = ours | {path for path in bound_paths if not captured.is_bound(model.get_submodule(path))}
+    modules = {row.path: model.get_submodule(row.path) for row in rows}
+    bound = {row.path for row in rows if not row.bare and is_our_forward(modules[row.path].__dict__.get("forward"))}
+    converted = {row.path for row in rows if row.why == OURS}
+    converted |= {path for path in bound if not captured.is_bound(modules[path])}
     called = {row.path for row in rows if row.why == UNKNOWN}
     by_path: dict[str, Row] = {}
     paths = list(candidates.candidates(model, converted, called, example is not None))
@@ -302,25 +302,20 @@ def _with_captured(
         to_capture: list[str] = []
         for path in paths:
             module = model.get_submodule(path)
+            left = partial(Row, path, type(module).__name__)
             if filter_fn is not None and not filter_fn(module, path):
-                by_path[path] = Row(path, type(module).__name__, why="excluded by filter_fn")
+                by_path[path] = left(why="excluded by filter_fn")
             elif example is None and captured.is_bound(module):  # a copy, or unpickled
                 known = captured.captures_of(module) != []
-                row = (
-                    _captured_row(module, path, converted) if known else Row(path, type(module).__name__, why=NO_GRAPH)
-                )
-                by_path[path] = row
+                by_path[path] = _captured_row(module, path, converted) if known else left(why=NO_GRAPH)
             elif example is None:
-                by_path[path] = Row(path, type(module).__name__, why=NEEDS_EXAMPLE)
+                by_path[path] = left(why=NEEDS_EXAMPLE)
             elif "forward" in module.__dict__ and not captured.is_bound(module):
-                by_path[path] = Row(path, type(module).__name__, why="its forward was replaced")
+                by_path[path] = left(why="its forward was replaced")
             else:
-                captured.ask(module, compiles)
-                bind(module, "forward", captured.run)
                 to_capture.append(path)
         paths = []
-        if to_capture:
-            captured.call(model, example)
+        _capture(model, [model.get_submodule(path) for path in to_capture], example, compiles)
         for path in to_capture:
             row = by_path[path] = _captured_row(model.get_submodule(path), path, converted)
             if row.became is None:
@@ -330,6 +325,15 @@ def _with_captured(
         taken = {path for path, row in by_path.items() if row.became is not None} | converted
         by_path |= _with_inductor_alone(model, [*candidates.computing(model, taken)], filter_fn, example, compiles)
     return _merged(model, rows, by_path)
+
+
+def _capture(model: nn.Module, modules: Collection[nn.Module], example: Any, compiles: bool | None) -> None:
+    """Calls the model with the example so that these modules of it are captured."""
+    for module in modules:
+        captured.ask(module, compiles)
+        bind(module, "forward", captured.run)
+    if modules:
+        captured.call(model, example)
 
 
 def _with_inductor_alone(
@@ -347,11 +351,7 @@ def _with_inductor_alone(
         return {}
     free = {path: module for path, module in modules.items() if "forward" not in module.__dict__}
     chosen = {path: module for path, module in free.items() if filter_fn is None or filter_fn(module, path)}
-    for module in chosen.values():
-        captured.ask(module, compiles)
-        bind(module, "forward", captured.run)
-    if chosen:
-        captured.call(model, example)
+    _capture(model, chosen.values(), example, compiles)
     rows = {}
     for path, module in chosen.items():
         if captured.captures_of(module):

@@ -206,14 +206,10 @@ class _Recorder(launch.LaunchRecorder):
 
 
 class _Flat:
-    """The parameters of a flat kernel, and the expressions of the arguments in its call of the kernel.
-
-    Attributes:
-        values: tensors and integers by parameter.
-    """
+    """The parameters of a flat kernel, and the expressions of the arguments in its call of the kernel."""
 
     def __init__(self, kernel: Kernel, recorder: _Recorder) -> None:
-        self.values: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}  # tensors and integers by parameter
         self._kernel = kernel
         self._recorder = recorder
 

@@ -36,7 +36,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     random states of PyTorch, Python and NumPy. Other objects stay as the call leaves them.
     """
     modules = [m for m in model.modules() if not isinstance(m, LazyModuleMixin)]  # whose first call makes weights
-    before = [(m.__dict__, _attributes(m)) for m in modules]
+    before = [(m.__dict__, {name: value for name, value in vars(m).items() if _is_attribute(name)}) for m in modules]
     tables = [(m._buffers, dict(m._buffers)) for m in modules]
     contents: dict[int, tuple[Any, list]] = {}
     for _, held in before:
@@ -88,10 +88,6 @@ def same_random_states(devices: Sequence[int] = ()) -> Iterator[None]:
 def _is_attribute(name: str) -> bool:
     """True for an attribute that is neither PyTorch's nor ours."""
     return name not in INTERNAL and not name.startswith(PRIVATE)
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in module.__dict__.items() if _is_attribute(name)}
 
 
 def _collect(value: Any, contents: dict[int, tuple[Any, list]]) -> None:

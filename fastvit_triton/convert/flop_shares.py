@@ -44,19 +44,13 @@ Parts = Callable[[nn.Module], Mapping[str, float]]
 
 
 class Shares(NamedTuple):
-    """Work of each module, with that of the modules inside it.
+    """Work of each module, with that of the modules inside it."""
 
-    Attributes:
-        of: "FLOPs", or "weights" of linear and convolution layers.
-        amounts: path in the model → FLOPs of a call, or number of weights; modules without any may be missing. A shared
-            module counts at its first path.
-        total: of the model.
-        replaced: path → the part of its amount that the kernels, or oneDNN, can replace; None if it is not known.
-    """
-
-    of: str
+    of: str  # "FLOPs", or "weights" of linear and convolution layers
+    # path → FLOPs of a call, or weights; modules without any may be missing, and a shared one counts at its first path
     amounts: Mapping[str, int]
-    total: int
+    total: int  # of the model
+    # path → the part of its amount that the kernels, or oneDNN, can replace; None if it is not known
     replaced: Mapping[str, int] | None = None
 
     def share(self, path: str) -> float:
@@ -291,12 +285,7 @@ def _isolated() -> Iterator[None]:
     """Context in which nothing is compiled or random, and no warning is shown; see `example`."""
     compiles = "torch._dynamo" in sys.modules
     stance = torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
-    with (
-        warnings.catch_warnings(),
-        same_random_states(),
-        torch.inference_mode(False),
-        stance,
-    ):
+    with warnings.catch_warnings(), same_random_states(), torch.inference_mode(False), stance:
         warnings.simplefilter("ignore")
         yield
 

@@ -33,31 +33,25 @@ Folds = Callable[[Any], Iterable[tuple[nn.Module | None, nn.Module | None]]]
 
 
 class Forward(NamedTuple):
-    """A fused forward for some module types.
+    """A fused forward for some module types."""
 
-    Attributes:
-        run: the function that `optimize` binds to an instance.
-        needs: attributes that it reads; "a b.c d|e" means a, b.c, and d or else e.
-        takes: supported arguments after the first, "a b"; None for all. By default those that its function declares.
-        read: extracts the parts of a body from the module and its further arguments; None for other types.
-        became: its name in reports; None to derive it from the parts; "" for a model that is no candidate itself.
-        reason: returns why a module must run its own forward now, or None.
-        call: returns the keyword arguments that every call of the module has, as known from its attributes.
-        folds: returns pairs of a norm and the body or layer after it, into which it is folded where possible.
-        by_name: True if it depends on the names of types, so that copies of the class need names of their own here.
-        by_call: True if only the arguments of a call, such as the size of a map, tell the parts.
-    """
-
-    run: Callable
-    needs: str = ""
+    run: Callable  # the function that `optimize` binds to an instance
+    needs: str = ""  # attributes that it reads; "a b.c d|e" means a, b.c, and d or else e
+    # supported arguments after the first, "a b"; None for all; by default those that its function declares, or all if
+    # that declares none and takes any. What it takes by keyword only it gets by the names of the module's own forward
     takes: str | None = None
+    # extracts the parts of a body from the module and its further arguments; None for other types
     read: Reader | None = None
+    # its name in reports; None to derive it from the parts; "" for a model that is no candidate itself
     became: str | None = None
-    reason: Callable[[Any], str | None] | None = None
+    reason: Callable[[Any], str | None] | None = None  # returns why a module must run its own forward now, or None
+    # returns the keyword arguments that every call of the module has, as known from its attributes
     call: Callable[[Any], dict[str, object]] | None = None
+    # returns pairs of a norm and the body or layer after it, into which it is folded where possible
     folds: Folds | None = None
+    # True if it depends on the names of types, so that copies of the class need names of their own here
     by_name: bool = False
-    by_call: bool = False
+    by_call: bool = False  # True if only the arguments of a call, such as the size of a map, tell the parts
 
     def lacks(self, module: nn.Module) -> str | None:
         """Message that names a required attribute this instance lacks; None if it has all."""
@@ -206,24 +200,32 @@ def fused_forward(
     def decorate(forward: Callable) -> Callable:
         fused = forward if became else transparent(forward)
         chosen = _chosen(_or_own(fused, reason, checked), products)
-        supported = _declared(forward, 2) if takes is None else takes
+        supported = declared(forward, 2) if takes is None else takes
         register(names, Forward(chosen, needs, supported, None, became, reason, None, folds, by_name))
         return chosen
 
     return decorate
 
 
-def _declared(function: Callable, first: int) -> str | None:
+def declared(function: Callable, first: int) -> str | None:
     """Names of the arguments of a function from the `first` on, as `Forward.takes`; None if it accepts any."""
     code = function.__code__
-    if code.co_flags & (CO_VARARGS | CO_VARKEYWORDS):
-        return None
-    return " ".join(code.co_varnames[first : code.co_argcount + code.co_kwonlyargcount])
+    names = code.co_varnames[first : code.co_argcount + code.co_kwonlyargcount]
+    any_name = code.co_flags & CO_VARKEYWORDS and not names
+    return None if any_name or code.co_flags & CO_VARARGS else " ".join(names)
+
+
+def _is_named(function: Callable, first: int) -> bool:
+    """True if a function takes all of its arguments from the `first` on by keyword only, and has some."""
+    code = function.__code__
+    takes_some = code.co_kwonlyargcount or code.co_flags & CO_VARKEYWORDS
+    return bool(takes_some) and code.co_argcount == first and not code.co_flags & CO_VARARGS
 
 
 def _or_own(forward: Callable, reason: Callable[[Any], str | None] | None, checked: bool) -> Callable:
     """Wraps a fused forward: runs the module's own forward where the fused one does not run, see `fused_forward`."""
     first = forward.__code__.co_varnames[1]  # the name of the first input
+    is_named = _is_named(forward, 2)
 
     @wraps(forward)
     def fused_or_own(module: nn.Module, *inputs: Any, **named: Any) -> Any:
@@ -231,7 +233,10 @@ def _or_own(forward: Callable, reason: Callable[[Any], str | None] | None, check
             x = inputs[0] if inputs else named.get(first)
             if x is None or not is_fusable(module, x) or (reason is not None and reason(module) is not None):
                 return original(module, *inputs, **named)
-        y = forward(module, *inputs, **named)
+        if is_named and len(inputs) > 1:
+            y = forward(module, inputs[0], **dict(zip(arguments(type(module)), inputs[1:], strict=False)) | named)
+        else:
+            y = forward(module, *inputs, **named)
         return original(module, *inputs, **named) if y is NotImplemented else y
 
     return fused_or_own
@@ -298,16 +303,11 @@ _owned: dict[tuple[Callable, type[nn.Module]], Callable] = {}
 
 @dataclass(frozen=True)
 class FusedBody:
-    """Fused forward of a body: runs its parts if they can be read, else the module's own forward.
+    """Fused forward of a body: runs its parts if they can be read, else the module's own forward."""
 
-    Attributes:
-        reader: (module, arguments after the first) → its parts, or a reason (str) why there are none.
-        after: what follows y in the tuple that the module returns, such as None for attention weights; None if it
-            returns y itself.
-    """
-
-    reader: Reader
-    after: tuple | None = None
+    reader: Reader  # (module, arguments after the first) → its parts, or a reason (str) why there are none
+    is_named: bool = False  # True if it takes these arguments by name
+    after: tuple | None = None  # what follows y in the tuple that the module returns; None if it returns y itself
 
     def read(self, module: nn.Module, *inputs: Any, **named: Any) -> Parts | str:
         """The parts of a module, or why there are none."""
@@ -334,7 +334,11 @@ class FusedBody:
     def _fused(self, module: nn.Module, *inputs: Any, **named: Any) -> Any:
         x = inputs[0] if inputs and isinstance(inputs[0], Tensor) else None
         if x is not None and is_fusable(module, x):
-            parts = self.reader(module, *inputs[1:], **named)
+            if self.is_named and len(inputs) > 1:
+                call = dict(zip(arguments(type(module)), inputs[1:], strict=False)) | named
+                parts = self.reader(module, **call)
+            else:
+                parts = self.reader(module, *inputs[1:], **named)
             if not isinstance(parts, str):
                 way = "reference"
                 if choose.has_ways(x):
@@ -358,9 +362,9 @@ def fused_body(
     """Decorator: registers a reader of these types, see `Forward` and `FusedBody`."""
 
     def decorate(read: R) -> R:
-        supported = _declared(read, 1) if takes is None else takes
-        forward = Forward(FusedBody(read, after), needs, supported, read, call=call, by_name=by_name, by_call=by_call)
-        register(names, forward)
+        supported = declared(read, 1) if takes is None else takes
+        run = FusedBody(read, _is_named(read, 1), after)
+        register(names, Forward(run, needs, supported, read, call=call, by_name=by_name, by_call=by_call))
         return read
 
     return decorate

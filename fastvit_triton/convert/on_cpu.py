@@ -67,23 +67,15 @@ def products(blocks: Iterable[Choice]) -> float:
 
 
 class Numbers(NamedTuple):
-    """How many of a model's blocks oneDNN runs.
+    """How many of a model's blocks oneDNN runs."""
 
-    Attributes:
-        total: blocks, or modules, that choose a way.
-        noun: what they are.
-        inference, frozen, training: how many of them oneDNN runs.
-        others: some blocks are captured, which choose by the size of each linear layer.
-        products: multiplications of the mean product of the blocks, see `products`.
-    """
-
-    total: int
-    noun: str
-    inference: int
+    total: int  # blocks, or modules, that choose a way
+    noun: str  # what they are
+    inference: int  # how many of them oneDNN runs; then frozen, and in training
     frozen: int
     training: int
-    others: bool
-    products: float
+    others: bool  # some blocks are captured, which choose by the size of each linear layer
+    products: float  # multiplications of the mean product of the blocks, see `products`
 
     def said(self, number: int, precision: str = "float32") -> str:
         """What runs, for this number by oneDNN."""
@@ -152,20 +144,13 @@ def batch_of(example: Any) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Gain:
-    """What a model gained over eager PyTorch in float32, in inference on a CPU.
+    """What a model gained over eager PyTorch in float32, in inference on a CPU."""
 
-    Attributes:
-        model: its name in timm.
-        batch: images.
-        threads: of PyTorch.
-        products: multiplications of its mean product, see `products`.
-        speeds: precision → median, first and third quartile of its speed relative to eager PyTorch's.
-    """
-
-    model: str
-    batch: int
-    threads: int
-    products: float
+    model: str  # its name in timm
+    batch: int  # images
+    threads: int  # of PyTorch
+    products: float  # multiplications of its mean product, see `products`
+    # precision → median, first and third quartile of its speed relative to eager PyTorch's
     speeds: dict[str, list[float]]
 
     def said(self, precision: str) -> str:

@@ -164,13 +164,7 @@ Parts = list[str | tuple[str, ...]]
 
 
 class _Syntax:
-    """The source of a function as text, in which what its global names are bound to is left out.
-
-    Attributes:
-        arguments: as text.
-        decorators: each in parts.
-        statements: each in parts.
-    """
+    """The source of a function as text, in which what its global names are bound to is left out."""
 
     def __init__(self, function: FunctionType, bound: bool) -> None:
         node = _tree(function)
@@ -183,9 +177,9 @@ class _Syntax:
         for name in [*others, *_assigned(node)]:
             self._names.setdefault(name, f"local {len(self._names)}")
         is_documented = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
-        self.arguments = ", ".join(self._names[a.arg] for a in ast.walk(node.args) if isinstance(a, ast.arg))
-        self.decorators = [self._write(decorator, []) for decorator in node.decorator_list]
-        self.statements = [self._write(statement, []) for statement in node.body[is_documented:]]
+        self.arguments = ", ".join(self._names[a.arg] for a in ast.walk(node.args) if isinstance(a, ast.arg))  # as text
+        self.decorators = [self._write(decorator, []) for decorator in node.decorator_list]  # each in parts
+        self.statements = [self._write(statement, []) for statement in node.body[is_documented:]]  # each in parts
 
     def _write(self, node: object, parts: Parts) -> Parts:
         """Adds the text of a syntax tree without positions, names of variables and empty fields, to these parts."""

@@ -25,22 +25,15 @@ _numbers = itertools.count(1)
 
 
 class Region(NamedTuple):
-    """A captured graph for Inductor.
+    """A captured graph for Inductor."""
 
-    Attributes:
-        counted: runs its operators one by one, as one region of a trace of `expected`; None if it cannot be compiled.
-        call: the compiled function; None if it was not compiled.
-        seconds: how long Inductor took.
-        why: why it was not compiled; None if it was, or was not to be.
-        settings: with which it was compiled, see `kernels.settings.compiled`.
-        parts: the graph in two parts, of which both functions compute the second one; None if they compute it whole.
-    """
-
+    # runs its operators one by one, as one region of a trace of `expected`; None if it cannot be compiled
     counted: Callable | None = None
-    call: Callable | None = None
-    seconds: float = 0.0
-    why: str | None = None
-    settings: Hashable = None
+    call: Callable | None = None  # the compiled function; None if it was not compiled
+    seconds: float = 0.0  # how long Inductor took
+    why: str | None = None  # why it was not compiled; None if it was, or was not to be
+    settings: Hashable = None  # with which it was compiled, see `kernels.settings.compiled`
+    # the graph in two parts, of which both functions compute the second one; None if they compute it whole
     parts: WeightSplit | None = None
 
 

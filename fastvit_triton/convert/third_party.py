@@ -41,10 +41,7 @@ parts.ACTIVATIONS.update(
     }
 )
 parts.LAYER_SCALES.update(
-    {
-        "timm.layers.layer_scale.LayerScale": "gamma",
-        "timm.models.vision_transformer.LayerScale": "gamma",
-    }
+    {"timm.layers.layer_scale.LayerScale": "gamma", "timm.models.vision_transformer.LayerScale": "gamma"}
 )
 parts.DROP_PATHS.update(
     (

@@ -1,12 +1,13 @@
 """The figures of a report, each with a sentence on how to read it; those without information are left out and named."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..convert.forwards import Forward, forward_for
+from ..convert.forwards import Forward, arguments, forward_for
 from ..train.loop import Score
 from ..train.metrics import confusion_matrix
 from ..train.plots import curves
@@ -25,6 +26,7 @@ FLAT = 0.02  # range of a map relative to its mean, up to which it is uniform
 LACKS = "the model has no such part"
 UNIFORM = "the map is uniform"
 WHY = "Why"
+FOLDED = partial(Panel, folded=True)
 
 
 def can_explain(model: nn.Module, images: Tensor) -> bool:
@@ -148,7 +150,7 @@ def explain(
         if logits is not None:
             yield _prediction(tag, image, name, pictures[i], logits[i], classes)
         if drawn:
-            yield Panel(
+            yield FOLDED(
                 f"{tag}attention",
                 f"Attention of {target} by layer",
                 "Each tile is one head's attention over the image; brighter patches get more. Each tile is scaled from "
@@ -156,10 +158,9 @@ def explain(
                 f"{name} above a mosaic of the attention maps of each head in {len(drawn)} layers",
                 figures.draw_attention(pictures[i], {n: tiles[i] for n, tiles in drawn.items()}),
                 image=image,
-                folded=True,
             )
         if heats:
-            yield Panel(
+            yield FOLDED(
                 f"{tag}rollout",
                 "Attention rollout",
                 f"Rollout multiplies attention through all layers: bright regions contribute most to {target}. The "
@@ -168,7 +169,6 @@ def explain(
                 f"{name} under {len(heats)} heat maps of attention rollout",
                 figures.draw_overlays(pictures[i], {title: maps[i] for title, maps in heats.items()}),
                 image=image,
-                folded=True,
             )
         if final is not None and colours is not None:
             yield _tokens(tag, image, name, pictures[i], final[i], colours[i], last)
@@ -223,7 +223,7 @@ def _by_gradient(
         yield _prediction(tag, image, name, pictures[i], logits[i], classes)
         if shown:
             heats = {_depth(c, i): c.values[i].clamp_min(0) for c in shown}
-            yield Panel(
+            yield FOLDED(
                 f"{tag}contributions",
                 "Contribution to the predicted class",
                 "Bright patches, as a block returns them, contribute most to the class: the logit grows with their "
@@ -231,7 +231,6 @@ def _by_gradient(
                 f"{name} under {len(heats)} heat maps of contributions",
                 figures.draw_overlays(pictures[i], heats),
                 image=image,
-                folded=True,
             )
         if final is not None and colours is not None:
             yield _tokens(tag, image, name, pictures[i], final.x[i], colours[i], final.where)
@@ -240,14 +239,13 @@ def _by_gradient(
     spread = {n: entropy(layer.blocks()).mean(0) for n, layer in enumerate(seen.layers, 1) if n not in idle}
     if spread:
         over = f"over {len(images)} image{'s' if len(images) > 1 else ''}"
-        yield Panel(
+        yield FOLDED(
             "layers",
             "Attention entropy",
             "Each dot is a head. A low entropy means attention to few tokens; uniform attention has the logarithm of "
             f"the number of keys, which differs by layer (means {over}).",
             f"Attention entropy in nats of each head in {len(spread)} layers",
             figures.draw_layers({"Attention entropy": (spread, "nats")}),
-            folded=True,
         )
     filters = tokens.patch_filters(model, images.shape[1])
     if filters is not None:
@@ -331,14 +329,13 @@ def _prediction(
     chances = logits.softmax(0)
     answer = classes[int(chances.argmax())] if classes else f"{int(chances.argmax())}"
     labels = classes or tuple(map(str, range(len(chances))))
-    return Panel(
+    return FOLDED(
         f"{tag}prediction",
         f"{name}: {answer}",
         "Probabilities of the most likely classes; the longest bar is the prediction.",
         f"{name}, predicted as {answer} with {100 * chances.max():.1f} %",
         figures.draw_predictions(picture, chances, labels),
         image=image,
-        folded=True,
     )
 
 
@@ -346,7 +343,7 @@ def _tokens(
     tag: str, image: str, name: str, picture: Tensor, x: Tensor, colours: Tensor, where: tokens.Geometry
 ) -> Panel:
     lengths = x.float().norm(dim=-1)
-    return Panel(
+    return FOLDED(
         f"{tag}tokens",
         "Output tokens",
         "Patches of one colour have similar features. A token with many times the norm of its neighbours is an "
@@ -356,7 +353,6 @@ def _tokens(
             picture, lengths[where.prefix :].view(where.grid), colours, lengths[: where.prefix].tolist()
         ),
         image=image,
-        folded=True,
     )
 
 
@@ -365,14 +361,13 @@ def _filters(filters: Tensor) -> Panel | Absent:
     if min(h, w) < SMALLEST:
         return Absent("filters of the patch embedding", f"{h} × {w} pixels are fewer than {SMALLEST} × {SMALLEST}")
     components = tokens.filter_components(filters.float())
-    return Panel(
+    return FOLDED(
         "filters",
         "Filters of the patch embedding",
         "Each tile is a principal component of the patch projection, most important first; smooth tiles are "
         "colours and edges to which most channels respond.",
         f"The first {len(components)} principal components of the patch projection",
         figures.draw_filters(components),
-        folded=True,
     )
 
 
@@ -407,26 +402,24 @@ def _layers(seen: Recording, places: dict[int, tokens.Geometry], count: int) -> 
     over = f"over {count} image{'s' if count > 1 else ''}"
     shown = {"Attention distance": (far, "pixels"), "Attention entropy": (spread, "nats")}
     if spread:
-        yield Panel(
+        yield FOLDED(
             "layers",
             "Attention distance and entropy",
             "Each dot is a head. A low distance means local attention, a high one global attention; a low entropy "
             f"means attention to few tokens, a high one uniform attention (means {over}).{left}",
             f"Mean attention distance in pixels and entropy in nats of each head in {len(spread)} layers",
             figures.draw_layers({title: values for title, values in shown.items() if values[0]}),
-            folded=True,
         )
     if len(seen.stream) > 1:
         values = {n: float(tokens.token_similarity(x).mean()) for n, x in zip(seen.depths, seen.stream, strict=True)}
         first, *_, last = values.values()
-        yield Panel(
+        yield FOLDED(
             "similarity",
             "Similarity of tokens by depth",
             f"Near 1 all tokens of an image are alike (over-smoothing), near 0 they differ (mean {over}). Layer 0 is "
             "before the first; layers that halve the grid have no value.",
             f"Mean cosine similarity of tokens, {first:.2f} before the first layer and {last:.2f} at the end",
             figures.draw_similarity(values),
-            folded=True,
         )
 
 
@@ -436,27 +429,25 @@ def _model(model: nn.Module, seen: Recording, where: tokens.Geometry, images: Te
     if table is not None and min(where.grid) < FEWEST:
         yield Absent("similarity of position embeddings", _few(where))
     elif table is not None:
-        yield Panel(
+        yield FOLDED(
             "positions",
             "Similarity of position embeddings",
             "Tile (row, column) compares the position of that patch with all others: a bright spot at its own place "
             "and in its row and column means that the model has learned the grid.",
             f"Cosine similarity of the position embeddings of {where.grid[0]} by {where.grid[1]} patches",
             figures.draw_positions(tokens.position_similarity(table.float(), where.grid)),
-            folded=True,
         )
     else:
         yield Absent("similarity of position embeddings", LACKS)
     rope = _rope(model, seen.layers[0].path, images[:1])
     if rope is not None and min(where.grid) > 1 and rope[0].shape[-2] == where.count:
         bands = tokens.rotary_bands(rope, where.grid)
-        yield Panel(
+        yield FOLDED(
             "bands",
             "Rotation of rotary positions",
             "A high dot is a channel pair that distinguishes neighbours; a low one rotates slowly across the image.",
             "Rotation per patch of each rotary channel pair, downwards and to the right",
             figures.draw_bands(bands.flatten(0, -3)[0] if bands.dim() > 2 else bands),
-            folded=True,
         )
     filters = tokens.patch_filters(model, images.shape[1])
     if filters is not None:
@@ -480,7 +471,8 @@ def _rope(model: nn.Module, path: str, image: Tensor) -> tuple[Tensor, Tensor, b
     finally:
         handle.remove()
     inputs, named = calls[-1]
-    parts = forward.read(module, *inputs[1:], **{n: v for n, v in named.items() if n not in ("hidden_states", "x")})
+    call = dict(zip(arguments(type(module)), inputs[1:], strict=False)) | named
+    parts = forward.read(module, **{name: value for name, value in call.items() if name not in ("hidden_states", "x")})
     return getattr(getattr(parts, "between", None), "rope", None)
 
 
@@ -491,7 +483,7 @@ def _cost(seen: Recording, where: tokens.Geometry, images: Tensor, patch: int, d
     shape = dict(dim=dim, depth=len(seen.layers), hidden=4 * dim, **heads)
     sides = tuple(sorted({images.shape[2], *((8, 16, 32, 64, 224) if images.shape[2] < 64 else (224, 384, 512, 1024))}))
     rows = cost_table(patch, sides, channels=images.shape[1], prefix=where.prefix, **shape)
-    return Panel(
+    return FOLDED(
         "cost",
         "Cost by image size",
         "Doubling the side gives four times the tokens and sixteen times the arithmetic of attention: the orange dot "
@@ -499,7 +491,6 @@ def _cost(seen: Recording, where: tokens.Geometry, images: Tensor, patch: int, d
         f"Arithmetic for {len(rows)} image sizes, up to {rows[-1].tokens:,} tokens with one per pixel",
         figures.draw_cost(rows),
         (("image", "tokens", "GFLOP", "N × N matrices per layer", "fused: q, k, v, o"), *map(_row, rows)),
-        folded=True,
     )
 
 

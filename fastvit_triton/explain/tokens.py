@@ -261,9 +261,6 @@ def rotary_bands(rope: Rope, grid: tuple[int, int]) -> Tensor:
     group = group_of(pairs, cos.shape[-1])
     cos, sin = (t.unflatten(-1, (-1, group))[..., : group // 2].flatten(-2) for t in (cos, sin))
     angle = torch.atan2(sin, cos).unflatten(-2, grid)  # [..., h, w, D/2]
-    return torch.stack([_wrapped(angle.diff(dim=axis)).flatten(-3, -2).mean(-2) for axis in (-3, -2)], -1)
-
-
-def _wrapped(angle: Tensor) -> Tensor:
-    """Wraps an angle to (−π, π]."""
-    return torch.atan2(angle.sin(), angle.cos())
+    steps = [angle.diff(dim=axis) for axis in (-3, -2)]
+    wrapped = [torch.atan2(step.sin(), step.cos()) for step in steps]  # to (−π, π]
+    return torch.stack([step.flatten(-3, -2).mean(-2) for step in wrapped], -1)

@@ -7,7 +7,7 @@ from torch import fx
 
 from ...kernels.activation import GATED
 from .algebra import ARITHMETIC, Polynomial, Unlike, above, agree, between, casts, polynomial, widens
-from .nodes import Argument, equal, kind, outside, read, same, shape, up
+from .nodes import Argument, equal, kind, outside, part_of, read, same, shape, up
 
 GATES = {act: name for name, act in GATED.items()}
 SIMPLE = "silu", "relu", "hardswish", "relu6"  # activations whose names are those of the kernels
@@ -95,27 +95,13 @@ def _alone(node: Argument, inner: list[fx.Node]) -> tuple[str | None, Argument]:
 def _half(node: Argument, inner: list[fx.Node]) -> tuple[fx.Node, int] | None:
     """(tensor, 0 or 1 for the first or second half of its last axis) if that is this node, or None."""
     node = up(node, inner)
-    if kind(node) != "getitem":
+    if (part := part_of(node, 2)) is None:
         return None
-    packed, index = read(node)["input"], read(node)["index"]
+    packed: Argument
+    packed, dim, number, alone, between = part
+    inner += [node, *between]
     *outer, width = shape(node) or (0,)
-    inner.append(node)
-    if kind(packed) in ("chunk", "split", "unbind"):
+    if alone:  # of an axis of halves
         inner.append(packed)
-        axis, last = read(packed).get("dim", 0), len(outer)
-        wanted = (-2, last) if kind(packed) == "unbind" else (-1, last)
-        unbound = kind(packed) == "unbind"
-        packed = read(packed)["input"]
-        if unbound:
-            inner.append(packed)
-            packed = read(packed)["input"] if kind(packed) == "reshape" else None
-        if axis not in wanted:
-            return None
-    elif isinstance(index, tuple) and isinstance(index[-1], slice):
-        *others, (first, end) = *index[:-1], (index[-1].start or 0, index[-1].stop or 2 * width)
-        whole = len(index) == len(outer) + 1 or Ellipsis in index
-        if not whole or index[-1].step not in (None, 1) or any(i not in (Ellipsis, slice(None)) for i in others):
-            return None
-        index = {(0, width): 0, (width, 2 * width): 1}.get((first, end))
-    fits = index in (0, 1) and equal(shape(packed), (*outer, 2 * width))
-    return (packed, index) if fits else None
+        packed = read(packed).get("input") if kind(packed) == "reshape" else None
+    return (packed, number) if dim == len(outer) and equal(shape(packed), (*outer, 2 * width)) else None

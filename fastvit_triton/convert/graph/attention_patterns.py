@@ -24,21 +24,8 @@ from torch import Tensor, fx
 
 from ...kernels.attention import attention
 from ...kernels.attention_qkv import attention_qkv
-from .axes import (
-    Axes,
-    Axis,
-    Product,
-    above,
-    applied,
-    arranged,
-    broadcast,
-    flat,
-    fresh,
-    leaves,
-    product,
-    regrouped,
-)
-from .nodes import Argument, equal, kind, known, read, shape, value
+from .axes import Axes, Axis, Product, above, applied, arranged, broadcast, flat, fresh, leaves, product, regrouped
+from .nodes import Argument, equal, kind, part_of, read, shape, value
 from .patterns import Match, PatternCall, Reason
 from .rotary_patterns import attention_of_packed
 
@@ -119,22 +106,15 @@ class Groups(NamedTuple):
 
 
 class AttentionPattern(NamedTuple):
-    """softmax(scale · q kᵀ + bias) v as matched in a graph.
-
-    Attributes:
-        options: further arguments of `attention`.
-        bare: True if q and k are as they stand in the graph.
-        groups: which axes are which of [B, H, N, D].
-        views: nodes that were passed over above q, k and v.
-    """
+    """softmax(scale · q kᵀ + bias) v as matched in a graph."""
 
     q: Argument
     k: Argument
     v: Argument
-    options: dict[str, Any]
-    bare: bool
-    groups: Groups
-    views: list[fx.Node]
+    options: dict[str, Any]  # further arguments of `attention`
+    bare: bool  # True if q and k are as they stand in the graph
+    groups: Groups  # which axes are which of [B, H, N, D]
+    views: list[fx.Node]  # nodes that were passed over above q, k and v
 
 
 def attend(anchor: fx.Node) -> Iterator[Match | Reason]:
@@ -666,39 +646,12 @@ def _part(operand: Operand, number: int) -> tuple[list[tuple[Axis, fx.Node, Axes
 
 def _selected(node: fx.Node, axes: Axes, number: int) -> tuple[Axis, fx.Node, Axes, list[fx.Node]] | None:
     """(axis of three parts, tensor, its axes, nodes between) if a node is the part of this number of a tensor."""
-    if kind(node) != "getitem":
+    part = part_of(node, 3)
+    if part is None or part[2] != number:
         return None
-    source, index = read(node)["input"], read(node)["index"]
-    third = Axis(3)
-    if kind(source) in ("unbind", "chunk", "split"):
-        arguments = read(source)
-        tensor = arguments["input"]
-        dim = arguments.get("dim", 0) % len(shape(tensor)) if shape(tensor) else 0
-        whole, part = shape(tensor)[dim : dim + 1], shape(node)[dim : dim + 1]
-        if index != number or not shape(tensor):
-            return None
-        if kind(source) == "unbind":
-            return (third, tensor, (*axes[:dim], (third,), *axes[dim:]), [source]) if known(whole[0] == 3) else None
-        if not known(whole[0] == 3 * part[0]):
-            return None
-        return third, tensor, (*axes[:dim], (third, *axes[dim]), *axes[dim + 1 :]), [source]
-    items = list(index) if isinstance(index, tuple) else [index]
-    sizes = shape(source)
-    if Ellipsis in items:
-        at = items.index(Ellipsis)
-        items[at : at + 1] = [slice(None)] * (len(sizes) - len(items) + 1)
-    items += [slice(None)] * (len(sizes) - len(items))
-    chosen = [i for i, item in enumerate(items) if item != slice(None)]
-    if len(chosen) != 1 or len(items) != len(sizes):
-        return None
-    (dim,) = chosen
-    item, size = items[dim], sizes[dim]
-    if item == number and isinstance(item, int) and known(size == 3):
-        return third, source, (*axes[:dim], (third,), *axes[dim:]), []
-    if isinstance(item, slice) and item.step in (None, 1) and isinstance(size, int) and size % 3 == 0:
-        if item.indices(size)[:2] == (number * size // 3, (number + 1) * size // 3):
-            return third, source, (*axes[:dim], (third, *axes[dim]), *axes[dim + 1 :]), []
-    return None
+    third, (tensor, dim, _, alone, between) = Axis(3), part
+    rest = ((third,), *axes[dim:]) if alone else ((third, *axes[dim]), *axes[dim + 1 :])
+    return third, tensor, (*axes[:dim], *rest), between
 
 
 def _for_all(t: Tensor, like: Tensor) -> Tensor:

@@ -17,19 +17,14 @@ from .patterns import PatternCall
 
 
 class Axis:
-    """An axis of a tensor or a part of one.
-
-    Attributes:
-        size: number of elements.
-        parts: what it was split into; () if it is whole.
-    """
+    """An axis of a tensor or a part of one."""
 
     __slots__ = ("parts", "size")
 
     def __init__(self, size: Any) -> None:
         symbolic = isinstance(size, torch.SymInt) and not size.node.expr.is_number
-        self.size = size if symbolic else int(size)
-        self.parts: tuple[Axis, ...] = ()
+        self.size = size if symbolic else int(size)  # number of elements
+        self.parts: tuple[Axis, ...] = ()  # what it was split into; () if it is whole
 
 
 Axes = tuple[tuple[Axis, ...], ...]  # of a tensor, for each of its dimensions

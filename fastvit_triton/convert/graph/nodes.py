@@ -237,6 +237,41 @@ def up(node: Argument, inner: list[fx.Node]) -> Argument:
     return node
 
 
+def part_of(node: Argument, count: int) -> tuple[fx.Node, int, int, bool, list[fx.Node]] | None:
+    """(tensor, axis, number, True for an entry of the axis instead of a part, nodes between) of a part, or None.
+
+    A node is one of this many equal parts by an index or a slice, also of the results of `unbind`, `chunk` or `split`.
+    """
+    if kind(node) != "getitem":
+        return None
+    source, index = read(node)["input"], read(node)["index"]
+    if kind(source) in ("unbind", "chunk", "split"):
+        tensor, alone = read(source)["input"], kind(source) == "unbind"
+        sizes, dim = shape(tensor), read(source).get("dim", 0)
+        if not sizes or index not in range(count):
+            return None
+        dim %= len(sizes)
+        fits = known(sizes[dim] == count * (1 if alone else shape(node)[dim]))
+        return (tensor, dim, index, alone, [source]) if fits else None
+    items, sizes = list(index) if isinstance(index, tuple) else [index], shape(source)
+    if Ellipsis in items:
+        at = items.index(Ellipsis)
+        items[at : at + 1] = [slice(None)] * (len(sizes) - len(items) + 1)
+    items += [slice(None)] * (len(sizes) - len(items))
+    chosen = [i for i, item in enumerate(items) if item != slice(None)]
+    if len(chosen) != 1 or len(items) != len(sizes):
+        return None
+    (dim,) = chosen
+    item, size = items[dim], sizes[dim]
+    if isinstance(item, int) and item in range(count) and known(size == count):
+        return source, dim, item, True, []
+    if isinstance(item, slice) and item.step in (None, 1) and isinstance(size, int) and size % count == 0:
+        start, stop, _ = item.indices(size)
+        if size and (stop - start) * count == size and start * count % size == 0:
+            return source, dim, start * count // size, False, []
+    return None
+
+
 def outside(nodes: list[fx.Node], anchor: fx.Node) -> fx.Node | None:
     """One of these nodes that is also read outside the match, so it must stay; None if there is none."""
     inside = {*nodes, anchor}

@@ -46,19 +46,13 @@ IN_PLACE: dict[Any, Any] = {
 
 
 class Rewriter:
-    """Rewrites a graph in place.
-
-    Attributes:
-        refuses: (device, dtype, head dimension) → why the kernels do not run, or None.
-        became: name of each removed node → the function that replaced it.
-        why: name of a node → why it was not rewritten.
-    """
+    """Rewrites a graph in place."""
 
     def __init__(self, graph: fx.Graph, refuses: Callable[..., str | None] = why_not) -> None:
         self.graph = graph
-        self.refuses = refuses
-        self.became: dict[str, str] = {}
-        self.why: dict[str, str] = {}
+        self.refuses = refuses  # (device, dtype, head dimension) → why the kernels do not run, or None
+        self.became: dict[str, str] = {}  # name of each removed node → the function that replaced it
+        self.why: dict[str, str] = {}  # name of a node → why it was not rewritten
         self.fake = next(tensors(*graph.nodes)).fake_mode  # infers shapes and dtypes without computing
         _write_anew(graph)
         self.regions = Regions(graph, self.fake)

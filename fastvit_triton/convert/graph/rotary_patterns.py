@@ -51,17 +51,12 @@ class RotaryRun(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """A tensor computed from the projection [B, N, columns].
+    """A tensor computed from the projection [B, N, columns]."""
 
-    Attributes:
-        axes: "B", "N", or "" for channels, for each of its axes; a complex tensor has one more, of its two parts.
-        runs: its tokens.
-        norm: (parameters, channels) of the norm that its columns have passed, or None.
-    """
-
+    # "B", "N", or "" for channels, for each of its axes; a complex tensor has one more, of its two parts
     axes: tuple[str, ...]
-    runs: tuple[RotaryRun, ...]
-    norm: tuple[tuple, int] | None = None
+    runs: tuple[RotaryRun, ...]  # its tokens
+    norm: tuple[tuple, int] | None = None  # (parameters, channels) of the norm that its columns have passed, or None
 
 
 class Table(NamedTuple):
@@ -114,14 +109,7 @@ def attention_of_packed(pattern: Any, core: fx.Node) -> tuple[fx.Node, dict, lis
 
 
 class _Reader:
-    """The tensors computed from a packed projection, up to a node.
-
-    Attributes:
-        packed: the projection.
-        values: node → what it is, for tensors that have records, and tuples of these.
-        others: further nodes that are computed from the projection.
-        tables: all tables.
-    """
+    """The tensors computed from a packed projection, up to a node."""
 
     def __init__(self, packed: fx.Node, end: fx.Node) -> None:
         _, N, columns = shape(packed)
@@ -129,8 +117,9 @@ class _Reader:
         start.column[:] = np.arange(columns)
         self.packed = packed
         self.tables: list[Table] = []
+        # node → what it is, for tensors that have records, and tuples of these
         self.values: dict[fx.Node, Any] = {packed: Heads(("B", "N", ""), (RotaryRun(0, N, start),))}
-        self.others: set[fx.Node] = set()
+        self.others: set[fx.Node] = set()  # further nodes that are computed from the projection
         node = packed.next
         while node is not end and node.op != "output":
             if any(n in self.values or n in self.others for n in node.all_input_nodes):
@@ -536,7 +525,8 @@ def _padded(array: np.ndarray, terms: int, fill: int) -> np.ndarray:
 def _reshaped(heads: Heads, before: tuple, after: tuple) -> tuple[str, ...] | None:
     """The axes after a reshape that keeps those of images and tokens; None for another."""
     axes, left = list[str](), list(after)
-    for label, sizes in _grouped(heads.axes[: len(before)], before):
+    for label, group in itertools.groupby(zip(heads.axes, before, strict=False), key=lambda pair: pair[0]):
+        sizes = [size for _, size in group]  # neighbouring axes of channels are one
         if label:
             if not left or not known(left.pop(0) == sizes[0]):
                 return None
@@ -553,17 +543,6 @@ def _reshaped(heads: Heads, before: tuple, after: tuple) -> tuple[str, ...] | No
         if product != math.prod(sizes):
             return None
     return None if left else tuple(axes)
-
-
-def _grouped(axes: tuple[str, ...], sizes: tuple) -> list[tuple[str, list]]:
-    """Axes and their sizes; neighbouring axes of channels are one."""
-    groups: list[tuple[str, list]] = []
-    for label, size in zip(axes, sizes, strict=True):
-        if groups and not label and not groups[-1][0]:
-            groups[-1][1].append(size)
-        else:
-            groups.append((label, [size]))
-    return groups
 
 
 def _is_plain(terms: Terms, own: np.ndarray) -> bool:

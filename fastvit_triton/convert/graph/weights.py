@@ -21,17 +21,11 @@ METHODS = ("clamp", "exp", "float", "t", "type_as", "unsqueeze")
 
 
 class WeightSplit(NamedTuple):
-    """A graph in two parts.
+    """A graph in two parts."""
 
-    Attributes:
-        reads: numbers of the graph's inputs that the first part reads.
-        kept: the first part: computes a tuple of tensors from weights.
-        rest: computes the results of the graph from all of its inputs and then these tensors.
-    """
-
-    reads: list[int]
-    kept: fx.Graph
-    rest: fx.Graph
+    reads: list[int]  # numbers of the graph's inputs that the first part reads
+    kept: fx.Graph  # the first part: computes a tuple of tensors from weights
+    rest: fx.Graph  # computes the results of the graph from all of its inputs and then these tensors
 
 
 def split(graph: fx.Graph, weights: set[str]) -> WeightSplit | None:

@@ -4,7 +4,6 @@ Blocks, attention and MLPs with timm's attributes share timm's readers. `attach`
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -114,17 +113,17 @@ def attention_parts(self: Foreign) -> Body:
     overridden = type(self).attend is not Attention.attend
     dropped = self.attn_drop.training and self.attn_drop.p > 0
     if overridden or dropped or self.position is not None:
-        between = self.attend if overridden else partial(_positioned, self)
+
+        def positioned(qkv: Tensor) -> Tensor:
+            """`Attention.attend` with our kernel, unless probabilities are dropped."""
+            q, k, v = self.heads(qkv)
+            bias = None if self.position is None else self.scale * self.position(q)
+            return attend(q, k, v, self.scale, self.attn_drop, True, bias)
+
+        between = self.attend if overridden else positioned
         return Body("attention", (self.qkv,), between, self.proj, self.num_heads, drops=drops)
     norms = head_norms(self.q_norm, self.k_norm)
     return attention_body((self.qkv,), self.proj, self.num_heads, self.scale, norms=norms, drops=drops)
-
-
-def _positioned(self: Foreign, qkv: Tensor) -> Tensor:
-    """`Attention.attend` with our kernel, unless probabilities are dropped."""
-    q, k, v = self.heads(qkv)
-    bias = None if self.position is None else self.scale * self.position(q)
-    return attend(q, k, v, self.scale, self.attn_drop, True, bias)
 
 
 @fused_forward(

@@ -15,14 +15,7 @@ from ...engine.body import Body, finish, normalize, project
 from ...engine.branch import Branch, add_branches
 from ...engine.freeze import derived
 from ...engine.hooks import has_hooks
-from ...engine.leaves import (
-    CONVOLUTIONS,
-    Foreign,
-    Layer,
-    Packed,
-    is_patch_conv,
-    is_plain_module,
-)
+from ...engine.leaves import CONVOLUTIONS, Foreign, Layer, Packed, is_patch_conv, is_plain_module
 from ...kernels.attention import attention
 from ...kernels.patch_embed import assemble, patch_embed, whole_patches
 from ...kernels.sizes import Branch as Sizes
@@ -89,11 +82,7 @@ def _linear(layer: nn.Module, x: Any) -> Tensor:
     return project(x, (layer,)) if type(layer) is nn.Linear else layer(x)
 
 
-@fused_forward(
-    "visual transformer",
-    f"{VT}.VisualTransformer",
-    needs="tokenizer attn mlp projector drop_path",
-)
+@fused_forward("visual transformer", f"{VT}.VisualTransformer", needs="tokenizer attn mlp projector drop_path")
 def visual_transformer(self: Foreign, x: Tensor, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Map [B, N, C], and the tokens [B, L, D] of the module before → the same."""
     t = self.tokenizer(x, tokens)
@@ -104,13 +93,9 @@ def visual_transformer(self: Foreign, x: Tensor, tokens: Tensor | None = None) -
 
 @dataclass(frozen=True, eq=False)
 class _PositionalHeads:
-    """Attention by relative position alone, and the linear layer that joins its heads.
+    """Attention by relative position alone, and the linear layer that joins its heads."""
 
-    Attributes:
-        attn: a `QuadraticAttention`.
-    """
-
-    attn: Foreign
+    attn: Foreign  # a `QuadraticAttention`
     takes_input: ClassVar[bool] = True
 
     @property
@@ -142,15 +127,10 @@ def positional_parts(self: Foreign) -> Body:
 
 @dataclass(frozen=True, eq=False)
 class _ConvolvedHeads:
-    """Attention of convolved queries, keys and values.
+    """Attention of convolved queries, keys and values."""
 
-    Attributes:
-        attn: a `ConvAttention`.
-        grid: (H, W) of the tokens.
-    """
-
-    attn: Foreign
-    grid: tuple[int, int]
+    attn: Foreign  # a `ConvAttention`
+    grid: tuple[int, int]  # (H, W) of the tokens
     takes_input: ClassVar[bool] = True
 
     @property
@@ -207,12 +187,7 @@ def conv_stem(self: Foreign, image: Tensor, pos: Tensor | None = None, prefix: T
     return patch_embed(self.convolve(image), self.proj.weight, self.proj.bias, pos, prefix)
 
 
-@fused_forward(
-    "patch projection",
-    "fastvit_triton.layers.embed.NormedPatchEmbed",
-    needs="proj norm",
-    products=False,
-)
+@fused_forward("patch projection", "fastvit_triton.layers.embed.NormedPatchEmbed", needs="proj norm", products=False)
 def normed_patch_embed(self: Foreign, image: Tensor, pos: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
     """Patches with a LayerNorm of their tokens; [B, C, H, W] → [B, T + N, D]."""
     tokens = PatchEmbed.forward(self, whole_patches(image, self.patch_size))  # type: ignore[arg-type]  # a subclass

@@ -257,43 +257,28 @@ def restoration_decoder_layer(self: Foreign, x: Tensor, memory: Tensor, task: Te
     attn, cross = self.self_attn, self.multihead_attn
     if has_hooks(attn) or has_hooks(cross):
         return NotImplemented
-    D = x.shape[-1]
-    H = attn.num_heads
-    self_attention = Body(
-        "attention", (Packed(attn.in_proj_weight, None),), partial(_tasked, attn=attn, task=task), attn.out_proj, H
-    )
-    cross_attention = Body(
-        "attention",
-        (Packed(cross.in_proj_weight[:D], None, (cross.in_proj_weight,)),),
-        partial(_crossed, attn=cross, task=task, memory=memory, num_heads=H),
-        cross.out_proj,
-        H,
-    )
+    D, H = x.shape[-1], attn.num_heads
+    own, weight = attn.in_proj_weight, cross.in_proj_weight
+
+    def attended(qkv: Tensor) -> Tensor:
+        """Attention of packed projections [B, N, 3·D], to whose queries and keys the projected task is added."""
+        added = F.pad(F.linear(task, own[: 2 * D]), (0, D))
+        return attention_qkv(qkv + added.to(qkv.dtype), H, None)
+
+    def crossed(q: Tensor) -> Tensor:
+        """Attention of queries [B, N, D], to which the projected task is added, to the encoder's output."""
+        q = q + F.linear(task, weight[:D]).to(q.dtype)
+        parts = (q, *linear(memory, weight[D:]).chunk(2, -1))
+        q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in parts)
+        return attention(q, k, v).transpose(1, 2).flatten(2)
+
+    query = Packed(weight[:D], None, (weight,))
+    self_attention = Body("attention", (Packed(own, None),), attended, attn.out_proj, H, drops=(self.dropout1,))
+    cross_attention = Body("attention", (query,), crossed, cross.out_proj, H, drops=(self.dropout2,))
     hidden = MlpBody((self.linear1,), "relu", self.linear2, (self.dropout, self.dropout3))
-    branches = (
-        Branch(self_attention._replace(drops=(self.dropout1,)), self.norm1),
-        Branch(cross_attention._replace(drops=(self.dropout2,)), self.norm2),
-        Branch(hidden, self.norm3),
-    )
+    branches = (Branch(self_attention, self.norm1), Branch(cross_attention, self.norm2), Branch(hidden, self.norm3))
     # few rows: products of the task read more than the sums that they save; gradients of parts of a weight are padded
     few = kernels_available(x) and (torch.is_grad_enabled() or not fold.pays(x, 3 * D))
     if few or runs_plain(x, *branches, block=self):
         return NotImplemented
     return add_branches(x, *branches, block=self)
-
-
-def _tasked(qkv: Tensor, attn: Foreign, task: Tensor) -> Tensor:
-    """Attention of packed projections [B, N, 3·D], to whose queries and keys the projected task is added."""
-    D = task.shape[-1]
-    added = F.linear(task, attn.in_proj_weight[: 2 * D])
-    return attention_qkv(qkv + F.pad(added, (0, D)).to(qkv.dtype), attn.num_heads, None)
-
-
-def _crossed(q: Tensor, attn: Foreign, task: Tensor, memory: Tensor, num_heads: int) -> Tensor:
-    """Attention of queries [B, N, D], to which the projected task is added, to the encoder's output."""
-    D = task.shape[-1]
-    weight = attn.in_proj_weight
-    q = q + F.linear(task, weight[:D]).to(q.dtype)
-    kv = linear(memory, weight[D:]).chunk(2, -1)
-    q, k, v = (t.unflatten(-1, (num_heads, -1)).transpose(1, 2) for t in (q, *kv))
-    return attention(q, k, v).transpose(1, 2).flatten(2)

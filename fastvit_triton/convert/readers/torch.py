@@ -90,12 +90,7 @@ def multihead_reason(self: nn.MultiheadAttention) -> str | None:
     return None if are_plain_tensors(self.in_proj_weight, self.in_proj_bias) else "in_proj_weight is not a parameter"
 
 
-@fused_forward(
-    "attention if its weights are not requested",
-    MULTIHEAD,
-    reason=multihead_reason,
-    checked=False,
-)
+@fused_forward("attention if its weights are not requested", MULTIHEAD, reason=multihead_reason, checked=False)
 def multihead(
     self: nn.MultiheadAttention,
     query: Tensor,
@@ -120,11 +115,6 @@ def multihead(
         masks = _masks(self, attn_mask, key_padding_mask, is_causal)
         y = cross_attend(self, turn(query), turn(key), turn(value), *masks)
     return turn(_tokens_first(y) if self.training else y), None  # its caller may apply dropout
-
-
-def _tokens_first_reason(self: nn.MultiheadAttention) -> str | None:
-    """Why images [B, N, D] cannot be given to it, or None."""
-    return None if getattr(self, "batch_first", True) else "batch_first is False"
 
 
 def _tokens_first(y: Tensor) -> Tensor:
@@ -187,10 +177,7 @@ UNREADABLE = "several axes, fast norm, or parameters of a tensor subclass"
 
 
 @fused_forward(
-    "LayerNorm",
-    *LAYER_NORMS,
-    reason=lambda self: UNREADABLE if last_axis_norm(self) is None else None,
-    products=False,
+    "LayerNorm", *LAYER_NORMS, reason=lambda self: UNREADABLE if last_axis_norm(self) is None else None, products=False
 )
 def layer_norm_forward(self: Foreign, input: Tensor) -> Tensor:
     """LayerNorm over the last axis, in float32 under autocast on a GPU; [..., D] → [..., D]."""
@@ -254,7 +241,11 @@ def encoder_layer(
 @fused_forward(
     "pre-norm block",
     "torchvision.models.vision_transformer.EncoderBlock",
-    reason=lambda self: _tokens_first_reason(self.self_attention) or multihead_reason(self.self_attention),
+    reason=lambda self: (
+        multihead_reason(self.self_attention)
+        if getattr(self.self_attention, "batch_first", True)
+        else "batch_first is False"
+    ),
     folds=lambda self: [(self.ln_1, self.self_attention), (self.ln_2, self.mlp)],
 )
 def encoder_block(self: Foreign, input: Tensor) -> Tensor:

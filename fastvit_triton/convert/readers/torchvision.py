@@ -37,10 +37,7 @@ def swin_parts(self: Foreign) -> Body | str:
     return _reason(self) or window_body((self.qkv,), self.proj, self.num_heads, scale, _window(self), table_bias(self))
 
 
-@fused_body(
-    f"{_FILE}.ShiftedWindowAttentionV2",
-    needs=f"{ATTENTION} logit_scale cpb_mlp relative_coords_table",
-)
+@fused_body(f"{_FILE}.ShiftedWindowAttentionV2", needs=f"{ATTENTION} logit_scale cpb_mlp relative_coords_table")
 def swin_v2_parts(self: Foreign) -> Body | str:
     """Parts of a cosine attention in shifted windows, with positions from an MLP and keys without a bias."""
     why = _reason(self) or hooked(self.cpb_mlp.modules())
@@ -49,31 +46,24 @@ def swin_v2_parts(self: Foreign) -> Body | str:
     weight, bias = self.qkv.weight, self.qkv.bias
     qkv = self.qkv
     if bias is not None:
-        qkv = Packed(weight, derived(self, "qkv_bias", (bias,), lambda: _without_keys(bias)), (weight, bias))
+
+        def without_keys() -> Tensor:
+            q, k, v = bias.chunk(3)
+            return torch.cat((q, torch.zeros_like(k), v))
+
+        qkv = Packed(weight, derived(self, "qkv_bias", (bias,), without_keys), (weight, bias))
     scale = cosine_scale(self)
     positions = continuous_bias(self)
     return window_body((qkv,), self.proj, self.num_heads, scale, _window(self), positions)
 
 
-def _without_keys(bias: Tensor) -> Tensor:
-    """The bias [3·D] of a packed projection, with zeros for the keys."""
-    q, k, v = bias.chunk(3)
-    return torch.cat((q, torch.zeros_like(k), v))
-
-
 register_blocks(
-    {
-        f"{_FILE}.SwinTransformerBlock": BLOCK,
-        f"{_FILE}.SwinTransformerBlockV2": BLOCK._replace(post_norms=True),
-    }
+    {f"{_FILE}.SwinTransformerBlock": BLOCK, f"{_FILE}.SwinTransformerBlockV2": BLOCK._replace(post_norms=True)}
 )
 
 
 @fused_forward(
-    "patch merging",
-    f"{_FILE}.PatchMerging",
-    needs="norm reduction",
-    folds=lambda self: [(self.norm, self.reduction)],
+    "patch merging", f"{_FILE}.PatchMerging", needs="norm reduction", folds=lambda self: [(self.norm, self.reduction)]
 )
 def merging(self: Foreign, x: Tensor) -> Tensor:
     """Swin's patch merging; [B, H, W, D] → [B, ⌈H/2⌉, ⌈W/2⌉, 2·D]."""

@@ -1,45 +1,33 @@
-"""Blocks of two branches, attention and MLP, each with a norm and a residual: tables have the names of their parts."""
+"""Layers of transformers; blocks of two branches, each with a norm and a residual: tables have their parts' names."""
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
+from inspect import unwrap
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ...engine.branch import Branch, add_branches
 from ...engine.leaves import Foreign
-from ..forwards import Forward, arguments, fused_forward, known_type, register
+from ..forwards import Forward, arguments, declared, fused_forward, known_type, register
 
 
 class Names(NamedTuple):
-    """Names of a block's parts; "" for none, and of two the first is that of the attention's branch.
+    """Names of a block's parts; "" for none, and of two the first is that of the attention's branch."""
 
-    Attributes:
-        norm1: norm before the attention.
-        attn: attention.
-        norm2: norm before the MLP.
-        mlp: MLP.
-        takes: arguments after the first, which the block passes on to its attention with all others that it is given.
-        layer_scales: modules that scale the branches.
-        scales: parameters [D] that scale the branches.
-        gates: parameters [1] whose tanh scales the branches of a block that `is_gated`.
-        drops: dropouts after the branches.
-        drop_paths: stochastic depth.
-        further: attributes that tell the release of which these names are.
-        post_norms: True if the norms come after the attention and the MLP.
-    """
-
-    norm1: str
+    norm1: str  # before the attention
     attn: str
-    norm2: str
+    norm2: str  # before the MLP
     mlp: str
+    # arguments after the first, which the block passes on to its attention with all others that it is given
     takes: str = "attention_mask position_embeddings"
-    layer_scales: tuple[str, str] = ("", "")
-    scales: tuple[str, str] = ("", "")
-    gates: tuple[str, str] = ("", "")
-    drops: tuple[str, str] = ("", "")
-    drop_paths: tuple[str, str] = ("", "")
-    further: str = ""
-    post_norms: bool = False
+    layer_scales: tuple[str, str] = ("", "")  # modules that scale the branches
+    scales: tuple[str, str] = ("", "")  # parameters [D] that scale the branches
+    gates: tuple[str, str] = ("", "")  # parameters [1] whose tanh scales the branches of a block that `is_gated`
+    drops: tuple[str, str] = ("", "")  # dropouts after the branches
+    drop_paths: tuple[str, str] = ("", "")  # stochastic depth
+    further: str = ""  # attributes that tell the release of which these names are
+    post_norms: bool = False  # True if the norms come after the attention and the MLP
 
     def needs(self) -> str:
         """The attributes, as `Forward.needs`."""
@@ -67,22 +55,35 @@ def checkpointed(self: Foreign, forward: Any, *inputs: Any, **named: Any) -> Any
     return forward(self, *inputs, **named)
 
 
-@fused_forward("pre-norm block")
-def two_branches(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor | tuple[Tensor]:
-    """x plus both branches; [B, ..., D] → [B, ..., D], a tuple with it where attention weights may be requested."""
-    taken = arguments(type(self))
-    call = dict(zip(taken, inputs, strict=False)) | named
-    tupled = "output_attentions" in taken
-    if tupled and call.get("output_attentions"):
-        return NotImplemented
-    if "attention_mask" in taken:
-        call.setdefault("attention_mask", None)  # the attention of a copy may require it
-    y = checkpointed(self, added, hidden_states, names=_names_of(self), **call)
-    return (y,) if tupled else y
+def fused_layer(became: str, *names: str, takes: str | None = None, **options: Any) -> Callable[[Callable], Callable]:
+    """Decorator: as `fused_forward`, for a layer of which the function computes the output.
+
+    That may run with activation checkpointing, and is returned in a tuple where attention weights may be requested.
+    """
+
+    def decorate(run: Callable[..., Tensor]) -> Callable:
+        @wraps(run)
+        def layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor | tuple[Tensor]:
+            taken = arguments(type(self))
+            call = dict(zip(taken, inputs, strict=False)) | named
+            if "attention_mask" in taken:
+                call.setdefault("attention_mask", None)  # the attention of a copy may require it
+            tupled = "output_attentions" in taken
+            if tupled and call.pop("output_attentions", False):
+                return NotImplemented
+            checks = self.training and getattr(self, "gradient_checkpointing", False)
+            y = checkpointed(self, run, hidden_states, **call) if checks else run(self, hidden_states, **call)
+            return (y,) if tupled and y is not NotImplemented else y
+
+        return fused_forward(became, *names, takes=declared(run, 2) if takes is None else takes, **options)(layer)
+
+    return decorate
 
 
-def added(self: Foreign, x: Tensor, names: Names, **call: Any) -> Tensor:
-    """x plus the branches of a block whose parts have these names."""
+@fused_layer("pre-norm block")
+def two_branches(self: Foreign, x: Tensor, names: Names | None = None, **call: Any) -> Tensor:
+    """x [B, ..., D] plus the branches of a block whose parts have these names, by default those of its type."""
+    names = names or _names_of(self)
     branches = []
     gated = any(names.gates) and self.is_gated
     for i, (norm, body) in enumerate(((names.norm1, names.attn), (names.norm2, names.mlp))):
@@ -95,6 +96,9 @@ def added(self: Foreign, x: Tensor, names: Names, **call: Any) -> Tensor:
         body_call = None if i else call
         branches.append(Branch(getattr(self, body), before, layer_scale, drop_path, scale, drop, body_call, after))
     return add_branches(x, *branches, block=self)
+
+
+added: Callable[..., Tensor] = unwrap(two_branches)  # without the checks
 
 
 def _names_of(self: Foreign) -> Names:

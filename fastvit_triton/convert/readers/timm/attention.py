@@ -5,7 +5,9 @@ attention of Gemma 4. Supports timm 0.4 and later; attributes that older release
 are optional.
 """
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,20 +17,12 @@ from ....engine.attention import attention_body
 from ....engine.body import Body, finish, project
 from ....engine.freeze import derived
 from ....engine.hooks import are_plain_tensors, has_hooks, type_name
-from ....engine.leaves import (
-    Foreign,
-    Layer,
-    Packed,
-    activation_of,
-    is_identity,
-    is_readable,
-    softmax_reason,
-)
+from ....engine.leaves import Foreign, Layer, Packed, activation_of, is_identity, is_readable, softmax_reason
 from ....engine.mlp import MlpBody, gated_mlp_body
 from ....kernels.attention import attention
 from ....kernels.attention_qkv import attention_qkv
 from ....layers.fusable import Fusable
-from ...forwards import fused_body, fused_forward
+from ...forwards import declared, fused_body, fused_forward
 from ...third_party import dropout_reason, four_axes, head_norms
 from ...windows import table_bias
 
@@ -36,6 +30,40 @@ from ...windows import table_bias
 def dropped(module: Foreign) -> str | None:
     """Why this attention needs dropout on its probabilities, which no kernel has; None if it does not."""
     return dropout_reason(module.attn_drop, "attn_drop has a hook")
+
+
+def fused_heads(
+    *names: str,
+    needs: str,
+    kind: str = "attention",
+    heads: str = "num_heads",
+    reason: Callable[[Any], str | None] | None = dropped,
+    keys: Callable[[Any], int] | None = None,
+    first: str = "",
+    decomposed: str = "",
+) -> Callable[[Callable[..., Tensor]], Callable]:
+    """Decorator: registers, as `fused_body`, the attention of these types between packed projections and the last one.
+
+    The module's own forward runs if there is a reason; for the further arguments, functions of the module or names of
+    attributes, see `Body`.
+    """
+
+    def decorate(attend: Callable[..., Tensor]) -> Callable:
+        taken = declared(attend, 2) or ""
+
+        @wraps(attend)
+        def parts(self: Foreign, *inputs: Any, **named: Any) -> Body | str:
+            if reason is not None and (why := reason(self)) is not None:
+                return why
+            between = partial(attend, self, **dict(zip(taken.split(), inputs, strict=False)), **named)
+            number = getattr(self, heads)
+            norm, drop = getattr(self, first) if first else None, getattr(self, "proj_drop", None)
+            seen, by_axis = 0 if keys is None else keys(self), bool(decomposed and getattr(self, decomposed))
+            return Body(kind, (self.qkv,), between, self.proj, number, seen, norm, None, (drop,), by_axis)
+
+        return fused_body(*names, needs=needs, takes=taken)(parts)
+
+    return decorate
 
 
 def is_own(module: Foreign) -> bool:
@@ -103,15 +131,9 @@ def map_attention(self: Foreign, x: Tensor) -> Tensor:
     return finish(o, self.proj, drop=self.proj_drop).transpose(1, 2).unflatten(2, x.shape[2:])
 
 
-@fused_body("timm.models.nest.Attention", needs="qkv num_heads scale attn_drop proj proj_drop")
-def nest_parts(self: Foreign) -> Body | str:
-    """Parts of NesT's attention in blocks [B, blocks, N, D]."""
-    between = partial(_nest_heads, self)
-    return dropped(self) or Body("attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,))
-
-
-def _nest_heads(self: Foreign, qkv: Tensor) -> Tensor:
-    """Packed projections [B, blocks, N, 3 · H · D] → [B, blocks, N, D · H], the heads of a channel side by side."""
+@fused_heads("timm.models.nest.Attention", needs="qkv num_heads scale attn_drop proj proj_drop")
+def nest_heads(self: Foreign, qkv: Tensor) -> Tensor:
+    """NesT's, in blocks: [B, blocks, N, 3 · H · D] → [B, blocks, N, D · H], the heads of a channel side by side."""
     o = attention_qkv(qkv.flatten(0, 1), self.num_heads, scale_of(self)).unflatten(0, qkv.shape[:2])
     return o.unflatten(-1, (self.num_heads, -1)).transpose(-1, -2).flatten(-2)
 
@@ -199,9 +221,7 @@ def mlp_parts(self: Foreign) -> MlpBody | str:
 
 
 @fused_body(
-    "timm.layers.mlp.GluMlp",
-    "timm.models.layers.mlp.GluMlp",
-    needs="fc1 act gate_last chunk_dim drop1 fc2 drop2",
+    "timm.layers.mlp.GluMlp", "timm.models.layers.mlp.GluMlp", needs="fc1 act gate_last chunk_dim drop1 fc2 drop2"
 )
 def glu_parts(self: Foreign) -> MlpBody | Body | str:
     """Parts of a gated MLP with gate and value in one layer, gate first."""
@@ -269,31 +289,26 @@ def gemma_mlp_parts(self: Foreign) -> MlpBody | Body | str:
     needs="q_proj k_proj v_proj o_proj q_norm k_norm v_norm num_heads num_kv_heads num_kv_groups attn_drop proj_drop",
 )
 def gemma_parts(
-    self: Foreign,
-    rope_cos: Tensor | None = None,
-    rope_sin: Tensor | None = None,
-    attn_mask: Tensor | None = None,
+    self: Foreign, rope_cos: Tensor | None = None, rope_sin: Tensor | None = None, attn_mask: Tensor | None = None
 ) -> Body | str:
     """Parts of Gemma 4's attention, with norms of queries, keys and values, and rotary positions along both axes."""
     if self.num_kv_heads * self.num_kv_groups != self.num_heads:
         return f"{self.num_heads} heads for {self.num_kv_heads} keys of {self.num_kv_groups} heads each"
     *projections, proj = _linears(self.q_proj, self.k_proj, self.v_proj, self.o_proj)
-    between = partial(_gemma_heads, self, rope=(rope_cos, rope_sin), mask=attn_mask)
-    return dropped(self) or Body(
-        "attention", tuple(projections), between, proj, self.num_heads, drops=(self.proj_drop,)
-    )
-
-
-def _gemma_heads(self: Foreign, qkv: Tensor, rope: tuple[Tensor | None, ...], mask: Tensor | None) -> Tensor:
-    """Projections [B, N, (H + 2 · H') · D] → [B, N, H · D], where a key serves H / H' heads."""
     heads = self.num_heads, self.num_kv_heads, self.num_kv_heads
-    q, k, v = qkv.unflatten(-1, (sum(heads), -1)).split(heads, 2)
-    cos, sin = (t.unsqueeze(2) for t in rope if t is not None)
-    q, k = (_rotated(norm(t), cos, sin).transpose(1, 2) for norm, t in ((self.q_norm, q), (self.k_norm, k)))
-    v = self.v_norm(v).transpose(1, 2)
-    if self.num_kv_groups > 1:
-        k, v = (t.repeat_interleave(self.num_kv_groups, 1) for t in (k, v))
-    return attention(q, k, v.to(q.dtype), four_axes(mask), 1.0).transpose(1, 2).flatten(2)
+
+    def between(qkv: Tensor) -> Tensor:
+        """Projections [B, N, (H + 2 · H') · D] → [B, N, H · D], where a key serves H / H' heads."""
+        q, k, v = qkv.unflatten(-1, (sum(heads), -1)).split(heads, 2)
+        cos, sin = (t.unsqueeze(2) for t in (rope_cos, rope_sin) if t is not None)
+        q, k = (_rotated(norm(t), cos, sin).transpose(1, 2) for norm, t in ((self.q_norm, q), (self.k_norm, k)))
+        v = self.v_norm(v).transpose(1, 2)
+        if self.num_kv_groups > 1:
+            k, v = (t.repeat_interleave(self.num_kv_groups, 1) for t in (k, v))
+        return attention(q, k, v.to(q.dtype), four_axes(attn_mask), 1.0).transpose(1, 2).flatten(2)
+
+    drops = (self.proj_drop,)
+    return dropped(self) or Body("attention", tuple(projections), between, proj, self.num_heads, drops=drops)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -302,10 +317,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.stack((-second, first), -2).flatten(-3) * sin
 
 
-@fused_body(
-    "timm.layers.mlp.GlobalResponseNormMlp",
-    needs="fc1 act drop1 grn fc2 drop2",
-)
+@fused_body("timm.layers.mlp.GlobalResponseNormMlp", needs="fc1 act drop1 grn fc2 drop2")
 def response_parts(self: Foreign) -> Body | str:
     """Parts of ConvNeXt V2's MLP of a map [B, H, W, D]: fc1, activation, dropout, normalization, fc2."""
     if not (is_readable(self.fc1) or is_readable(self.fc2)):

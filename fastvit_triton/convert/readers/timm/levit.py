@@ -1,7 +1,5 @@
 """Fused forwards for timm's LeViT, EfficientFormer and TinyViT: keys narrower than values, and a table of biases."""
 
-from functools import partial
-
 from torch import Tensor, nn
 
 from ....engine.attention import merged_heads
@@ -18,7 +16,7 @@ from ...batch_norm import UNFOLDED, folded_mlp
 from ...forwards import Reader, fused_body, fused_forward
 from ...third_party import is_fusable
 from ..two_branches import TIMM, register_blocks
-from .attention import is_own, scale_of
+from .attention import fused_heads, is_own, scale_of
 
 MAPPED = "its activation or dropout reads a map: it was replaced or has a hook"
 
@@ -46,17 +44,14 @@ def attend_fewer(attn: Foreign, q: Tensor, kv: Tensor, num_heads: int, value_dim
     return attention(q, k, v, distance_bias(attn), scale_of(attn)).transpose(1, 2).flatten(2)
 
 
-def _heads(self: Foreign, qkv: Tensor) -> Tensor:
-    return attend_narrow(self, qkv, self.num_heads, self.val_dim)
-
-
-@fused_body(
+@fused_heads(
     "timm.models.efficientformer.Attention",
     needs="qkv proj num_heads scale key_dim val_dim attention_biases attention_bias_idxs",
+    reason=None,
 )
-def efficientformer_parts(self: Foreign) -> Body:
-    """Parts of EfficientFormer's attention."""
-    return Body("attention", (self.qkv,), partial(_heads, self), self.proj, self.num_heads)
+def efficientformer_heads(self: Foreign, qkv: Tensor) -> Tensor:
+    """EfficientFormer's attention; [B, N, H · (2 · D + Dv)] → [B, N, H · Dv]."""
+    return attend_narrow(self, qkv, self.num_heads, self.val_dim)
 
 
 register_blocks(
@@ -64,14 +59,15 @@ register_blocks(
 )
 
 
-@fused_body(
+@fused_heads(
     "timm.models.tiny_vit.Attention",
     needs="norm qkv proj num_heads scale key_dim val_dim attention_biases attention_bias_idxs",
+    reason=None,
+    first="norm",
 )
-def tiny_vit_parts(self: Foreign) -> Body:
-    """Parts of TinyViT's attention in windows [B · windows, N, D], with its norm."""
-    between = partial(_heads, self)
-    return Body("attention", (self.qkv,), between, self.proj, self.num_heads, first=self.norm)
+def tiny_vit_heads(self: Foreign, qkv: Tensor) -> Tensor:
+    """TinyViT's attention, with its norm, in windows [B · windows, N, ...]."""
+    return attend_narrow(self, qkv, self.num_heads, self.val_dim)
 
 
 @fused_body("timm.models.tiny_vit.NormMlp", needs="norm fc1 act drop1 fc2 drop2")
@@ -102,10 +98,6 @@ def _is_sequence(module: nn.Module, *names: str) -> bool:
     return is_plain_module(module, ("torch.nn.modules.container.Sequential",)) and tuple(module._modules) == names
 
 
-def _activated(self: Foreign, qkv: Tensor) -> Tensor:
-    return self.proj.act(_heads(self, qkv))
-
-
 @fused_body(
     "timm.models.levit.Attention",
     "fastvit_triton.models.levit.DistanceAttention",
@@ -118,8 +110,11 @@ def levit_parts(self: Foreign, tokens: bool = False) -> Body | str:
     """Parts of LeViT's attention, with an activation before the last layer; maps only as `tokens`, by the block."""
     if _has_maps(self) and not tokens:
         return "a map"
-    between = partial(_activated, self)
     layers = (normed(self.qkv), normed(self.proj.ln))
+
+    def between(qkv: Tensor) -> Tensor:
+        return self.proj.act(attend_narrow(self, qkv, self.num_heads, self.val_dim))
+
     return _levit_reason(self) or Body("attention", layers[:1], between, layers[1], self.num_heads)
 
 

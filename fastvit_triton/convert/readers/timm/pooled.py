@@ -21,8 +21,7 @@ Grid = tuple[int, int]
 
 
 @fused_body(
-    "timm.models.hiera.MaskUnitAttention",
-    needs="qkv proj heads head_dim scale q_stride window_size use_mask_unit_attn",
+    "timm.models.hiera.MaskUnitAttention", needs="qkv proj heads head_dim scale q_stride window_size use_mask_unit_attn"
 )
 def hiera_parts(self: Foreign) -> Body | str:
     """Parts of Hiera's attention, within mask units or among all tokens, with queries pooled by their maximum."""

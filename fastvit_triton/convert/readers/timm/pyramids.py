@@ -46,21 +46,23 @@ def _swin_reason(block: Foreign) -> str | None:
     return "qkv was replaced" if why is None and separate else why
 
 
-def _swin_runs(block: Foreign, x: Tensor) -> bool:
-    """True if a Swin block runs fused on x; a block whose mask is not that of x's grid raises an error of its own."""
-    if x.dim() != 4 or not is_our_forward(block.attn.__dict__.get("forward")):
-        return False
+def _swin(block: Foreign, x: Tensor) -> Tensor:
+    """A Swin block; where the mask is not that of the grid of x [B, H, W, D] its own forward raises an error."""
+    attn, grid = block.attn, x.shape[1:3]
     masked = any(block.shift_size) and not getattr(block, "dynamic_mask", False)
-    return not masked or x.shape[1:3] == tuple(block.input_resolution)
-
-
-def _swin_parts(block: Foreign, grid: Grid | None, bias: Tensor, scale: float | Tensor | None) -> Body:
-    """Parts of the attention of a Swin block, for tokens of this grid."""
-    attn = block.attn
+    fits = x.dim() == 4 and is_our_forward(attn.__dict__.get("forward"))
+    if not fits or (masked and grid != tuple(block.input_resolution)):
+        return NotImplemented
     window = Window(tuple(block.window_size), tuple(block.shift_size), pad_first=False)
     qkv = packed_projection(attn)
     assert not isinstance(qkv, str)  # see `_swin_reason`
-    return window_body((qkv,), attn.proj, attn.num_heads, scale, window, bias, grid=grid)
+    cosine = hasattr(attn, "logit_scale")  # Swin V2, whose norms come after the branches
+    bias, scale = (continuous_bias(attn), cosine_scale(attn)) if cosine else (table_bias(attn), scale_of(attn))
+    parts = window_body((qkv,), attn.proj, attn.num_heads, scale, window, bias, grid=(grid[0], grid[1]))
+    norm1, norm2, *after = (None, None, block.norm1, block.norm2) if cosine else (block.norm1, block.norm2, None, None)
+    first = Branch(parts, norm1, None, block.drop_path1, post_norm=after[0])
+    second = Branch(block.mlp, norm2, None, block.drop_path2, post_norm=after[1])
+    return add_branches(x.flatten(1, 2), first, second, block=block).unflatten(1, grid)
 
 
 @fused_forward(
@@ -73,13 +75,7 @@ def _swin_parts(block: Foreign, grid: Grid | None, bias: Tensor, scale: float | 
 )
 def swin_block(self: Foreign, x: Tensor) -> Tensor:
     """Swin's block; [B, H, W, D] → [B, H, W, D]."""
-    if not _swin_runs(self, x):
-        return NotImplemented
-    grid = x.shape[1], x.shape[2]
-    parts = _swin_parts(self, grid, table_bias(self.attn), scale_of(self.attn))
-    attn = Branch(parts, self.norm1, None, self.drop_path1)
-    mlp = Branch(self.mlp, self.norm2, None, self.drop_path2)
-    return add_branches(x.flatten(1, 2), attn, mlp, block=self).unflatten(1, grid)
+    return _swin(self, x)
 
 
 @fused_forward(
@@ -91,13 +87,7 @@ def swin_block(self: Foreign, x: Tensor) -> Tensor:
 )
 def swin_v2_block(self: Foreign, x: Tensor) -> Tensor:
     """Swin V2's block with norms after the branches; [B, H, W, D] → [B, H, W, D]."""
-    if not _swin_runs(self, x):
-        return NotImplemented
-    grid = x.shape[1], x.shape[2]
-    parts = _swin_parts(self, grid, continuous_bias(self.attn), cosine_scale(self.attn))
-    attn = Branch(parts, None, None, self.drop_path1, post_norm=self.norm1)
-    mlp = Branch(self.mlp, None, None, self.drop_path2, post_norm=self.norm2)
-    return add_branches(x.flatten(1, 2), attn, mlp, block=self).unflatten(1, grid)
+    return _swin(self, x)
 
 
 @fused_body(
@@ -138,15 +128,10 @@ def swin_v2_merging(self: Foreign, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Dropped:
-    """What runs between the projections of an attention of ours while its probabilities are dropped: PyTorch's.
+    """What runs between the projections of an attention of ours while its probabilities are dropped: PyTorch's."""
 
-    Attributes:
-        attn: a `WindowAttention` or a `ReducedAttention`.
-        heads: what runs without dropout.
-    """
-
-    attn: Foreign
-    heads: Any
+    attn: Foreign  # a `WindowAttention` or a `ReducedAttention`
+    heads: Any  # what runs without dropout
     takes_input: ClassVar[bool] = True
 
     @property
@@ -208,15 +193,9 @@ def reduced_parts(self: Foreign, size: Grid | None = None, feat_size: Grid | Non
     if getattr(self, "pool", None) is not None:
         reduce = partial(pooled, pool=self.pool, conv=self.sr, norm=self.norm, act=self.act)
         norm = None
+    ratio = self.sr_ratio if hasattr(self, "sr_ratio") else 1 if self.sr is None else self.sr.stride[0]
     layers = self.q, (self.kv,), self.proj, self.num_heads, scale_of(self)
-    return _unless_dropped(self, reduced_body(*layers, reduce, norm, _ratio(self), (self.proj_drop,), grid))
-
-
-def _ratio(attn: Foreign) -> int:
-    """The side of the map divided by that of the smaller one."""
-    if hasattr(attn, "sr_ratio"):
-        return attn.sr_ratio
-    return 1 if attn.sr is None else attn.sr.stride[0]
+    return _unless_dropped(self, reduced_body(*layers, reduce, norm, ratio, (self.proj_drop,), grid))
 
 
 @fused_body("timm.models.pvt_v2.MlpWithDepthwiseConv", needs="fc1 relu dwconv act fc2 drop")

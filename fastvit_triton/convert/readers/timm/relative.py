@@ -2,7 +2,6 @@
 
 import math
 from contextlib import nullcontext
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,7 @@ from ...forwards import fused_body
 from ...third_party import four_axes, head_norms
 from ...windows import bias_by_axis
 from ..two_branches import TIMM, register_blocks
-from .attention import dropped, scale_of
+from .attention import dropped, fused_heads, scale_of
 
 SHARED = TIMM._replace(takes="shared_rel_pos")
 POSITIONS = tuple(f"timm.layers.pos_embed_rel.{name}" for name in ("RelPosBias", "RelPosMlp", "RelPosBiasTf"))
@@ -67,19 +66,14 @@ register_blocks(
 )
 
 
-@fused_body(
+@fused_heads(
     "timm.models.maxxvit.AttentionCl",
     needs="qkv num_heads scale rel_pos head_first attn_drop proj proj_drop",
+    reason=_reason,
 )
-def maxvit_parts(self: Foreign, shared_rel_pos: Tensor | None = None) -> Body | str:
-    """Parts of MaxViT's attention among the tokens of a window or grid."""
-    between = partial(_maxvit_heads, self, shared=shared_rel_pos)
-    return _reason(self) or Body("attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,))
-
-
-def _maxvit_heads(self: Foreign, qkv: Tensor, shared: Tensor | None) -> Tensor:
-    """Packed projections [B, ..., 3 · H · D], as [H, 3, D] if heads are first, → [B, ..., H · D]."""
-    bias = four_axes(shared) if self.rel_pos is None else module_bias(self.rel_pos)
+def maxvit_heads(self: Foreign, qkv: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
+    """MaxViT's, in windows or grids: [B, ..., 3 · H · D], as [H, 3, D] if heads are first, → [B, ..., H · D]."""
+    bias = four_axes(shared_rel_pos) if self.rel_pos is None else module_bias(self.rel_pos)
     if self.head_first:
         q, k, v = qkv.flatten(1, -2).unflatten(-1, (self.num_heads, -1)).transpose(1, 2).chunk(3, -1)
     else:
@@ -87,39 +81,28 @@ def _maxvit_heads(self: Foreign, qkv: Tensor, shared: Tensor | None) -> Tensor:
     return merged_heads(attention(q, k, v, bias, scale_of(self)), qkv.shape[1:-1])
 
 
-@fused_body(
+@fused_heads(
     "timm.models.gcvit.WindowAttentionGlobal",
     needs="qkv num_heads scale rel_pos use_global attn_drop proj proj_drop",
+    reason=_reason,
 )
-def gcvit_parts(self: Foreign, q_global: Tensor | None = None) -> Body | str:
-    """Parts of GCViT's attention in windows [B · windows, N, D], with queries of the windows or of the whole image."""
-    between = partial(_gcvit_heads, self, queries=q_global)
-    return _reason(self) or Body("attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,))
-
-
-def _gcvit_heads(self: Foreign, qkv: Tensor, queries: Tensor | None) -> Tensor:
-    """Packed projections [B · windows, N, 2 or 3 · H · D] → [B · windows, N, H · D]; queries are [B, h, w, C]."""
-    if self.use_global and queries is not None:
+def gcvit_heads(self: Foreign, qkv: Tensor, q_global: Tensor | None = None) -> Tensor:
+    """GCViT's: [B · windows, N, 2 or 3 · H · D] → [B · windows, N, H · D]; queries of the image are [B, h, w, C]."""
+    if self.use_global and q_global is not None:
         k, v = heads_of(qkv, self.num_heads, 2)
-        q = queries.repeat_interleave(len(qkv) // len(queries), 0).flatten(1, 2)
+        q = q_global.repeat_interleave(len(qkv) // len(q_global), 0).flatten(1, 2)
         q = q.unflatten(-1, (self.num_heads, -1)).transpose(1, 2).to(k.dtype)
     else:
         q, k, v = heads_of(qkv, self.num_heads)
     return merged_heads(attention(q, k, v, module_bias(self.rel_pos), scale_of(self)), qkv.shape[1:-1])
 
 
-@fused_body(
+@fused_heads(
     "timm.models.swin_transformer_v2_cr.WindowMultiHeadAttention",
     needs="qkv num_heads logit_scale meta_mlp relative_coordinates_log attn_drop proj proj_drop window_size",
 )
-def swin_cr_parts(self: Foreign, mask: Tensor | None = None) -> Body | str:
-    """Parts of Swin V2 CR's cosine attention in windows; group g of the bias is window g, with the mask added."""
-    between = partial(_swin_cr_heads, self, mask=mask)
-    return dropped(self) or Body("attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,))
-
-
-def _swin_cr_heads(self: Foreign, qkv: Tensor, mask: Tensor | None) -> Tensor:
-    """Packed projections of windows [B · windows, N, 3 · H · D] → [B · windows, N, H · D]."""
+def swin_cr_heads(self: Foreign, qkv: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Swin V2 CR's cosine attention: [B · windows, N, 3 · H · D] → [B · windows, N, H · D]; the mask is by window."""
     q, k, v = heads_of(qkv, self.num_heads)
     scale = self.logit_scale.clamp(max=math.log(1 / 0.01)).exp()[:, None, None]
     q = (F.normalize(q, dim=-1) * scale).to(v.dtype)
@@ -129,18 +112,13 @@ def _swin_cr_heads(self: Foreign, qkv: Tensor, mask: Tensor | None) -> Tensor:
     return merged_heads(attention(q, k, v, bias, 1.0), qkv.shape[1:-1])
 
 
-@fused_body(
+@fused_heads(
     "timm.models.vision_transformer_sam.Attention",
     needs="qkv q_norm k_norm num_heads scale use_rel_pos rope attn_drop proj proj_drop",
+    decomposed="use_rel_pos",
 )
-def sam_parts(self: Foreign) -> Body | str:
-    """Parts of SAM's attention on a map, with decomposed relative positions or rotary ones."""
-    parts = (self.qkv,), partial(_sam_heads, self), self.proj, self.num_heads
-    return dropped(self) or Body("attention", *parts, drops=(self.proj_drop,), decomposed=bool(self.use_rel_pos))
-
-
-def _sam_heads(self: Foreign, qkv: Tensor) -> Tensor:
-    """Packed projections of a map [B, h, w, 3 · H · D] → [B, h, w, H · D]."""
+def sam_heads(self: Foreign, qkv: Tensor) -> Tensor:
+    """SAM's on a map, with relative positions by axis, or rotary ones: [B, h, w, 3 · H · D] → [B, h, w, H · D]."""
     grid = qkv.shape[1:3]
     q, k, v = heads_of(qkv, self.num_heads)
     q = normalize(q, self.q_norm)

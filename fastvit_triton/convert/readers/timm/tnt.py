@@ -1,6 +1,5 @@
 """Fused forwards of TNT, timm's and ours: pixels attend within their patch, and are added to the patch's token."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +17,7 @@ from .attention import dropped, scale_of
 OURS = f"{PACKAGE}.models.tnt"
 
 
-@fused_body(
-    "timm.models.tnt.Attention",
-    needs="qk v num_heads scale attn_drop proj proj_drop",
-)
+@fused_body("timm.models.tnt.Attention", needs="qk v num_heads scale attn_drop proj proj_drop")
 def tnt_parts(self: Foreign) -> Body | str:
     """Parts of TNT's attention, which projects queries and keys together."""
     hidden = getattr(self, "hidden_dim", None)
@@ -41,15 +37,13 @@ def split_parts(self: Foreign) -> Body | str:
     """Parts of our attention, whose projections are fused also while probabilities are dropped."""
     if not (self.attn_drop.training and self.attn_drop.p > 0):
         return tnt_parts(self)
-    between = partial(_dropping, self)
-    drops = (self.proj_drop,)
-    return Body("attention", (self.qk, self.v), between, self.proj, self.num_heads, drops=drops)
 
+    def between(qkv: Tensor) -> Tensor:
+        q, k, v = heads_of(qkv, self.num_heads)
+        return attend(q, k, v, self.scale, self.attn_drop)
 
-def _dropping(self: Foreign, qkv: Tensor) -> Tensor:
-    """Attention of projections [B, N, 3 · D] → [B, N, D]."""
-    q, k, v = heads_of(qkv, self.num_heads)
-    return attend(q, k, v, self.scale, self.attn_drop)
+    layers = self.qk, self.v
+    return Body("attention", layers, between, self.proj, self.num_heads, drops=(self.proj_drop,))
 
 
 @fused_forward(

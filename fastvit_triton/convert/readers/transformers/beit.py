@@ -15,11 +15,11 @@ from ....engine.branch import Branch, add_branches
 from ....engine.freeze import derived, index_of
 from ....engine.hooks import has_hooks, is_plain_module, type_name
 from ....engine.leaves import Foreign
-from ...forwards import INNER, arguments, fused_body, fused_forward
+from ...forwards import INNER, fused_body, fused_forward
 from ...third_party import classes, dropout_reason, four_axes
 from ...windows import expanded
 from ..torch import STEMS
-from ..two_branches import checkpointed
+from ..two_branches import checkpointed, fused_layer
 from .vit import attention_parts, heads_reason, nested_mlp, parts_reason
 
 BEIT, DATA2VEC = FAMILIES = classes("beit.Beit", "data2vec.data2vec_vision.Data2VecVision")
@@ -58,9 +58,8 @@ def _has_size(module: Foreign, grid: tuple[int, int]) -> bool:
     after=(None,),
     by_name=True,
 )
-def nested_parts(self: Foreign, *inputs: Any, **named: Any) -> Body | str:
+def nested_parts(self: Foreign, **call: Any) -> Body | str:
     """Parts of an attention with nested submodules; biases of the block and of the model are added."""
-    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
     inner = self.attention
     outer = self.output
     family = type_name(self).removesuffix("Attention")
@@ -83,28 +82,24 @@ def nested_parts(self: Foreign, *inputs: Any, **named: Any) -> Body | str:
     return attention_body(projections, outer.dense, heads, scale, four_axes(bias), drops=drops)
 
 
-@fused_forward(
+@fused_layer(
     "pre-norm block",
     f"{BEIT}Layer",
     needs="attention.q_proj layernorm_before layernorm_after mlp dropout drop_path lambda_1 lambda_2 patch_size "
     "relative_position_bias",
-    takes="attention_mask interpolate_pos_encoding resolution",
     folds=lambda self: [(self.layernorm_before, self.attention), (self.layernorm_after, self.mlp)],
     by_name=True,
 )
-def layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
-    """Pre-norm block with LayerScale and a bias by relative position; [B, N, D] → [B, N, D]."""
-    return checkpointed(self, _layer, hidden_states, *inputs, **named)
-
-
-def _layer(
+def layer(
     self: Foreign,
     x: Tensor,
+    *,
     attention_mask: Tensor | None = None,
     interpolate_pos_encoding: bool = False,
     resolution: Any = None,
     **more: Any,
 ) -> Tensor:
+    """Pre-norm block with LayerScale and a bias by relative position; [B, N, D] → [B, N, D]."""
     bias = None
     if self.relative_position_bias is not None:
         bias = _bias(self.relative_position_bias, resolution, self.patch_size, interpolate_pos_encoding, x.shape[1])
@@ -140,9 +135,8 @@ def _nested_reason(self: Foreign) -> str | None:
     folds=lambda self: [(self.layernorm_before, self.attention), (self.layernorm_after, self.intermediate.dense)],
     by_name=True,
 )
-def nested_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor | None, ...]:
+def nested_layer(self: Foreign, hidden_states: Tensor, **call: Any) -> tuple[Tensor | None, ...]:
     """As `layer`, with nested submodules; [B, N, D] → ([B, N, D],), or with None where weights are never returned."""
-    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
     if call.get("output_attentions") or call.get("head_mask") is not None:
         return NotImplemented
     y = checkpointed(self, _nested_layer, hidden_states, **call)

@@ -1,18 +1,17 @@
 """Fused forwards for the blocks of transformers' models: pre-norm blocks in a table, and nested ones."""
 
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....engine.attention import attention_body
 from ....engine.body import Body
 from ....engine.branch import Branch, add_branches
 from ....engine.hooks import has_hooks
-from ....engine.leaves import Foreign, is_inactive
-from ...forwards import INNER, arguments, fused_body, fused_forward, inner_reason
+from ....engine.leaves import Foreign, Layer, Packed, is_inactive
+from ...forwards import INNER, fused_body, inner_reason
 from ...third_party import classes, dropout_reason, four_axes
-from ..two_branches import Names, added, checkpointed, register_blocks
+from ..two_branches import Names, added, fused_layer, register_blocks
 from .vit import attention_reason, heads_reason, nested_mlp
 
 CLIP = Names("layer_norm1", "self_attn", "layer_norm2", "mlp")
@@ -65,22 +64,19 @@ register_transformers(BLOCKS)
 register_transformers({"pixio.PixioLayer": DINO._replace(layer_scales=("", ""), takes=CLIP.takes, further="")})
 
 
-@fused_forward(
+@fused_layer(
     "pre-norm block",
     *classes("rf_detr.RfDetrDinov2Layer"),
     needs=f"{DINO.needs()} num_windows global_attention",
     takes="attention_mask",
     folds=lambda self: [(self.norm1, self.attention), (self.norm2, self.mlp)],
 )
-def windowed_dino_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
+def windowed_dino_layer(self: Foreign, x: Tensor, **call: Any) -> Tensor:
     """As DINOv2's for windows [B·W², N, D]; a layer with global attention reads the W² of an image as one."""
     if self.global_attention and _sees_windows(self):
         return NotImplemented
-    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
-    windows = hidden_states
-    if self.global_attention:
-        hidden_states = self.window_unpartition_before_attention(windows)
-    return checkpointed(self, partial(added, names=DINO), hidden_states, **call).view_as(windows)
+    y = self.window_unpartition_before_attention(x) if self.global_attention else x
+    return added(self, y, DINO, **call).view_as(x)
 
 
 def _sees_windows(self: Foreign) -> bool:
@@ -104,25 +100,15 @@ PARTS = "attention.query attention.key attention.value attention.num_attention_h
 PARTS += "output.dense output.dropout attention.dropout_prob|attention.dropout"
 
 
-class Biased(NamedTuple):
-    """A linear layer whose bias is a parameter of the module around it; it is called."""
-
-    layer: Foreign
-    bias: Tensor
-
-    @property
-    def weight(self) -> Tensor:
-        """That of the linear layer, whose shape is read."""
-        return self.layer.weight
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[..., K] → [..., F]."""
-        return nn.functional.linear(x, self.layer.weight, self.bias)
-
-
-def _attention_parts(self: Foreign, *inputs: Any, **named: Any) -> Body | str:
+@fused_body(*(f"{family}Attention" for family in FAMILIES), needs=PARTS, takes="head_mask")
+@fused_body(
+    *(f"{family}Attention" for family in WEIGHTED),
+    needs=PARTS,
+    takes="attention_mask head_mask output_attentions",
+    after=(),
+)
+def nested_parts(self: Foreign, **call: Any) -> Body | str:
     """Parts of an attention with nested submodules, the second with dropout."""
-    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
     inner, outer = self.attention, self.output
     why = inner_reason((inner, SELF), (outer, SELF_OUTPUT)) or heads_reason(inner)
     if why is not None:
@@ -139,25 +125,15 @@ def _attention_parts(self: Foreign, *inputs: Any, **named: Any) -> Body | str:
     heads = inner.num_attention_heads
     scale = getattr(inner, "scaling", inner.attention_head_size**-0.5)
     mask = four_axes(call.get("attention_mask"))
-    q = inner.query
-    k = inner.key
-    v = inner.value
-    if getattr(inner, "q_bias", None) is not None:  # VideoMAE in older releases; keys have none
-        q = Biased(q, inner.q_bias)
-        v = Biased(v, inner.v_bias)
+    q: Layer = inner.query
+    k: Layer = inner.key
+    v: Layer = inner.value
+    if getattr(inner, "q_bias", None) is not None:  # VideoMAE in older releases, which reads weights; keys have none
+        q, v = Packed(q.weight, inner.q_bias), Packed(v.weight, inner.v_bias)
     return attention_body((q, k, v), outer.dense, heads, scale, mask, drops=(outer.dropout,))
 
 
-fused_body(*(f"{family}Attention" for family in FAMILIES), needs=PARTS, takes="head_mask")(_attention_parts)
-fused_body(
-    *(f"{family}Attention" for family in WEIGHTED),
-    needs=PARTS,
-    takes="attention_mask head_mask output_attentions",
-    after=(),
-)(_attention_parts)
-
-
-@fused_forward(
+@fused_layer(
     "pre-norm block",
     *(f"{family}Layer" for family in (*FAMILIES, *WEIGHTED)),
     needs="attention.attention layernorm_before layernorm_after intermediate.dense intermediate.intermediate_act_fn "
@@ -166,16 +142,8 @@ fused_body(
     reason=lambda self: inner_reason((self.intermediate, INTERMEDIATE), (self.output, OUTPUT)),
     folds=lambda self: [(self.layernorm_before, self.attention), (self.layernorm_after, self.intermediate.dense)],
 )
-def nested_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor | tuple[Tensor]:
-    """Pre-norm block with nested submodules; [B, N, D] → [B, N, D], or a tuple with it."""
-    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
-    if call.get("output_attentions"):
-        return NotImplemented
-    y = checkpointed(self, _nested_layer, hidden_states, **call)
-    return (y,) if "output_attentions" in arguments(type(self)) else y
-
-
-def _nested_layer(self: Foreign, x: Tensor, **call: Any) -> Tensor:
+def nested_layer(self: Foreign, x: Tensor, **call: Any) -> Tensor:
+    """Pre-norm block with nested submodules; [B, N, D] → [B, N, D]."""
     attn = Branch(self.attention, self.layernorm_before, call=call)
     mlp = nested_mlp(self.intermediate, self.output)
     return add_branches(x, attn, Branch(mlp, self.layernorm_after), block=self)

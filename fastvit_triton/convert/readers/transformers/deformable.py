@@ -35,11 +35,11 @@ PADDED = frozenset(
     )
 )  # modules with projections around a function, whose mask is True where a cell is padding
 
+TAKES = "attention_mask encoder_hidden_states encoder_attention_mask position_embeddings reference_points "
+TAKES += "spatial_shapes spatial_shapes_list level_start_index"
 
-@fused_forward(
-    "deformable sampling",
-    *classes("deformable_detr.MultiScaleDeformableAttention"),
-)
+
+@fused_forward("deformable sampling", *classes("deformable_detr.MultiScaleDeformableAttention"))
 def sampling(
     self: Foreign,
     value: Tensor,
@@ -72,13 +72,11 @@ def _promoted(value: Tensor, *others: Tensor) -> torch.dtype:
     "deformable attention",
     *sorted(PADDED),
     needs="value_proj sampling_offsets attention_weights output_proj d_model n_heads n_levels n_points with_pos_embed",
-    takes="attention_mask encoder_hidden_states encoder_attention_mask position_embeddings reference_points "
-    "spatial_shapes spatial_shapes_list level_start_index output_attentions",
+    takes=f"{TAKES} output_attentions",
     by_name=True,
 )
-def attention(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor]:
+def attention(self: Foreign, hidden_states: Tensor, **call: Any) -> tuple[Tensor, Tensor]:
     """Deformable attention with its projections; [B, Nq, D] → [B, Nq, D], and its weights [B, Nq, H, L, P]."""
-    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
     return _projected(self, sampled_padded(self, hidden_states, call))
 
 
@@ -106,14 +104,12 @@ def sampled_padded(self: Foreign, x: Tensor, call: dict[str, Any]) -> tuple[Tens
     "deformable attention",
     *sorted(WHOLE),
     needs="attn value_proj sampling_offsets attention_weights output_proj d_model n_heads n_levels n_points",
-    takes="attention_mask encoder_hidden_states encoder_attention_mask position_embeddings reference_points "
-    "spatial_shapes spatial_shapes_list level_start_index",
+    takes=TAKES,
     by_name=True,
     checked=False,
 )
-def whole_attention(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor]:
+def whole_attention(self: Foreign, hidden_states: Tensor, **call: Any) -> tuple[Tensor, Tensor]:
     """As `attention`, for a module that holds one for the sampling."""
-    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
     return _projected(self, _sampled_whole(self, hidden_states, call))
 
 
@@ -139,10 +135,7 @@ def _without_padding(self: Foreign, value: Tensor, valid: Tensor | None) -> Tens
     if valid is None:
         return value
     zero = derived(
-        self,
-        f"zero {value.dtype} {value.device}",
-        (),
-        lambda: torch.zeros((), dtype=value.dtype, device=value.device),
+        self, f"zero {value.dtype} {value.device}", (), lambda: torch.zeros((), dtype=value.dtype, device=value.device)
     )
     return torch.where(valid[..., None], value, zero)
 
@@ -178,16 +171,14 @@ def _sampled(self: Foreign, x: Tensor, call: dict[str, Any], value: Tensor) -> t
     ),
     needs="sampling_offsets attention_weights d_model n_heads n_levels offset_scale n_points_scale|num_points_scale "
     "n_points_list|num_points_list method|decoder_method",
-    takes="attention_mask reference_points encoder_hidden_states encoder_attention_mask position_embeddings "
-    "spatial_shapes spatial_shapes_list level_start_index",
+    takes=TAKES,
     by_name=True,
 )
-def scaled_attention(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor]:
+def scaled_attention(self: Foreign, hidden_states: Tensor, **call: Any) -> tuple[Tensor, Tensor]:
     """Deformable attention whose offsets are relative to boxes; [B, Nq, D] → [B, Nq, D], weights [B, Nq, H, points].
 
     Layers around it are not captured: no pattern of graphs fuses the sampling.
     """
-    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
     old = hasattr(self, "value_proj")  # RT-DETR v2; the others have no projections of values and outputs
     points, scale, method = (
         (self.n_points_list, self.n_points_scale, self.method)

@@ -6,7 +6,7 @@ attention to the image sees the places that the previous mask of a query covers.
 many launches, have the values of the originals, and need no kernel.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, TypeGuard
 
 import torch
@@ -21,10 +21,10 @@ from ....engine.mlp import MlpBody
 from ....kernels.attention import attention
 from ....kernels.backend import kernels_available
 from ....kernels.linear import linear
-from ...forwards import INNER, arguments, fused_body, fused_forward, inner_reason, known_type, original
+from ...forwards import INNER, fused_body, fused_forward, inner_reason, known_type, original
 from ...third_party import can_run, classes, four_axes, is_fusable, runs_original
 from ..torch import multihead_reason, projected
-from ..two_branches import checkpointed
+from ..two_branches import fused_layer
 from .deformable import PADDED, WHOLE, sampled, sampled_padded
 from .vit import attention_reason
 
@@ -131,117 +131,95 @@ def finite(self: Foreign, x: Tensor) -> Tensor:
     return x
 
 
-def _layer(run: Callable[..., Tensor], self: Foreign, x: Tensor, inputs: tuple, named: dict[str, Any]) -> Tensor:
-    """Runs a layer with its arguments by name: those that it declares, and others."""
-    names = arguments(type(self))
-    given = dict(zip(names, inputs, strict=False)) | named
-    call = {name: given.pop(name) for name in names if name in given}
-    return checkpointed(self, run, x, call=call, more=given)
+ENCODER = "self_attn self_attn_layer_norm dropout mlp final_layer_norm"
+DECODER = f"{ENCODER} encoder_attn encoder_attn_layer_norm"
+PLACES = "reference_points spatial_shapes spatial_shapes_list level_start_index"
+TO_IMAGE = "object_queries_position_embeddings encoder_hidden_states encoder_attention_mask"
 
 
-@fused_forward(
+@fused_layer(
     "post-norm encoder layer",
-    *classes("detr.DetrEncoderLayer"),
-    needs="self_attn self_attn_layer_norm dropout mlp final_layer_norm",
-    takes="attention_mask spatial_position_embeddings",
+    *classes("detr.DetrEncoderLayer", "rt_detr.RTDetrEncoderLayer"),
+    needs=ENCODER,
+    reason=lambda self: "its norms come before its parts" if getattr(self, "normalize_before", False) else None,
 )
-def encoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
+def encoder_layer(
+    self: Foreign, x: Tensor, *, attention_mask: Any = None, spatial_position_embeddings: Any = None, **more: Any
+) -> Tensor:
     """Self-attention with positions, norm, MLP, norm; [B, N, D] → [B, N, D]."""
-    return _layer(_encoder_layer, self, hidden_states, inputs, named)
-
-
-def _encoder_layer(self: Foreign, x: Tensor, call: dict[str, Any], more: dict[str, Any]) -> Tensor:
-    mask, places = call.get("attention_mask"), call.get("spatial_position_embeddings")
-    x = _attend_itself(self, x, mask, places, more)
+    x = _attend_itself(self, x, attention_mask, spatial_position_embeddings, more)
     return finite(self, normalize(_with_mlp(self, x), self.final_layer_norm))
 
 
-@fused_forward(
-    "encoder layer",
-    *classes("rt_detr.RTDetrEncoderLayer"),
-    needs="self_attn self_attn_layer_norm dropout mlp final_layer_norm normalize_before",
-    takes="attention_mask spatial_position_embeddings",
-)
-def either_norm_encoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
-    """As `encoder_layer`; a layer with norms before its parts runs its own forward."""
-    if self.normalize_before:
-        return NotImplemented
-    return _layer(_encoder_layer, self, hidden_states, inputs, named)
-
-
-@fused_forward(
-    "post-norm decoder layer",
-    *classes("detr.DetrDecoderLayer"),
-    needs="self_attn self_attn_layer_norm dropout encoder_attn encoder_attn_layer_norm mlp final_layer_norm",
-    takes="attention_mask spatial_position_embeddings object_queries_position_embeddings encoder_hidden_states "
-    "encoder_attention_mask",
-)
-def decoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
-    """Self-attention of queries, attention to the image, MLP, with a norm after each; [B, Nq, D] → [B, Nq, D]."""
-    return _layer(_decoder_layer, self, hidden_states, inputs, named)
-
-
-def _decoder_layer(self: Foreign, x: Tensor, call: dict[str, Any], more: dict[str, Any]) -> Tensor:
-    positions = call.get("object_queries_position_embeddings")
-    x = _attend_itself(self, x, call.get("attention_mask"), positions, more)
-    if (memory := call.get("encoder_hidden_states")) is not None:
-        inner = dict(key_value_states=memory, attention_mask=call.get("encoder_attention_mask"))
-        inner |= dict(
-            position_embeddings=positions, encoder_position_embeddings=call.get("spatial_position_embeddings")
-        )
-        x = normalize(_attend(self, self.encoder_attn, CROSS, x, inner, more), self.encoder_attn_layer_norm)
+def _after_cross(self: Foreign, x: Tensor) -> Tensor:
+    """The rest of a decoder layer after its attention to the image."""
+    x = normalize(x, self.encoder_attn_layer_norm)
     return normalize(_with_mlp(self, x), self.final_layer_norm)
 
 
-PLACES = "reference_points spatial_shapes spatial_shapes_list level_start_index"
-
-
-@fused_forward(
-    "deformable encoder layer",
-    *classes("deformable_detr.DeformableDetrEncoderLayer"),
-    needs="self_attn self_attn_layer_norm dropout mlp final_layer_norm",
-    takes=f"attention_mask spatial_position_embeddings {PLACES}",
+@fused_layer(
+    "post-norm decoder layer",
+    *classes("detr.DetrDecoderLayer"),
+    needs=DECODER,
+    takes=f"attention_mask spatial_position_embeddings {TO_IMAGE}",
 )
-def deformable_encoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
-    """As `encoder_layer`, with deformable attention."""
-    return _layer(_deformable_encoder_layer, self, hidden_states, inputs, named)
-
-
-def _deformable_encoder_layer(self: Foreign, x: Tensor, call: dict[str, Any], more: dict[str, Any]) -> Tensor:
-    mask = call.get("attention_mask")
-    inner = dict(attention_mask=mask, encoder_hidden_states=x, encoder_attention_mask=mask)
-    inner |= dict(position_embeddings=call.get("spatial_position_embeddings"), **_places(call))
-    x = normalize(_sample(self, "self_attn", x, inner), self.self_attn_layer_norm)
-    return finite(self, normalize(_with_mlp(self, x), self.final_layer_norm))
+def decoder_layer(
+    self: Foreign, x: Tensor, *, attention_mask: Any = None, spatial_position_embeddings: Any = None, **more: Any
+) -> Tensor:
+    """Self-attention of queries, attention to the image, MLP, with a norm after each; [B, Nq, D] → [B, Nq, D]."""
+    positions, memory, mask = (more.pop(name, None) for name in TO_IMAGE.split())
+    x = _attend_itself(self, x, attention_mask, positions, more)
+    if memory is None:
+        return normalize(_with_mlp(self, x), self.final_layer_norm)
+    call = dict(key_value_states=memory, attention_mask=mask, position_embeddings=positions)
+    call |= dict(encoder_position_embeddings=spatial_position_embeddings)
+    return _after_cross(self, _attend(self, self.encoder_attn, CROSS, x, call, more))
 
 
 def _places(call: dict[str, Any]) -> dict[str, Any]:
-    """Reference points and shapes of maps."""
-    return {name: call.get(name) for name in PLACES.split()}
+    """Reference points and shapes of maps, which are removed from these arguments."""
+    return {name: call.pop(name, None) for name in PLACES.split()}
 
 
-DECODER = "self_attn self_attn_layer_norm dropout encoder_attn encoder_attn_layer_norm mlp final_layer_norm"
-SAMPLING = f"object_queries_position_embeddings {PLACES} encoder_hidden_states encoder_attention_mask"
+@fused_layer(
+    "deformable encoder layer",
+    *classes("deformable_detr.DeformableDetrEncoderLayer"),
+    needs=ENCODER,
+    takes=f"attention_mask spatial_position_embeddings {PLACES}",
+)
+def deformable_encoder_layer(
+    self: Foreign, x: Tensor, *, attention_mask: Any = None, spatial_position_embeddings: Any = None, **more: Any
+) -> Tensor:
+    """As `encoder_layer`, with deformable attention."""
+    call = dict(attention_mask=attention_mask, encoder_hidden_states=x, encoder_attention_mask=attention_mask)
+    call |= dict(position_embeddings=spatial_position_embeddings, **_places(more))
+    x = normalize(_sample(self, "self_attn", x, call), self.self_attn_layer_norm)
+    return finite(self, normalize(_with_mlp(self, x), self.final_layer_norm))
 
 
-@fused_forward(
+@fused_layer(
     "deformable decoder layer",
     *classes("deformable_detr.DeformableDetrDecoderLayer"),
     needs=DECODER,
-    takes=SAMPLING,
+    takes=f"{TO_IMAGE} {PLACES}",
 )
-def deformable_decoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
+def deformable_decoder_layer(self: Foreign, x: Tensor, **more: Any) -> Tensor:
     """As `decoder_layer`, with deformable attention to the image."""
-    return _layer(_deformable_decoder_layer, self, hidden_states, inputs, named)
+    positions, memory, mask = (more.pop(name, None) for name in TO_IMAGE.split())
+    call = dict(attention_mask=mask, encoder_hidden_states=memory, encoder_attention_mask=mask)
+    call |= dict(position_embeddings=positions, **_places(more))
+    return _after_cross(self, _sample(self, "encoder_attn", _attend_itself(self, x, None, positions, more), call))
 
 
-def _deformable_decoder_layer(self: Foreign, x: Tensor, call: dict[str, Any], more: dict[str, Any]) -> Tensor:
-    positions, mask = call.get("object_queries_position_embeddings"), call.get("encoder_attention_mask")
-    x = _attend_itself(self, x, None, positions, more)
-    inner = dict(attention_mask=mask, encoder_hidden_states=call.get("encoder_hidden_states"))
-    inner |= dict(encoder_attention_mask=mask, position_embeddings=positions, **_places(call))
-    x = normalize(_sample(self, "encoder_attn", x, inner), self.encoder_attn_layer_norm)
-    return normalize(_with_mlp(self, x), self.final_layer_norm)
+@fused_layer(
+    "deformable decoder layer", *classes("rt_detr.RTDetrDecoderLayer"), needs=DECODER, takes=f"{TO_IMAGE} {PLACES}"
+)
+def masked_decoder_layer(self: Foreign, x: Tensor, **more: Any) -> Tensor:
+    """As `deformable_decoder_layer`, where the mask is that of the queries."""
+    positions, memory, mask = (more.pop(name, None) for name in TO_IMAGE.split())
+    call = dict(encoder_hidden_states=memory, position_embeddings=positions, **_places(more))
+    x = _attend_itself(self, x, mask, positions, more)
+    return _after_cross(self, _sample(self, "encoder_attn", x, call | more))
 
 
 @fused_forward("", *classes("deformable_detr.DeformableDetrDecoder"), checked=False)
@@ -252,20 +230,6 @@ def deformable_decoder(self: Foreign, *inputs: Any, **named: Any) -> Any:
     if isinstance(queries, Tensor) and can_run(queries, self):
         found.intermediate_hidden_states = queries.transpose(0, 1).contiguous().transpose(0, 1)
     return found
-
-
-@fused_forward("deformable decoder layer", *classes("rt_detr.RTDetrDecoderLayer"), needs=DECODER, takes=SAMPLING)
-def masked_decoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
-    """As `deformable_decoder_layer`, where the mask is that of the queries."""
-    return _layer(_masked_decoder_layer, self, hidden_states, inputs, named)
-
-
-def _masked_decoder_layer(self: Foreign, x: Tensor, call: dict[str, Any], more: dict[str, Any]) -> Tensor:
-    positions, mask = call.get("object_queries_position_embeddings"), call.get("encoder_attention_mask")
-    x = _attend_itself(self, x, mask, positions, more)
-    inner = dict(encoder_hidden_states=call.get("encoder_hidden_states"), position_embeddings=positions)
-    x = normalize(_sample(self, "encoder_attn", x, inner | _places(call) | more), self.encoder_attn_layer_norm)
-    return normalize(_with_mlp(self, x), self.final_layer_norm)
 
 
 def _old_reason(inner: Foreign, x: Tensor, call: dict[str, Any]) -> str | None:
@@ -298,9 +262,8 @@ def old_attended(inner: Foreign, x: Tensor, call: dict[str, Any]) -> Tensor:
     needs="q_proj k_proj v_proj out_proj head_dim scaling dropout",
     takes="attention_mask object_queries key_value_states spatial_position_embeddings output_attentions",
 )
-def old_attention(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, None]:
+def old_attention(self: Foreign, hidden_states: Tensor, **call: Any) -> tuple[Tensor, None]:
     """Self-attention or attention to the image, with positions; ([B, N, D] → [B, N, D], no weights)."""
-    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
     if _old_reason(self, hidden_states, call) is not None:
         return NotImplemented
     return finish(old_attended(self, hidden_states, call), self.out_proj), None
@@ -328,43 +291,34 @@ def own_mlp(self: Foreign, x: Tensor, residual: Tensor) -> Tensor:
 OWN_MLP = "activation_fn activation_dropout fc1 fc2 final_layer_norm dropout"
 
 
-@fused_forward(
+@fused_layer(
     "pre-norm encoder layer",
     *classes("table_transformer.TableTransformerEncoderLayer"),
     needs=f"self_attn self_attn_layer_norm {OWN_MLP}",
     takes="attention_mask object_queries output_attentions",
 )
-def pre_norm_encoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
-    """Norm, self-attention with positions, norm, MLP; [B, N, D] → ([B, N, D],)."""
-    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
-    if call.pop("output_attentions", False):
-        return NotImplemented
-    x = _attend_old(self, self.self_attn, hidden_states, self.self_attn_layer_norm, call)
-    return (finite(self, own_mlp(self, normalize(x, self.final_layer_norm), x)),)
+def pre_norm_encoder_layer(self: Foreign, x: Tensor, **call: Any) -> Tensor:
+    """Norm, self-attention with positions, norm, MLP; [B, N, D] → [B, N, D]."""
+    x = _attend_old(self, self.self_attn, x, self.self_attn_layer_norm, call)
+    return finite(self, own_mlp(self, normalize(x, self.final_layer_norm), x))
 
 
-@fused_forward(
+@fused_layer(
     "pre-norm decoder layer",
     *classes("table_transformer.TableTransformerDecoderLayer"),
     needs=f"self_attn self_attn_layer_norm encoder_attn encoder_attn_layer_norm {OWN_MLP}",
     takes="attention_mask object_queries query_position_embeddings encoder_hidden_states encoder_attention_mask "
     "output_attentions",
 )
-def pre_norm_decoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
-    """Self-attention, attention to the image, MLP, with a norm before each; [B, Nq, D] → ([B, Nq, D],)."""
-    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
-    if call.pop("output_attentions", False) or call.get("encoder_hidden_states") is None:
+def pre_norm_decoder_layer(
+    self: Foreign, x: Tensor, *, encoder_hidden_states: Any = None, encoder_attention_mask: Any = None, **call: Any
+) -> Tensor:
+    """Self-attention, attention to the image, MLP, with a norm before each; [B, Nq, D] → [B, Nq, D]."""
+    if encoder_hidden_states is None:
         return NotImplemented
-    return (checkpointed(self, _pre_norm_decoder_layer, hidden_states, **call),)
-
-
-def _pre_norm_decoder_layer(self: Foreign, x: Tensor, **call: Any) -> Tensor:
-    queries = dict(object_queries=call.get("query_position_embeddings"))
-    mine = dict(queries, attention_mask=call.get("attention_mask"))
+    mine = dict(object_queries=call.get("query_position_embeddings"), attention_mask=call.get("attention_mask"))
     x = _attend_old(self, self.self_attn, x, self.self_attn_layer_norm, mine)
-    mine = dict(
-        queries, key_value_states=call["encoder_hidden_states"], attention_mask=call.get("encoder_attention_mask")
-    )
+    mine |= dict(key_value_states=encoder_hidden_states, attention_mask=encoder_attention_mask)
     mine |= dict(spatial_position_embeddings=call.get("object_queries"))
     x = _attend_old(self, self.encoder_attn, x, self.encoder_attn_layer_norm, mine)
     return own_mlp(self, normalize(x, self.final_layer_norm), x)
@@ -375,48 +329,26 @@ INNER |= QUERIES
 QUERY_MLP = "self_attn self_attn_layer_norm fc1 fc2 activation_fn activation_dropout final_layer_norm dropout"
 
 
-@fused_forward(
+@fused_layer(
     "deformable encoder layer",
     *classes("mask2former.Mask2FormerPixelDecoderEncoderLayer"),  # OneFormer's drops by its configuration's is_training
     needs=QUERY_MLP,
-    takes="attention_mask position_embeddings reference_points spatial_shapes spatial_shapes_list level_start_index "
-    "output_attentions",
+    takes=f"attention_mask position_embeddings {PLACES} output_attentions",
     by_name=True,
 )
-def pixel_encoder_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
-    """Deformable attention and an MLP, with a norm after each; [B, N, D] → ([B, N, D],)."""
-    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
-    y = None if call.pop("output_attentions", False) else _sampled(self.self_attn, hidden_states, call)
-    if y is None:
-        return NotImplemented
-    x = normalize(added(self.self_attn.output_proj, y, hidden_states, self), self.self_attn_layer_norm)
-    return (finite(self, normalize(own_mlp(self, x, x), self.final_layer_norm)),)
-
-
-def _sampled(attn: Foreign, x: Tensor, call: dict[str, Any]) -> Tensor | None:
-    """What the attention of a layer projects to its output; None if it must be called."""
+def pixel_encoder_layer(self: Foreign, x: Tensor, **call: Any) -> Tensor:
+    """Deformable attention and an MLP, with a norm after each; [B, N, D] → [B, N, D]."""
+    attn = self.self_attn
     if not has_type(attn, PADDED) or has_hooks(attn) or not is_fusable(attn, x):
-        return None
-    found = sampled_padded(attn, x, call | dict(encoder_hidden_states=x))
-    return None if found is None else found[0]
-
-
-@fused_forward(
-    "post-norm decoder layer",
-    *classes("mask2former.Mask2FormerMaskedAttentionDecoderLayer"),
-    needs=f"{QUERY_MLP} pre_norm cross_attn cross_attn_layer_norm",
-    takes="level_index attention_mask position_embeddings query_position_embeddings encoder_hidden_states "
-    "encoder_attention_mask output_attentions",
-)
-def query_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
-    """Attention to the image, self-attention and an MLP, with a norm after each; [Nq, B, D] → ([Nq, B, D],)."""
-    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
-    if call.pop("output_attentions", False) or self.pre_norm or _query_reason(self, call) is not None:
         return NotImplemented
-    return (checkpointed(self, _query_layer, hidden_states, **call),)
+    found = sampled_padded(attn, x, call | dict(encoder_hidden_states=x))
+    if found is None:
+        return NotImplemented
+    x = normalize(added(attn.output_proj, found[0], x, self), self.self_attn_layer_norm)
+    return finite(self, normalize(own_mlp(self, x, x), self.final_layer_norm))
 
 
-def _query_reason(self: Foreign, call: dict[str, Any]) -> str | None:
+def _query_reason(self: Foreign) -> str | None:
     """Why a layer of queries must run its own forward now, or None."""
     if (why := inner_reason((self.self_attn, QUERIES)) or multihead_reason(self.cross_attn)) is not None:
         return why
@@ -424,19 +356,29 @@ def _query_reason(self: Foreign, call: dict[str, Any]) -> str | None:
         return "its attention to the image has a hook or another order of axes"
     if self.training and self.self_attn.dropout > 0:
         return f"attention dropout {self.self_attn.dropout}"
-    mask = call.get("encoder_attention_mask")
-    if mask is not None and (mask.dim() != 3 or mask.dtype != torch.bool):
-        return "its mask is not boolean [B·H, N, M]"
-    given = (call.get(name) for name in ("query_position_embeddings", "position_embeddings", "encoder_hidden_states"))
-    return "positions or the image are missing" if any(t is None for t in given) else None
+    return "its norms come before its parts" if self.pre_norm else None
 
 
-def _query_layer(self: Foreign, x: Tensor, **call: Any) -> Tensor:
-    positions, level = call["query_position_embeddings"], call["level_index"]
-    memory = call["encoder_hidden_states"][level]  # [M, B, D]
+@fused_layer(
+    "post-norm decoder layer",
+    *classes("mask2former.Mask2FormerMaskedAttentionDecoderLayer"),
+    needs=f"{QUERY_MLP} pre_norm cross_attn cross_attn_layer_norm",
+    takes="level_index attention_mask position_embeddings query_position_embeddings encoder_hidden_states "
+    "encoder_attention_mask output_attentions",
+    reason=_query_reason,
+)
+def query_layer(self: Foreign, x: Tensor, *, level_index: int, **call: Any) -> Tensor:
+    """Attention to the image, self-attention and an MLP, with a norm after each; [Nq, B, D] → [Nq, B, D]."""
+    names = "query_position_embeddings", "position_embeddings", "encoder_hidden_states", "encoder_attention_mask"
+    positions, places, images, masked = (call.get(name) for name in names)
+    if positions is None or places is None or images is None:
+        return NotImplemented
+    if masked is not None and (masked.dim() != 3 or masked.dtype != torch.bool):
+        return NotImplemented
+    memory = images[level_index]  # [M, B, D]
     inner: Any = self.cross_attn
-    q, k, v = projected(inner, x + positions, memory + call["position_embeddings"][level], memory)
-    y = _crossed(q, k, v, inner.num_heads, call.get("encoder_attention_mask"))
+    q, k, v = projected(inner, x + positions, memory + places[level_index], memory)
+    y = _crossed(q, k, v, inner.num_heads, masked)
     x = normalize(added(inner.out_proj, y, x, self), self.cross_attn_layer_norm)
 
     attn = self.self_attn
@@ -511,11 +453,7 @@ def float32_sine_positions(self: Foreign, pixel_values: Tensor, pixel_mask: Tens
     return _positions(self, pixel_mask, torch.float32, self.embedding_dim, 0.0)
 
 
-@fused_forward(
-    "",
-    *classes("detr.DetrConvEncoder", "rt_detr.RTDetrConvEncoder"),
-    needs="model",
-)
+@fused_forward("", *classes("detr.DetrConvEncoder", "rt_detr.RTDetrConvEncoder"), needs="model")
 def masked_maps(self: Foreign, pixel_values: Tensor, pixel_mask: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Maps of a backbone, each with the mask of its pixels; masks of whole steps are views before their conversion."""
     if not are_plain_tensors(pixel_mask) or pixel_mask.dim() != 3:

@@ -21,7 +21,7 @@ from ....kernels import choose
 from ....kernels.argument import Varlen
 from ....kernels.linear import linear
 from ....kernels.rms_norm import rms_norm
-from ...forwards import arguments, fused_body, fused_forward, known_type, original
+from ...forwards import fused_body, fused_forward, known_type, original
 from ...third_party import classes
 from .blocks import CLIP, LAMBDAS, Names, register_transformers
 from .vit import attention_reason, first_of
@@ -70,7 +70,7 @@ def tower(self: Foreign, *inputs: Any, **named: Any) -> Any:
         return original(self, *inputs, **named)
 
 
-@fused_forward("", *classes("pixtral.PixtralVisionModel"), needs="patch_size config", takes="image_sizes")
+@fused_forward("", *classes("pixtral.PixtralVisionModel"), needs="patch_size config")
 def pixtral(self: Foreign, pixel_values: Tensor, image_sizes: Any = None, **named: Any) -> Any:
     """The tower's own forward, with the boundaries of images beside its mask of all pairs of tokens."""
     if self.config._attn_implementation not in ("eager", "sdpa"):
@@ -98,14 +98,8 @@ TAKES = "cu_seqlens position_embeddings max_seqlen attention_mask rotary_pos_emb
         "exaone4_5.Exaone4_5_VisionAttention",
     ),
     needs=NEEDS,
-    takes=TAKES,
 )
-def packed_parts(self: Foreign, *inputs: Any, **named: Any) -> Body | str:
-    """Parts of an attention within packed images; without cu_seqlens, of its layers alone."""
-    return _parts(self, **dict(zip(arguments(type(self)), inputs, strict=False)) | named)
-
-
-fused_body(
+@fused_body(
     *classes(
         "paddleocr_vl.PaddleOCRVisionAttention",
         "minicpmv4_6.MiniCPMV4_6VisionAttention",
@@ -113,13 +107,11 @@ fused_body(
     ),
     *INTERLEAVED,
     needs=NEEDS,
-    takes=TAKES,
     after=(None,),
-)(packed_parts)  # these return attention weights, too
-
-
-def _parts(
+)  # these return attention weights, too
+def packed_parts(
     self: Foreign,
+    *,
     cu_seqlens: Tensor | None = None,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     max_seqlen: int | None = None,
@@ -127,6 +119,7 @@ def _parts(
     rotary_pos_emb: Tensor | None = None,
     **more: object,
 ) -> Body | str:
+    """Parts of an attention within packed images; without cu_seqlens, of its layers alone."""
     rotary: Any = rotary_pos_emb if position_embeddings is None else position_embeddings
     if isinstance(rotary, Tensor):  # angles, in older releases
         angles = torch.cat((rotary, rotary), -1)

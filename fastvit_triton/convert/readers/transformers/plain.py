@@ -21,7 +21,7 @@ from ....kernels.attention import attention
 from ...forwards import INNER, fused_body, fused_forward
 from ...third_party import classes, dropout_reason, four_axes, is_fusable
 from ..torch import multihead_reason, packed_attention
-from ..two_branches import checkpointed
+from ..two_branches import fused_layer
 from .rotary import weights_reason
 from .vit import attention_reason, nested_mlp, parts_reason
 
@@ -52,23 +52,18 @@ def _timesformer_folds(self: Foreign) -> list[tuple[Foreign, Foreign]]:
     return [last] if divided else [(self.layernorm_before, self.attention), last]
 
 
-@fused_forward(
+@fused_layer(
     "pre-norm block",
     f"{TIMESFORMER}Layer",
     needs="attention layernorm_before layernorm_after intermediate.dense intermediate.intermediate_act_fn "
     "intermediate.dropout output.dense output.dropout drop_path attention_type config",
+    takes="output_attentions",
     reason=lambda self: parts_reason(self, TIMESFORMER, intermediate="Intermediate", output="Output"),
     folds=_timesformer_folds,
     by_name=True,
 )
-def timesformer_layer(self: Foreign, hidden_states: Tensor, output_attentions: bool = False) -> tuple[Any, ...]:
-    """Block with attention over time and then over space, or over both; [B, 1 + h·w·T, D] → ([B, 1 + h·w·T, D],)."""
-    if output_attentions:
-        return NotImplemented
-    return (checkpointed(self, _timesformer_layer, hidden_states),)
-
-
-def _timesformer_layer(self: Foreign, x: Tensor) -> Tensor:
+def timesformer_layer(self: Foreign, x: Tensor) -> Tensor:
+    """Block with attention over time and then over space, or over both; [B, 1 + h·w·T, D] → [B, 1 + h·w·T, D]."""
     drop = self.drop_path
     mlp = Branch(nested_mlp(self.intermediate, self.output), self.layernorm_after, None, drop)
     if self.attention_type != "divided_space_time":
@@ -165,7 +160,6 @@ def bridgetower_block(self: Foreign, hidden_state: Tensor, attention_mask: Tenso
 @fused_body(
     *classes("pix2struct.Pix2StructVisionAttention", "kosmos2_5.Kosmos2_5VisionAttention"),
     needs="query key value output n_heads scaling dropout is_causal config",
-    takes="attention_mask",
     after=(None,),
 )
 def pix2struct_parts(self: Foreign, attention_mask: Tensor | None = None, **more: object) -> Body | str:
@@ -178,8 +172,7 @@ def pix2struct_parts(self: Foreign, attention_mask: Tensor | None = None, **more
 
 
 @fused_body(
-    *classes("pix2struct.Pix2StructVisionMlp", "kosmos2_5.Kosmos2_5VisionMlp"),
-    needs="wi_0 wi_1 wo dropout act",
+    *classes("pix2struct.Pix2StructVisionMlp", "kosmos2_5.Kosmos2_5VisionMlp"), needs="wi_0 wi_1 wo dropout act"
 )
 def pix2struct_mlp_parts(self: Foreign) -> Any:
     """Parts of T5's gated MLP."""
@@ -195,15 +188,13 @@ def merger_parts(self: Foreign) -> MlpBody:
 
 
 @fused_forward(
-    "connector",
-    *classes("granite_docling.GraniteDoclingConnector"),
-    needs="ln_in coarse ln_mid mlp_fc2 ln_out",
-    takes="deepstack_hidden_states fine",
+    "connector", *classes("granite_docling.GraniteDoclingConnector"), needs="ln_in coarse ln_mid mlp_fc2 ln_out"
 )
-def docling_connector(self: Foreign, image_hidden_states: Tensor, *inputs: Any, **named: Any) -> Any:
+def docling_connector(
+    self: Foreign, image_hidden_states: Tensor, deepstack_hidden_states: Any, fine: bool = False
+) -> Any:
     """Joins the channels of k×k tokens for an MLP with a norm inside; ([B·M, F], a list of these for inner layers)."""
-    call = dict(zip(("deepstack_hidden_states", "fine"), inputs, strict=False)) | named
-    path = self.fine if call.get("fine") else self.coarse
+    path = self.fine if fine else self.coarse
     plain = is_plain_module(path, classes("granite_docling.GraniteDoclingConnectorPath"))
     if not plain:
         return NotImplemented
@@ -213,7 +204,7 @@ def docling_connector(self: Foreign, image_hidden_states: Tensor, *inputs: Any, 
 
     joined = path.pixel_shuffle(normalize(image_hidden_states, self.ln_in), path.scale_factor)
     features = normalize(Body("MLP", (path.projection,), between, self.mlp_fc2)(joined), self.ln_out)
-    pairs = zip(path.deepstack_mergers, call["deepstack_hidden_states"], strict=False)
+    pairs = zip(path.deepstack_mergers, deepstack_hidden_states, strict=False)
     inner = [merger(path.pixel_shuffle(x.contiguous(), path.scale_factor)).flatten(0, 1) for merger, x in pairs]
     return features.flatten(0, 1), inner
 
@@ -243,7 +234,6 @@ def _qformer_attention_reason(
     f"{BLIP2}Attention",
     needs="attention.query attention.key attention.value attention.num_attention_heads attention.scaling "
     "attention.attention_dropout attention.is_causal attention.config output.dense output.dropout output.LayerNorm",
-    takes="attention_mask encoder_hidden_states encoder_attention_mask",
     reason=_qformer_attention_reason,
     by_name=True,
     checked=False,
@@ -289,29 +279,25 @@ def _qformer_reason(self: Foreign) -> str | None:
     return "its MLP runs in chunks" if self.chunk_size_feed_forward else None
 
 
-@fused_forward(
+@fused_layer(
     "post-norm block",
     f"{BLIP2}Layer",
     needs="attention intermediate_query.dense intermediate_query.intermediate_act_fn output_query.dense "
     "output_query.dropout output_query.LayerNorm has_cross_attention chunk_size_feed_forward",
-    takes="attention_mask encoder_hidden_states encoder_attention_mask query_length",
     reason=_qformer_reason,
     by_name=True,
 )
-def qformer_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
-    """Attention among queries and text, attention of queries to the image, MLP; [B, N, D] → [B, N, D]."""
-    return checkpointed(self, _qformer_layer, hidden_states, *inputs, **named)
-
-
-def _qformer_layer(
+def qformer_layer(
     self: Foreign,
     x: Tensor,
+    *,
     attention_mask: Tensor | None = None,
     encoder_hidden_states: Tensor | None = None,
     encoder_attention_mask: Tensor | None = None,
     query_length: int = 0,
     **more: Any,
 ) -> Tensor:
+    """Attention among queries and text, attention of queries to the image, MLP; [B, N, D] → [B, N, D]."""
     x = self.attention(hidden_states=x, attention_mask=attention_mask, **more)
     if not query_length:
         return _qformer_mlp(x, self.intermediate, self.output)

@@ -22,12 +22,12 @@ from ....engine.mlp import MlpBody, depthwise_mlp_body
 from ....kernels.argument import Window
 from ....kernels.attention import attention
 from ...batch_norm import convolve_depthwise, folded_mlp
-from ...forwards import INNER, arguments, fused_body, fused_forward
+from ...forwards import INNER, fused_body, fused_forward
 from ...third_party import classes, dropout_reason
 from ...windows import attend_pooled, pooled
 from ..timm.levit import attend_fewer, attend_narrow
 from ..torch import STEMS
-from ..two_branches import checkpointed
+from ..two_branches import fused_layer
 from .vit import attention_reason, heads_reason, parts_reason
 
 SEGFORMER, GLPN, PVT, PVT_V2 = classes("segformer.Segformer", "glpn.GLPN", "pvt.Pvt", "pvt_v2.PvtV2")
@@ -47,7 +47,6 @@ def _grid(height: int | None, width: int | None) -> Grid:
     f"{SEGFORMER}Attention",
     needs="q_proj k_proj v_proj o_proj num_attention_heads scaling attention_dropout is_causal config "
     "sequence_reduction_ratio",
-    takes="height width attention_mask",
     after=(None,),
     by_name=True,
 )
@@ -160,11 +159,7 @@ def mix_parts(self: Foreign, height: int | None = None, width: int | None = None
     return depthwise_mlp_body(first, conv.dwconv, act, last, drops, rectified, _grid(height, width))
 
 
-@fused_body(
-    f"{PVT}FFN",
-    needs="dense1 intermediate_act_fn dense2 dropout",
-    by_name=True,
-)
+@fused_body(f"{PVT}FFN", needs="dense1 intermediate_act_fn dense2 dropout", by_name=True)
 def mlp_parts(self: Foreign) -> MlpBody:
     """Parts of PVT's MLP; one dropout is used twice."""
     return MlpBody((self.dense1,), activation_of(self.intermediate_act_fn), self.dense2, (self.dropout, self.dropout))
@@ -176,7 +171,7 @@ def _norms(self: Foreign) -> tuple[nn.Module, nn.Module]:
     return self.layer_norm_1, self.layer_norm_2
 
 
-@fused_forward(
+@fused_layer(
     "pre-norm block",
     *(f"{family}Layer" for family in (SEGFORMER, GLPN, PVT)),
     f"{PVT_V2}BlockLayer",
@@ -185,21 +180,13 @@ def _norms(self: Foreign) -> tuple[nn.Module, nn.Module]:
     folds=lambda self: zip(_norms(self), (self.attention, self.mlp), strict=True),
     by_name=True,
 )
-def layer(self: Foreign, hidden_states: Tensor, height: int, width: int, *inputs: Any, **named: Any) -> Any:
-    """Pre-norm block on a map given as tokens; [B, H·W, D] → [B, H·W, D], in older releases in a tuple."""
-    call = dict(zip(arguments(type(self))[2:], inputs, strict=False)) | named
-    new = hasattr(self, "layernorm_before")
-    if call.get("output_attentions") and not new:
-        return NotImplemented
-    x = checkpointed(self, _layer, hidden_states, grid=dict(height=height, width=width), call=call if new else {})
-    return x if new else (x,)
-
-
-def _layer(self: Foreign, x: Tensor, grid: dict[str, int], call: dict[str, Any]) -> Tensor:
+def layer(self: Foreign, x: Tensor, *, height: int, width: int, **more: Any) -> Tensor:
+    """Pre-norm block on a map given as tokens; [B, H·W, D] → [B, H·W, D]."""
+    grid = dict(height=height, width=width)
     first, second = _norms(self)
     drop = self.drop_path
     outer = getattr(self, "hidden_dropout", None)
-    attn = Branch(self.attention, first, None, drop, drop=outer, call=grid | call)
+    attn = Branch(self.attention, first, None, drop, drop=outer, call=grid | more)
     mlp = Branch(self.mlp, second, None, drop, call={} if type_name(self) == f"{PVT}Layer" else grid)
     return add_branches(x, attn, mlp, block=self)
 
@@ -302,21 +289,19 @@ def cvt_parts(self: Foreign, height: int = 0, width: int = 0) -> Body | str:
     if (why := _cvt_reason(self)) is not None:
         return why
     inner, outer = self.attention, self.output
-    between = partial(_attended, inner, grid=(height, width))
-    return Body("attention", (), between, outer.dense, inner.num_heads, drops=(outer.dropout,))
 
+    def attended(x: Tensor) -> Tensor:
+        first = x[:, : int(inner.with_cls_token)]
+        image = x[:, first.shape[1] :].unflatten(1, (height, width))  # [B, H, W, D]
+        heads: list[Tensor] = []
+        for name in CVT_NAMES:
+            y = _convolved(getattr(inner, f"convolution_projection_{name}"), image)
+            y = torch.cat((first, y), 1) if inner.with_cls_token else y
+            heads += heads_of(project(y, (getattr(inner, f"projection_{name}"),)), inner.num_heads, 1)
+        q, k, v = heads
+        return merged_heads(attention(q, k, v, scale=inner.scale), x.shape[1:-1])
 
-def _attended(self: Foreign, x: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Attention of normalized tokens, without the output projection; [B, N, D] → [B, N, D]."""
-    first = x[:, : int(self.with_cls_token)]
-    image = x[:, first.shape[1] :].unflatten(1, grid)  # [B, H, W, D]
-    heads: list[Tensor] = []
-    for name in CVT_NAMES:
-        y = _convolved(getattr(self, f"convolution_projection_{name}"), image)
-        y = torch.cat((first, y), 1) if self.with_cls_token else y
-        heads += heads_of(project(y, (getattr(self, f"projection_{name}"),)), self.num_heads, 1)
-    q, k, v = heads
-    return merged_heads(attention(q, k, v, scale=self.scale), x.shape[1:-1])
+    return Body("attention", (), attended, outer.dense, inner.num_heads, drops=(outer.dropout,))
 
 
 def _convolved(self: Foreign, image: Tensor) -> Tensor:
@@ -363,13 +348,12 @@ LEVIT_NEEDS = (
 @fused_body(f"{LEVIT}Attention", needs=f"queries_keys_values {LEVIT_NEEDS}", by_name=True)
 def levit_parts(self: Foreign) -> Body:
     """Parts of LeViT's attention, with an activation before the last layer."""
-    heads = self.num_attention_heads
-    layers = (normed(self.queries_keys_values),)
-    return Body("attention", layers, partial(_activated, self), normed(self.projection), heads)
+    heads, width = self.num_attention_heads, self.attention_ratio * self.key_dim
 
+    def between(qkv: Tensor) -> Tensor:
+        return self.activation(attend_narrow(self, qkv, heads, width))
 
-def _activated(self: Foreign, qkv: Tensor) -> Tensor:
-    return self.activation(attend_narrow(self, qkv, self.num_attention_heads, self.attention_ratio * self.key_dim))
+    return Body("attention", (normed(self.queries_keys_values),), between, normed(self.projection), heads)
 
 
 @fused_forward(
@@ -392,11 +376,12 @@ def levit_mlp_parts(self: Foreign) -> MlpBody | str:
     return folded_mlp(normed(self.linear_up), self.activation, normed(self.linear_down), (None, None))
 
 
-def _residual_reason(self: Foreign) -> str | None:
-    return f"stochastic depth {self.drop_rate}" if self.training and self.drop_rate > 0 else None
-
-
-@fused_forward("residual", f"{LEVIT}ResidualLayer", needs="module drop_rate", reason=_residual_reason)
+@fused_forward(
+    "residual",
+    f"{LEVIT}ResidualLayer",
+    needs="module drop_rate",
+    reason=lambda self: f"stochastic depth {self.drop_rate}" if self.training and self.drop_rate > 0 else None,
+)
 def residual(self: Foreign, hidden_state: Tensor) -> Tensor:
     """x + module(x); [B, N, D] → [B, N, D]."""
     return add_branches(hidden_state, Branch(self.module), block=self)

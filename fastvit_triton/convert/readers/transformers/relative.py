@@ -29,9 +29,7 @@ def _parts(self: Foreign, heads: int, positions: bool, scale: float | None) -> B
 
 
 @fused_body(
-    *classes("sam.SamVisionSdpaAttention"),
-    needs="qkv proj num_attention_heads use_rel_pos get_rel_pos",
-    after=(None,),
+    *classes("sam.SamVisionSdpaAttention"), needs="qkv proj num_attention_heads use_rel_pos get_rel_pos", after=(None,)
 )
 def sam_sdpa_parts(self: Foreign, output_attentions: bool = False) -> Body:
     """Parts of SAM's attention by PyTorch's function, which has its own scale, no dropout and no weights to return."""
@@ -58,9 +56,7 @@ def sam_parts(self: Foreign, output_attentions: bool | None = None) -> Body | st
     after=(None,),
 )
 @fused_body(
-    *classes("vitdet.VitDetAttention"),
-    needs="qkv proj num_heads scale use_relative_position_embeddings",
-    after=(),
+    *classes("vitdet.VitDetAttention"), needs="qkv proj num_heads scale use_relative_position_embeddings", after=()
 )
 def seggpt_parts(self: Foreign, output_attentions: bool = False) -> Body | str:
     """Parts of SegGPT's and ViTDet's attention."""

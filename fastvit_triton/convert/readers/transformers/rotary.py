@@ -27,7 +27,6 @@ CLIPPABLE = classes("gemma4.Gemma4ClippableLinear", "diffusion_gemma.DiffusionGe
 @fused_body(
     *classes("llama4.Llama4VisionAttention"),
     needs="q_proj k_proj v_proj o_proj num_heads head_dim attention_dropout config",
-    takes="freqs_ci attention_mask past_key_values",
     after=(None,),
 )
 def llama4_parts(
@@ -70,7 +69,6 @@ def llama4_adapter(self: Foreign, hidden_states: Tensor) -> Tensor:
 @fused_body(
     *classes("sam3.Sam3ViTRoPEAttention"),
     needs="q_proj k_proj v_proj o_proj num_attention_heads scaling attention_dropout is_causal config",
-    takes="position_embeddings",
     after=(None,),
 )
 def sam3_parts(self: Foreign, position_embeddings: Tables = None, **more: object) -> Body | str:
@@ -190,7 +188,6 @@ def _unclipped(layer: Foreign) -> Any:
     *classes("gemma4.Gemma4VisionAttention"),
     needs="q_proj k_proj v_proj o_proj q_norm k_norm v_norm head_dim num_key_value_groups scaling attention_dropout "
     "is_causal config",
-    takes="position_embeddings attention_mask position_ids",
     after=(None,),
 )
 def gemma4_parts(

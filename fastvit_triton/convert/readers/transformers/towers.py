@@ -16,7 +16,7 @@ from ....engine.leaves import LAYER_SCALES, Foreign, activation_of, is_identity
 from ....engine.mlp import MlpBody
 from ....kernels.argument import Varlen
 from ....kernels.attention import attention
-from ...forwards import arguments, fused_body, fused_forward
+from ...forwards import fused_body, fused_forward
 from ...third_party import classes, dropout_reason, four_axes, head_norms
 from .vit import attention_parts, attention_reason, first_of, gated_parts
 
@@ -56,29 +56,18 @@ fused_body(
 class NormedLinear(NamedTuple):
     """A linear layer followed by a norm of all its outputs; it is called, as no kernel has such a norm."""
 
-    layer: Foreign
+    linear: Foreign  # whose sizes are read
     norm: nn.Module
-
-    @property
-    def weight(self) -> Tensor:
-        """That of the linear layer, whose shape is read."""
-        return self.layer.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        """That of the linear layer."""
-        return self.layer.bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., K] → [..., F]."""
-        return self.norm(self.layer(x))
+        return self.norm(self.linear(x))
 
 
 @fused_body(
     *classes("internvl.InternVLVisionAttention", "qianfan_ocr.QianfanOCRVisionAttention", "janus.JanusVisionAttention"),
     needs="q_proj k_proj v_proj q_norm k_norm projection_layer projection_dropout num_heads scale attention_dropout "
     "is_causal config",
-    takes="attention_mask",
     after=(None,),
 )
 def wide_norm_parts(self: Foreign, attention_mask: Tensor | None = None, **more: object) -> Body | str:
@@ -89,11 +78,11 @@ def wide_norm_parts(self: Foreign, attention_mask: Tensor | None = None, **more:
         why = "a norm of the whole width, applied to a head"  # Janus: its own forward fails
     if why is not None:
         return why
-    q, k = (
+    queries_keys: Any = (
         layer if is_identity(norm) else NormedLinear(layer, norm)
         for layer, norm in zip((self.q_proj, self.k_proj), norms, strict=True)
     )
-    projections = (q, k, self.v_proj)
+    projections = (*queries_keys, self.v_proj)
     mask = four_axes(attention_mask)
     drops = (self.projection_dropout,)
     return attention_body(projections, self.projection_layer, self.num_heads, self.scale, mask, drops=drops)
@@ -106,19 +95,16 @@ def wide_norm_parts(self: Foreign, attention_mask: Tensor | None = None, **more:
     takes="attention_mask position_embeddings encoder_hidden_states",
     after=(None,),
 )
-def head_dim_parts(self: Foreign, *inputs: Any, **named: Any) -> Body | str:
-    """Parts of an attention known by the width of its heads, with optional norms of heads and rotary positions."""
-    return _head_dim_parts(self, **dict(zip(arguments(type(self)), inputs, strict=False)) | named)
-
-
-def _head_dim_parts(
+def head_dim_parts(
     self: Foreign,
+    *,
     attention_mask: Tensor | None = None,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int = 0,
     **more: object,
 ) -> Body | str:
+    """Parts of an attention known by the width of its heads, with optional norms of heads and rotary positions."""
     drop = first_of(self, "attention_dropout", "dropout") or 0.0
     if getattr(self, "num_key_value_groups", 1) != 1:
         return "grouped-query attention"
@@ -151,7 +137,6 @@ def _head_dim_parts(
 @fused_body(
     *classes("blip.BlipAttention", "blip_2.Blip2Attention"),
     needs="qkv projection num_heads scale dropout|attention_dropout config",
-    takes="head_mask",
     after=(None,),
 )
 def packed_parts(self: Foreign, head_mask: Tensor | None = None, **more: object) -> Body | str:

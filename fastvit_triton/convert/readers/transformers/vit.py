@@ -134,9 +134,7 @@ def up_down_parts(self: Foreign) -> MlpBody:
 
 @fused_body(
     *classes(
-        "dinov2.Dinov2SwiGLUFFN",
-        "dinov2_with_registers.Dinov2WithRegistersSwiGLUFFN",
-        "dinov3_vit.DINOv3ViTGatedMLP",
+        "dinov2.Dinov2SwiGLUFFN", "dinov2_with_registers.Dinov2WithRegistersSwiGLUFFN", "dinov3_vit.DINOv3ViTGatedMLP"
     ),
     needs="gate_proj up_proj act_fn down_proj",
 )

@@ -170,11 +170,11 @@ def _mlp(self: Foreign, grid: Grid) -> Parts:
         return REPLACED
     if not isinstance(act := activation_of(layers[2]), str):
         return REPLACED
-    return dropped(layers[3], layers[5]) or Body("MLP", (), partial(_hidden, layers[0], fc1, act), fc2)
 
+    def hidden(x: Tensor) -> Tensor:
+        return linear(normalized(layers[0], x), fc1.weight, fc1.bias, activation=act)
 
-def _hidden(norm: Foreign, fc1: Packed, act: str, x: Tensor) -> Tensor:
-    return linear(normalized(norm, x), fc1.weight, fc1.bias, activation=act)
+    return dropped(layers[3], layers[5]) or Body("MLP", (), hidden, fc2)
 
 
 def _last(end: Foreign) -> Packed | str:
@@ -191,13 +191,12 @@ def _cvt_attention(self: Foreign, grid: Grid) -> Parts:
         return last if isinstance(last, str) else REPLACED
     if (why := softmax_reason(self.attend)) is not None:
         return why
-    between = partial(_cvt_attended, self, grid=grid)
+
+    def between(x: Tensor) -> Tensor:
+        image = normalized(self.norm, x).unflatten(1, grid)
+        return _cross(_separable(self.to_q, image), _separable(self.to_kv, image), self.heads, self.scale)
+
     return dropped(self.dropout) or Body("attention", (), between, last, self.heads)
-
-
-def _cvt_attended(self: Foreign, x: Tensor, grid: Grid) -> Tensor:
-    image = normalized(self.norm, x).unflatten(1, grid)
-    return _cross(_separable(self.to_q, image), _separable(self.to_kv, image), self.heads, self.scale)
 
 
 def _separable(self: Foreign, image: Tensor) -> Tensor:
@@ -270,24 +269,14 @@ def _run(self: Foreign, x: Tensor) -> Tensor:
 
 
 @fused_forward(
-    "attention of a map",
-    *(n for n in READERS if "Attention" in n),
-    reason=_body_reason,
-    by_name=True,
-    checked=False,
+    "attention of a map", *(n for n in READERS if "Attention" in n), reason=_body_reason, by_name=True, checked=False
 )
 def map_attention(self: Foreign, x: Tensor) -> Tensor:
     """Attention of a map; [B, C, H, W] → [B, C', H', W'], a view of tokens."""
     return _run(self, x)
 
 
-@fused_forward(
-    "MLP of a map",
-    *(n for n in READERS if "Feed" in n),
-    reason=_body_reason,
-    by_name=True,
-    checked=False,
-)
+@fused_forward("MLP of a map", *(n for n in READERS if "Feed" in n), reason=_body_reason, by_name=True, checked=False)
 def map_mlp(self: Foreign, x: Tensor) -> Tensor:
     """MLP of a map; [B, C, H, W] → [B, C, H, W], a view of tokens."""
     return _run(self, x)

@@ -5,7 +5,6 @@ attention that heads mix are computed by PyTorch between the fused projections.
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -68,16 +67,15 @@ def deepvit_parts(self: Foreign) -> Body | str:
     """Parts of DeepViT's attention, whose heads mix their probabilities (re-attention)."""
     if isinstance(end := _projection(self), str):
         return end
-    between = partial(_mixed, self)
+
+    def between(qkv: Tensor) -> Tensor:
+        q, k, v = heads_of(qkv, self.heads)
+        maps = self.dropout((q @ k.transpose(2, 3) * self.scale).softmax(-1))
+        maps = self.reattn_norm(torch.einsum("b h i j, h g -> b g i j", maps, self.reattn_weights))
+        return merged_heads(maps @ v, qkv.shape[1:-1])
+
     name = "projections of re-attention"
     return Body(name, (self.to_qkv,), between, end[0], self.heads, first=self.norm, drops=end[1:])
-
-
-def _mixed(self: Foreign, qkv: Tensor) -> Tensor:
-    q, k, v = heads_of(qkv, self.heads)
-    maps = self.dropout((q @ k.transpose(2, 3) * self.scale).softmax(-1))
-    maps = self.reattn_norm(torch.einsum("b h i j, h g -> b g i j", maps, self.reattn_weights))
-    return merged_heads(maps @ v, qkv.shape[1:-1])
 
 
 @fused_body("vit_pytorch.cait.Attention", needs="norm to_q to_kv attend mix_heads_pre_attn to_out")
@@ -86,16 +84,15 @@ def cait_parts(self: Foreign, context: Tensor | None = None) -> Body | str:
     if isinstance(end := _projection(self), str):
         return end
     layers = (self.to_q, self.to_kv) if context is None else ()
-    between = partial(_talking, self, context=context)
+
+    def between(x: Tensor) -> Tensor:
+        q, k, v = heads_of(x, self.heads) if context is None else _cross_heads(self, x, context, True)
+        scores = torch.einsum("b h i j, h g -> b g i j", q @ k.transpose(2, 3) * self.scale, self.mix_heads_pre_attn)
+        maps = torch.einsum("b h i j, h g -> b g i j", self.dropout(self.attend(scores)), self.mix_heads_post_attn)
+        return merged_heads(maps @ v, x.shape[1:-1])
+
     name = "projections of talking heads"
     return Body(name, layers, between, end[0], self.heads, first=self.norm, drops=end[1:])
-
-
-def _talking(self: Foreign, x: Tensor, context: Tensor | None) -> Tensor:
-    q, k, v = heads_of(x, self.heads) if context is None else _cross_heads(self, x, context, True)
-    scores = torch.einsum("b h i j, h g -> b g i j", q @ k.transpose(2, 3) * self.scale, self.mix_heads_pre_attn)
-    maps = torch.einsum("b h i j, h g -> b g i j", self.dropout(self.attend(scores)), self.mix_heads_post_attn)
-    return merged_heads(maps @ v, x.shape[1:-1])
 
 
 def _cross_heads(self: Foreign, x: Tensor, context: Tensor, both: bool) -> tuple[Tensor, ...]:
@@ -105,10 +102,7 @@ def _cross_heads(self: Foreign, x: Tensor, context: Tensor, both: bool) -> tuple
     return *heads_of(q, self.heads, 1), *heads_of(kv, self.heads, 2)
 
 
-@fused_body(
-    "vit_pytorch.cross_vit.Attention",
-    needs="norm to_q to_kv attend dropout to_out heads scale",
-)
+@fused_body("vit_pytorch.cross_vit.Attention", needs="norm to_q to_kv attend dropout to_out heads scale")
 def crossvit_parts(self: Foreign, context: Tensor | None = None, kv_include_self: bool = False) -> Body | str:
     """Parts of CrossViT's attention; to itself, to a context, or to both."""
     if isinstance(end := _end(self), str):
@@ -116,19 +110,15 @@ def crossvit_parts(self: Foreign, context: Tensor | None = None, kv_include_self
     if context is None and not kv_include_self:
         layers = self.to_q, self.to_kv
         return attention_body(layers, end[0], self.heads, self.scale, first=self.norm, drops=end[1:])
-    between = partial(_crossed, self, context=context, both=kv_include_self)
+
+    def between(x: Tensor) -> Tensor:
+        q, k, v = _cross_heads(self, x, x if context is None else context, kv_include_self)
+        return merged_heads(attention(q, k, v, scale=self.scale), x.shape[1:-1])
+
     return Body("attention", (), between, end[0], self.heads, first=self.norm, drops=end[1:])
 
 
-def _crossed(self: Foreign, x: Tensor, context: Tensor | None, both: bool) -> Tensor:
-    q, k, v = _cross_heads(self, x, x if context is None else context, both)
-    return merged_heads(attention(q, k, v, scale=self.scale), x.shape[1:-1])
-
-
-@fused_body(
-    "vit_pytorch.na_vit.Attention",
-    needs="norm q_norm k_norm dropout_p to_q to_kv to_out heads",
-)
+@fused_body("vit_pytorch.na_vit.Attention", needs="norm q_norm k_norm dropout_p to_q to_kv to_out heads")
 def navit_parts(
     self: Foreign, context: Tensor | None = None, mask: Tensor | None = None, attn_mask: Tensor | None = None
 ) -> Body | str:
@@ -144,13 +134,12 @@ def navit_parts(
     if context is None:
         layers = self.to_q, self.to_kv
         return attention_body(layers, end[0], self.heads, 1.0, bias, norms=norms, first=self.norm, drops=end[1:])
-    between = partial(_pooled, self, context=context, bias=bias)
+
+    def between(x: Tensor) -> Tensor:
+        q, k, v = _cross_heads(self, x, context, False)
+        return merged_heads(attention(self.q_norm(q), self.k_norm(k), v, bias, 1.0), x.shape[1:-1])
+
     return Body("attention", (), between, end[0], self.heads, first=self.norm, drops=end[1:])
-
-
-def _pooled(self: Foreign, x: Tensor, context: Tensor, bias: Tensor | None) -> Tensor:
-    q, k, v = _cross_heads(self, x, context, False)
-    return merged_heads(attention(self.q_norm(q), self.k_norm(k), v, bias, 1.0), x.shape[1:-1])
 
 
 @fused_body(*(f"vit_pytorch.{file}.FeedForward" for file in FILES), needs="net", by_name=True)
