@@ -19,15 +19,10 @@ PAGE = ROOT / "CONTRIBUTING.md"
 
 
 class Row(NamedTuple):
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        paths: files and folders, relative to the root.
-        tests: test file → its `-k` expression, None for the whole file.
-    """
-
-    paths: set[str]
-    tests: dict[str, str | None]
+    paths: set[str]  # files and folders, relative to the root
+    tests: dict[str, str | None]  # test file → its `-k` expression, None for the whole file
 
 
 def quoted(cell: str) -> list[str]:
@@ -56,11 +51,7 @@ def joined(parts: Iterable[dict[str, str | None]]) -> dict[str, str | None]:
 
 
 def read(text: str) -> list[Row]:
-    """The rows of the table "you change, run" in a text.
-
-    Raises:
-        ValueError: the text has no such table.
-    """
+    """The rows of the table "you change, run" in a text; ValueError without such a table."""
     found = re.search(r"^\| you change \| run \|\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
     if found is None:
         raise ValueError('text must have a table whose head is "| you change | run |"')
@@ -86,12 +77,7 @@ def rows_of(path: str, table: list[Row]) -> list[Row]:
 
 
 def test_files(paths: Iterable[str], table: list[Row] | None = None) -> dict[str, str | None]:
-    """Test file → `-k` expression or None (whole file), for files that changed.
-
-    Args:
-        paths: files relative to the root, with slashes; a test file that changed is run whole.
-        table: rows instead of those of CONTRIBUTING.md.
-    """
+    """Test file → `-k` expression or None (whole file), for files that changed; changed tests are run whole."""
     table, parts = rows() if table is None else table, []
     for path in paths:
         parts += [row.tests for row in rows_of(path, table)]

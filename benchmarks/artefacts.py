@@ -1,8 +1,9 @@
-"""Generated files: the command that writes each, and what in it is not of today's code.
+"""Generated files: the command that writes each, listed in artefacts.json, and what in it is not of today's code.
 
 A file that is computed from code is compared with what the code gives now: texts and keys as a whole, counted rows in
 part, because all of them would take as long as the command. Pictures cannot be compared; hashes of what they are drawn
 from are in results/inputs.json. What was measured does not become stale: its file states when and at which commit.
+Data of the package, which the others are counted with, come first; what is measured, trained or made by hand last.
 """
 
 import ast
@@ -31,27 +32,16 @@ Changes = Callable[[bool], Iterable[str]]  # thorough → what is not of today's
 
 
 class Artefact(NamedTuple):
-    """Files that one command writes.
+    """Files that one command writes."""
 
-    Attributes:
-        name: for `--only`.
-        command: words after `python`; in capitals what a user must give.
-        outputs: patterns of paths from the root, separated by spaces.
-        minutes: of one core, if everything is made anew.
-        changes: what is not of today's code; None for measurements.
-        inputs: files whose hashes are recorded, as patterns or as "file::function", separated by spaces.
-        needs: what a run needs besides this environment; such an artefact is made only by name.
-        package: one more package of the environment, "name==version".
-    """
-
-    name: str
-    command: str
-    outputs: str
-    minutes: float = 0.0
-    changes: Changes | None = None
-    inputs: str = ""
-    needs: str = ""
-    package: str = ""
+    name: str  # for `--only`
+    command: str  # words after `python`; in capitals what a user must give
+    outputs: str  # patterns of paths from the root, separated by spaces
+    minutes: float = 0.0  # of one core, if everything is made anew
+    changes: Changes | None = None  # what is not of today's code; None for measurements
+    inputs: str = ""  # files whose hashes are recorded, as patterns or as "file::function", separated by spaces
+    needs: str = ""  # what a run needs besides this environment; such an artefact is made only by name
+    package: str = ""  # one more package of the environment, "name==version"
 
     def files(self) -> list[Path]:
         """The files that are there."""
@@ -274,7 +264,7 @@ def saved(thorough: bool) -> Iterator[str]:
     """The list of models; the smallest one if thorough."""
     from . import saved
 
-    have = {row["model"]: row for row in json.loads((RESULTS / "saved.json").read_text())["rows"]}
+    have = rows("saved")
     yield from listed(have, saved.MODELS)
     yield from recounted(have, ["ViT-S/16"] if thorough else [], saved.row)
 
@@ -422,13 +412,6 @@ def survey(thorough: bool) -> Iterator[str]:
     yield from recounted(have, spread(systems, 9 if thorough else 1), lambda name: survey.counted(systems[name]))
 
 
-def scaling(thorough: bool) -> Iterator[str]:
-    """The text."""
-    from . import scaling
-
-    return text(RESULTS / "scaling.md", scaling.markdown())
-
-
 def tables(thorough: bool) -> Iterator[str]:
     """Pages with other tables."""
     from . import plot
@@ -444,141 +427,35 @@ def docs(thorough: bool) -> Iterator[str]:
         yield from text(path, now)
 
 
-IDLE, GPU = "an idle machine", "a GPU"
-R = "benchmarks/results"
-
-
-def result(name: str, words: str, minutes: float, changes: Changes, kinds: str = "json", inputs: str = "") -> Artefact:
-    """Files of benchmarks/results that have the artefact's name; FILE and FOLDER in the words stand for their place."""
-    command = words.replace("FILE", f"{R}/{name}.json").replace("FOLDER", R)
-    outputs = " ".join(f"{R}/{name}.{kind}" for kind in kinds.split())
-    return Artefact(name, f"-m benchmarks.{command}", outputs, minutes, changes, inputs)
-
-
-DRAWN = "bars roofline launch_bars backtest_points cpu_bars _cpu_panel _newest_cells _figure times".split()
-ARTEFACTS = (
-    # Data of the package, which the others are counted with.
-    Artefact("known", "-m benchmarks.recognition", "fastvit_triton/convert/known.json", 0.3, known),
-    Artefact("cpu-gains", "-m benchmarks.cpu_gains", "fastvit_triton/convert/cpu_gains.json", 0.1, cpu_gains),
-    Artefact(
-        "pretrained",
-        "-m benchmarks.pretrained_table",
-        "fastvit_triton/models/weights/pretrained.json fastvit_triton/models/weights/imagenet_classes.txt",
-        0.2,
-        pretrained,
-    ),
-    Artefact(
-        "rates",
-        "-m benchmarks.fit_rates --errors",
-        "fastvit_triton/expected/rates.json",
-        0.1,
-        rates,
-        f"{R}/backtest.json",
-    ),
-    Artefact(
-        "choices",
-        "-m benchmarks.choices",
-        "fastvit_triton/kernels/tuned/choices/*.json",
-        10,
-        choices,
-        "fastvit_triton/expected/rates.json fastvit_triton/expected/blocks.py fastvit_triton/expected/ops.py "
-        "fastvit_triton/kernels/sizes.py benchmarks/choices.py benchmarks/choices_sizes.json",
-    ),
-    Artefact(
-        "choices-compared",
-        "-m benchmarks.choices --compare",
-        f"{R}/choices.json {R}/choices.md",
-        10,
-        choices_compared,
-        "fastvit_triton/kernels/tuned/choices/*.json",
-    ),
-    Artefact("figures", "-m benchmarks.figures", "fastvit_triton/models/weights/figures.json", 3, figures),
-    # Compiled, counted, predicted and tried.
-    Artefact("static", f"-m benchmarks.static --out {R}", f"{R}/static.json {R}/static.md", 40, compiled(".")),
-    *(
-        Artefact(
-            f"triton-{version}",
-            f"-m benchmarks.static --arch sm_90 --out {R}/triton-{version}",
-            f"{R}/triton-{version}/static.json {R}/triton-{version}/static.md",
-            6,
-            compiled(f"triton-{version}", ["sm_90"]),
-            package=f"triton=={version}",
-        )
-        for version in ("3.6.0", "3.9.0")
-    ),
-    result("candidates", "candidates", 20, candidates),
-    result("launches", "launches --table --out FILE", 2, launches),
-    result("gains", "gains --out FILE", 0.6, gains),
-    result("saved", "saved --out FILE", 0.3, saved),
-    result("backtest", "backtest --out FILE", 20, backtest),
-    result("backtest-measured", "backtest --measured --out FILE", 0.2, partial(backtest, measured=True)),
-    *(
-        result(f"coverage{of}", f"coverage{of.replace('-', ' ')} --out FOLDER", minutes, changes, "json md")
-        for of, minutes, changes in (
-            ("", 1, coverage("coverage", "MODELS", 1, 3)),
-            ("-towers", 4, coverage("coverage-towers", "TOWERS", 1, 6)),
-            ("-detection", 2, coverage("coverage-detection", "DETECTION", 0, 1)),
-            ("-capture", 5, capture),
-        )
-    ),
-    result("recognition", "recognition --gain FILE", 5, recognition),
-    result("recompiles", "recompiles --out FOLDER", 20, recompiles),
-    result("fuzz", "fuzz", 2, fuzz),
-    result("mutants", "mutants", 60, mutants),
-    Artefact("claim-mutants", "-m benchmarks.claim_mutants --missing", f"{R}/claim_mutants.json", 10, claims),
-    result(
-        "survey",
-        "survey --counts",
-        10,
-        survey,
-        "json png",
-        "benchmarks/survey.py::draw benchmarks/survey.py::free_place",
-    ),
-    # Made of the files above and of measurements.
-    Artefact("scaling", "-m benchmarks.scaling", f"{R}/scaling.md", 0.1, scaling),
-    Artefact(
-        "tables",
-        "-m benchmarks.plot",
-        " ".join(f"{R}/{name}.png" for name in ("speedup", "roofline", "launches", "backtest", "cpu")),
-        0.3,
-        tables,
-        " ".join(f"{R}/{name}.json" for name in ("backtest", "launches", "gains", "host", "cpu*", "nvidia-*"))
-        + " benchmarks/drop_in.py::draw benchmarks/drop_in.py::measured benchmarks/drop_in.py::bars"
-        + "".join(f" benchmarks/plot.py::{name}" for name in DRAWN),
-    ),
-    Artefact(
-        "pages",
-        "docs/generate.py",
-        "docs/claims.md docs/survey.md",
-        0.2,
-        docs,
-        " ".join(f"{R}/{name}.json" for name in ("survey", "trainings")),
-    ),
-    # Measured or trained, or made by hand.
-    Artefact(
-        "coverage-official",
-        f"-m benchmarks.coverage official --sources FOLDER --out {R}",
-        f"{R}/coverage-official.json {R}/coverage-official.md",
-        needs="a checkout of each repository in FOLDER",
-    ),
-    Artefact("host", f"-m benchmarks.host --rounds 150 --out {R}/host.json", f"{R}/host.json", 10, needs=IDLE),
-    Artefact("cpu", "-m benchmarks.cpu --resume --out FILE", f"{R}/cpu*.json", needs=f"{IDLE} for hours"),
-    Artefact("gpu", f"-m benchmarks.gpu --out {R}", f"{R}/nvidia-*.json", needs=GPU),
-    Artefact("users", "-m fastvit_triton.cli check", f"{R}/community/*.json", needs=f"{GPU} of a user"),
-    Artefact(
-        "trainings",
-        "-m benchmarks.trainings TRAINING",
-        f"{R}/trainings.json {R}/sample-*.jpg {R}/fashion-mnist.png {R}/scenes.png {R}/queries.png {R}/shapes.png "
-        f"{R}/segmentation.png {R}/photographs.png",
-        needs=IDLE,
-    ),
-    Artefact("faults", f"-m benchmarks.faults --out {R}", f"{R}/faults.json", 20, needs=IDLE),
-    Artefact("releases", "-m pytest -m releases", f"{R}/releases.json", 60, needs="downloads of other releases"),
-    Artefact("suites", "-m pytest -p no:benchmark", f"{R}/suites.json", needs="the newest releases, and is by hand"),
-    Artefact(
-        "pictures",
-        "-m fastvit_triton.cli COMMAND",
-        f"{R}/digits-explain.png {R}/igpt-samples.png {R}/igpt-halves.png",
-        needs="a trained model; docs/explain.md and docs/pixels.md have the commands",
-    ),
-)
+CHANGES: dict[str, Changes] = {
+    "known": known,
+    "cpu-gains": cpu_gains,
+    "pretrained": pretrained,
+    "rates": rates,
+    "choices": choices,
+    "choices-compared": choices_compared,
+    "figures": figures,
+    "static": compiled("."),
+    "triton-3.6.0": compiled("triton-3.6.0", ["sm_90"]),
+    "triton-3.9.0": compiled("triton-3.9.0", ["sm_90"]),
+    "candidates": candidates,
+    "launches": launches,
+    "gains": gains,
+    "saved": saved,
+    "backtest": backtest,
+    "backtest-measured": partial(backtest, measured=True),
+    "coverage": coverage("coverage", "MODELS", 1, 3),
+    "coverage-towers": coverage("coverage-towers", "TOWERS", 1, 6),
+    "coverage-detection": coverage("coverage-detection", "DETECTION", 0, 1),
+    "coverage-capture": capture,
+    "recognition": recognition,
+    "recompiles": recompiles,
+    "fuzz": fuzz,
+    "mutants": mutants,
+    "claim-mutants": claims,
+    "survey": survey,
+    "tables": tables,
+    "pages": docs,
+}
+LISTED = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+ARTEFACTS = [Artefact(**fields, changes=CHANGES.get(fields["name"])) for fields in LISTED]

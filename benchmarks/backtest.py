@@ -55,30 +55,19 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Row(NamedTuple):
-    """A published row and its prediction.
+    """A published row and its prediction."""
 
-    Attributes:
-        gpu: short name, such as rtx4090.
-        mode: "eager", "compile" or "optimize", of inference or with " training" of a forward and backward pass; or
-            "fused": an engine of hand-tuned kernels, compared with ours at expected rates.
-        dtype: "amp fp16", "bf16", …
-        model: timm's name.
-        img_size: side in pixels.
-        batch: number of images.
-        published: images per second.
-        predicted: images per second, or None.
-        why: why there is no prediction, or why it is excluded; or None.
-    """
-
-    gpu: str
+    gpu: str  # short name, such as rtx4090
+    # "eager", "compile" or "optimize", of inference or with " training" of a forward and backward pass; or "fused": an
+    # engine of hand-tuned kernels, compared with ours at expected rates
     mode: str
-    dtype: str
-    model: str
-    img_size: int
-    batch: int
-    published: float
-    predicted: float | None = None
-    why: str | None = None
+    dtype: str  # "amp fp16", "bf16", …
+    model: str  # timm's name
+    img_size: int  # side in pixels
+    batch: int  # number of images
+    published: float  # images per second
+    predicted: float | None = None  # images per second, or None
+    why: str | None = None  # why there is no prediction, or why it is excluded; or None
 
     @property
     def key(self) -> str:
@@ -109,11 +98,7 @@ def _is_even(name: str) -> bool:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a table.
-
-    Raises:
-        ValueError: a column is missing, or a value is no number.
-    """
+    """The rows of a table; ValueError if a column is missing or a value is no number."""
     with path.open(newline="") as file:
         lines = list(csv.DictReader(file))
     columns = ("gpu", "mode", "dtype", "model", "img_size", "batch", "images_per_second")

@@ -46,16 +46,10 @@ def use(folder: Path = CACHES) -> list[Path]:
 
 
 def archive(out: Path, folder: Path = CACHES, largest: int = ARCHIVE, most: int = ARCHIVES, together: int = ALL) -> str:
-    """Packs the caches into out/caches-<n>.zip and returns a line that says how many files, and how many do not fit.
+    """Packs the caches of a folder into out/caches-<n>.zip and returns a line that says how many files fit.
 
-    Folders that hold one kernel or graph are kept whole, the smallest first.
-
-    Args:
-        out: folder of the archives.
-        folder: folder of the caches.
-        largest: bytes of an archive, at most.
-        most: number of archives, at most.
-        together: bytes of all archives, at most.
+    Folders that hold one kernel or graph are kept whole, the smallest first. `largest` and `together` are bytes of an
+    archive and of all of them, `most` their number.
     """
     for path in out.glob("caches-*.zip"):
         path.unlink()

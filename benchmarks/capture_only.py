@@ -20,13 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import timm
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fastvit_triton import create_model, freeze, optimize, set_backend
+from fastvit_triton import freeze, optimize, set_backend
 from fastvit_triton.convert import captured, conversion
 from fastvit_triton.convert.example import arguments
 from fastvit_triton.expected.count import traced
@@ -34,123 +32,46 @@ from fastvit_triton.expected.gpus import gpus
 from fastvit_triton.kernels.settings import forcing
 from fastvit_triton.measure.timeout import one_line
 
+from .data import made
 from .host import calls_of
 from .no_device import no_device
 from .official import difference, randomise, results
-from .result_file import as_json, origin, write_text
+from .result_file import origin, write_pair
 from .tables import capture_markdown
 
 DEPTHS = (2, 6)
-D = 32  # width
 GPU = "h200"
 ATTENTION = re.compile(r"attention|window|_softmax|_scaled_dot_product")  # in names of events
 
 
 class Case(NamedTuple):
-    """A model.
+    """A line of capture_only.json."""
 
-    Attributes:
-        name: "package:model".
-        build: number of blocks → the model.
-        inputs: number of images → arguments of a call, a tensor or a dictionary.
-    """
+    name: str  # "package:model"
+    build: dict[str, Any]  # see `data.made`; "depth" stands for the number of blocks
+    inputs: Any  # of a call, likewise; a text such as "batchx3x32x32" stands for random numbers of this shape
 
-    name: str
-    build: Callable[[int], nn.Module]
-    inputs: Callable[[int], Any]
+    def model(self, depth: int) -> nn.Module:
+        """The model with so many blocks."""
+        return made(self.build, lambda text: depth if text == "depth" else text)
 
+    def example(self, batch: int) -> Any:
+        """Inputs of so many images."""
 
-def images(batch: int, side: int = 32) -> Tensor:
-    """Random images [B, 3, side, side]."""
-    return torch.randn(batch, 3, side, side)
+        def tensor(text: str) -> Any:
+            if text == "batch":
+                return batch
+            return torch.randn([batch if n == "batch" else int(n) for n in text.split("x")])
 
-
-def ours(name: str, **options: Any) -> Case:
-    """One of our models."""
-    return Case(f"fastvit_triton:{name}", lambda depth: create_model(name, depth=depth, **options), images)
+        return made(self.inputs, tensor)
 
 
-def by_timm(name: str, depths: Callable[[int], Any] = int, key: str = "depth", side: int = 32, **options: Any) -> Case:
-    """A model of timm.
-
-    Args:
-        name: in timm.
-        depths: number of blocks → value of the option `key`.
-        key: option that states how many blocks there are.
-        side: of the images.
-        options: of the model.
-    """
-
-    def build(depth: int) -> nn.Module:
-        return timm.create_model(name, num_classes=0, **{key: depths(depth)}, **options)
-
-    return Case(f"timm:{name}", build, lambda batch: images(batch, side))
+CASES = [Case(**row) for row in json.loads(Path(__file__).with_suffix(".json").read_text())]
 
 
-def hugging_face(
-    name: str, key: str = "num_hidden_layers", inputs: Callable[[int], Any] | None = None, **options: Any
-) -> Case:
-    """A model of transformers, by the name of its class."""
-
-    def build(depth: int) -> nn.Module:
-        cls = getattr(transformers, name)
-        return cls(cls.config_class(**{key: depth}, **options))
-
-    return Case(f"transformers:{name}", build, inputs or (lambda batch: dict(pixel_values=images(batch))))
-
-
-def packed(batch: int) -> dict[str, Tensor]:
+def packed(images: int) -> dict[str, Tensor]:
     """Patches of images of 4 x 8, in one sequence."""
-    return dict(hidden_states=torch.randn(32 * batch, 3 * 2 * 8 * 8), grid_thw=torch.tensor([[1, 4, 8]] * batch))
-
-
-PLAIN = dict(img_size=32, patch_size=8, embed_dim=D, num_heads=2)
-TOWER = dict(hidden_size=D, num_attention_heads=2, intermediate_size=2 * D, image_size=32, patch_size=8)
-CASES = (
-    ours("vit_tiny_patch16_224", num_classes=0, **PLAIN),
-    by_timm("vit_tiny_patch16_224", **PLAIN),
-    by_timm("deit3_small_patch16_224", **PLAIN),
-    by_timm("beit_base_patch16_224", **PLAIN),
-    by_timm("eva02_tiny_patch14_224", **PLAIN),
-    by_timm("cait_xxs24_224", **PLAIN),
-    by_timm(
-        "swin_tiny_patch4_window7_224",
-        lambda depth: (depth,),
-        key="depths",
-        img_size=32,
-        window_size=4,
-        embed_dim=D,
-        num_heads=(2,),
-    ),
-    by_timm("convnext_tiny", lambda depth: (1, 1, depth, 1), key="depths", side=64, dims=(D,) * 4),
-    hugging_face("ViTModel", **TOWER),
-    hugging_face("CLIPVisionModel", **TOWER),
-    hugging_face("SiglipVisionModel", **TOWER),
-    hugging_face("Dinov2Model", **TOWER),
-    hugging_face("DINOv3ViTModel", num_register_tokens=2, **TOWER),
-    hugging_face("BeitModel", use_relative_position_bias=True, **TOWER),
-    hugging_face(
-        "SwinModel", "depths", image_size=32, patch_size=4, window_size=4, embed_dim=D, num_heads=[2]
-    )._replace(
-        build=lambda depth: transformers.SwinModel(
-            transformers.SwinConfig(
-                image_size=32, patch_size=4, window_size=4, embed_dim=D, depths=[depth], num_heads=[2]
-            )
-        )
-    ),
-    hugging_face(
-        "Qwen2_5_VisionTransformerPretrainedModel",
-        "depth",
-        packed,
-        hidden_size=D,
-        num_heads=2,
-        intermediate_size=2 * D,
-        out_hidden_size=D,
-        patch_size=8,
-        window_size=32,
-        fullatt_block_indexes=[1],
-    ),
-)
+    return dict(hidden_states=torch.randn(32 * images, 3 * 2 * 8 * 8), grid_thw=torch.tensor([[1, 4, 8]] * images))
 
 
 def without_forwards(model: nn.Module) -> None:
@@ -173,11 +94,11 @@ def converted(model: nn.Module, example: Any, readers: bool) -> None:
 def figures(case: Case, readers: bool) -> dict[str, Any]:
     """All but the host's time of one conversion of a model."""
     torch.manual_seed(0)
-    model = case.build(DEPTHS[0]).double().eval()
+    model = case.model(DEPTHS[0]).double().eval()
     randomise(model)
     original = copy.deepcopy(model)
     without_forwards(original)
-    example = in_dtype(case.inputs(2), torch.float64)
+    example = in_dtype(case.example(2), torch.float64)
     captured._by_forward.clear()
     started = time.process_time()
     converted(model, example, readers)
@@ -185,7 +106,7 @@ def figures(case: Case, readers: bool) -> dict[str, Any]:
     want = results(original, example, False)
     results(model, example, False)  # captures calls with gradients
     error = difference(results(model, example, False), want)
-    half = case.build(DEPTHS[0]).bfloat16().eval()
+    half = case.model(DEPTHS[0]).bfloat16().eval()
     example = in_dtype(example, torch.bfloat16)
     converted(half, example, readers)
     freeze(half)
@@ -222,8 +143,8 @@ def calls(case: Case) -> list[float]:
 
 
 def _call(case: Case, depth: int, readers: bool) -> Callable[[], Any]:
-    model, example = case.build(depth).eval(), case.inputs(1)
-    converted(model, case.inputs(2), readers)
+    model, example = case.model(depth).eval(), case.example(1)
+    converted(model, case.example(2), readers)
     freeze(model)
     return (lambda: model(**example)) if isinstance(example, dict) else (lambda: model(example))
 
@@ -251,6 +172,4 @@ def main(only: str, out: Path | None) -> None:
             rows.append(row_of(case))
             print(*(f"{name}={value}" for name, value in rows[-1].items()), flush=True)
     if out is not None:
-        text = as_json(origin(), rows=rows)
-        write_text(out / "coverage-capture.json", text)
-        write_text(out / "coverage-capture.md", capture_markdown(json.loads(text)))
+        write_pair(out / "coverage-capture", capture_markdown, origin(), rows=rows)

@@ -43,19 +43,12 @@ OPTIONS = "-x -q --no-header -o addopts= -p no:cacheprovider".split()
 
 
 class Mutant(NamedTuple):
-    """An edit.
+    """An edit."""
 
-    Attributes:
-        name: number of the claim, with a letter if it has several edits.
-        file: path of the file.
-        text: what is replaced, once in the file.
-        mutated: what replaces it.
-    """
-
-    name: str
-    file: str
-    text: str
-    mutated: str
+    name: str  # number of the claim, with a letter if it has several edits
+    file: str  # path of the file
+    text: str  # what is replaced, once in the file
+    mutated: str  # what replaces it
 
     @property
     def claim(self) -> str:
@@ -64,11 +57,7 @@ class Mutant(NamedTuple):
 
 
 def read(text: str) -> list[Mutant]:
-    """The edits listed in a text.
-
-    Raises:
-        ValueError: an entry has no text, nothing that replaces it, or a line of another kind.
-    """
+    """The edits listed in a text; ValueError for an entry without a text or what replaces it, or with another line."""
     edits = []
     for entry in re.split(r"\n\s*\n", text):
         lines = [line for line in entry.splitlines() if line and not line.startswith("#")]
@@ -97,11 +86,7 @@ def tests() -> dict[str, list[str]]:
 
 
 def edited(mutant: Mutant, root: Path = ROOT) -> tuple[str, str]:
-    """The file's content before and after the edit.
-
-    Raises:
-        ValueError: the text is not in the file, or more than once.
-    """
+    """The file's content before and after the edit; ValueError if the text is not in the file exactly once."""
     source = (root / mutant.file).read_text(encoding="utf-8")
     count = source.count(mutant.text)
     if count != 1:
@@ -215,53 +200,71 @@ class Recorder:
             self.seen["failed"] = report.nodeid
 
 
-def run(
-    tree: Path, words: list[str], seconds: float, declared: list[Any], options: Iterable[str] = ()
-) -> dict[str, Any]:
-    """Runs tests of a copy in a forked process: {"ran": number, "failed": test or None, "error": message or None}.
+class Trials:
+    """Runs tests of a copy of the repository, with and without edits, each time in a forked process."""
 
-    Args:
-        tree: the copy.
-        words: tests, see `selected`.
-        seconds: after which the process is ended.
-        declared: what `prepare` returned.
-        options: further options of pytest.
-    """
-    out, log = tree.parent / "seen.json", tree.parent / "log.txt"
-    out.unlink(missing_ok=True)
-    sys.stdout.flush()
-    child = os.fork()
-    if not child:
+    def __init__(self, tree: Path, seconds: float, declared: list[Any]) -> None:
+        self.tree = tree
+        self.seconds = seconds  # after which a process is ended
+        self.declared = declared  # what `prepare` returned
+        self.passing: set[str] = set()  # tests without edits, as far as it is known
+        self.failing: set[str] = set()
+
+    def run(self, words: list[str], options: Iterable[str] = ()) -> dict[str, Any]:
+        """Runs the `selected` tests: {"ran": number, "failed": test or None, "error": message or None}."""
+        out, log = self.tree.parent / "seen.json", self.tree.parent / "log.txt"
+        out.unlink(missing_ok=True)
+        sys.stdout.flush()
+        child = os.fork()
+        if not child:
+            try:
+                os.setsid()
+                with open(log, "w") as stream:
+                    os.dup2(stream.fileno(), 1)
+                    os.dup2(stream.fileno(), 2)
+                gc.freeze()  # a collection would copy the memory of all that was imported
+                enter(self.tree, self.declared)
+                recorder = Recorder(words)
+                paths = list(dict.fromkeys(re.sub(r"\[.*", "", word) for word in words))
+                sys.modules["pytest"].main([*paths, *OPTIONS, *options], plugins=[recorder])
+                out.write_text(json.dumps(recorder.seen))
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(0)
+        seen: dict[str, Any] = {"ran": 0, "failed": None, "error": None}
+        deadline = time.monotonic() + self.seconds
+        while not os.waitpid(child, os.WNOHANG)[0]:
+            if time.monotonic() > deadline:
+                os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                return seen | {"error": f"more than {self.seconds:g} seconds"}
+            time.sleep(0.05)
+        if not out.exists():
+            last = (log.read_text().strip().splitlines() or ["no message"])[-1]
+            return seen | {"error": f"the process ended: {last}"}
+        seen = json.loads(out.read_text())
+        if not seen["ran"] and seen["failed"] is None:
+            seen["error"] = seen["error"] or "no test was found"
+        return seen
+
+    def run_edited(self, file: str, text: str, words: list[str], options: Iterable[str] = ()) -> dict[str, Any]:
+        """The same with another text of a file, which is restored."""
+        path = self.tree / file
+        before = path.read_text(encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
         try:
-            os.setsid()
-            with open(log, "w") as stream:
-                os.dup2(stream.fileno(), 1)
-                os.dup2(stream.fileno(), 2)
-            gc.freeze()  # a collection would copy the memory of all that was imported
-            enter(tree, declared)
-            recorder = Recorder(words)
-            paths = list(dict.fromkeys(re.sub(r"\[.*", "", word) for word in words))
-            sys.modules["pytest"].main([*paths, *OPTIONS, *options], plugins=[recorder])
-            out.write_text(json.dumps(recorder.seen))
-        except BaseException:
-            traceback.print_exc()
+            return self.run(words, options)
         finally:
-            sys.stderr.flush()
-            os._exit(0)
-    deadline = time.monotonic() + seconds
-    while not os.waitpid(child, os.WNOHANG)[0]:
-        if time.monotonic() > deadline:
-            os.killpg(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return {"ran": 0, "failed": None, "error": f"more than {seconds:g} seconds"}
-        time.sleep(0.05)
-    if not out.exists():
-        last = (log.read_text().strip().splitlines() or ["no message"])[-1]
-        return {"ran": 0, "failed": None, "error": f"the process ended: {last}"}
-    seen = json.loads(out.read_text())
-    if not seen["ran"] and seen["failed"] is None:
-        seen["error"] = seen["error"] or "no test was found"
-    return seen
+            path.write_text(before, encoding="utf-8")
+
+    def passes(self, test: str) -> bool:
+        """True if a test that failed with an edit passes without it."""
+        if test not in self.passing | self.failing:
+            plain = self.run([test])
+            (self.failing if plain["failed"] or plain["error"] else self.passing).add(test)
+        return test in self.passing
 
 
 def enter(tree: Path, declared: list[Any]) -> None:
@@ -294,34 +297,20 @@ def prepare() -> list[Any]:
     return declared
 
 
-def check_without(seen: dict[str, Any], tree: Path, seconds: float, declared: list[Any], passing: set[str]) -> None:
-    """Adds an error to what `run` has seen with an edit if the test that failed fails without it, too.
-
-    `passing` has tests that are known to pass without edits, and gets this one.
-    """
-    failed = seen["failed"]
-    if failed is not None and failed not in passing:
-        plain = run(tree, [failed], seconds, declared)
-        if plain["failed"] or plain["error"]:
-            seen["error"] = f"{failed} fails without the edit, too"
-        else:
-            passing.add(failed)
-
-
-def examine(mutant: Mutant, tree: Path, seconds: float, declared: list[Any], passing: set[str]) -> dict[str, Any]:
-    """What the tests of an edit show; `passing` has tests that are known to pass without edits."""
-    start = os.times()
-    before, after = edited(mutant, tree)
-    try:
-        (tree / mutant.file).write_text(after, encoding="utf-8")
-        seen = run(tree, tests()[mutant.claim], seconds, declared)
-    finally:
-        (tree / mutant.file).write_text(before, encoding="utf-8")
-    check_without(seen, tree, seconds, declared, passing)
-    spent = os.times()
-    used = spent.children_user + spent.children_system - start.children_user - start.children_system
+def examine(mutant: Mutant, trials: Trials) -> dict[str, Any]:
+    """What the tests of an edit show."""
+    start = used()
+    seen = trials.run_edited(mutant.file, edited(mutant, trials.tree)[1], tests()[mutant.claim])
+    if seen["failed"] is not None and not trials.passes(seen["failed"]):
+        seen["error"] = f"{seen['failed']} fails without the edit, too"
     killed = None if seen["error"] else seen["failed"]
-    return {"killed": killed, "ran": seen["ran"], "error": seen["error"], "seconds": round(used, 1)}
+    return {"killed": killed, "ran": seen["ran"], "error": seen["error"], "seconds": round(used() - start, 1)}
+
+
+def used() -> float:
+    """CPU seconds of the processes that ended."""
+    spent = os.times()
+    return spent.children_user + spent.children_system
 
 
 def write(found: dict[str, dict[str, Any]], path: Path) -> None:
@@ -353,10 +342,10 @@ def main() -> None:
         chosen = [mutant for mutant in chosen if not is_current(mutant, results.get(mutant.name))]
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(prefix="claim-mutants-") as folder:
-        tree, facts, declared, passing = copied(Path(folder)), {"commit": commit()}, prepare(), set()
+        trials, facts = Trials(copied(Path(folder)), args.seconds, prepare()), {"commit": commit()}
         for mutant in chosen:
-            row = examine(mutant, tree, args.seconds, declared, passing)
-            results[mutant.name] = {"name": mutant.name} | hashes(mutant, tree) | facts | row
+            row = examine(mutant, trials)
+            results[mutant.name] = {"name": mutant.name} | hashes(mutant, trials.tree) | facts | row
             print(f"{mutant.name:6} {row['error'] or row['killed'] or 'SURVIVED'}  {row['seconds']} s", flush=True)
             write(results, args.out)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from fastvit_triton.kernels import measured
 
 from .result_file import ROOT
+from .result_file import table as markdown
 
 FOLDER = ROOT / "benchmarks" / "results" / "community"
 SCHEMA = "schema.json"
@@ -29,11 +30,7 @@ OURS = {*COLUMNS["ours"], *COLUMNS["ours, compiled"], "our kernels", "our kernel
 
 
 def read(path: Path) -> object:
-    """Parses a JSON file; NaN and infinities are rejected.
-
-    Raises:
-        ValueError: the file is not valid JSON.
-    """
+    """Parses a JSON file; ValueError if it is not valid, or has NaN or infinities."""
 
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is not a number")
@@ -139,7 +136,7 @@ def table(held: dict[str, dict]) -> str:
     """Markdown table of milliseconds with quartiles, by GPU and computation; the fastest is bold."""
     if not held:
         return NOTHING
-    lines = [f"| ms on GPUs of users | eager | {' | '.join(COLUMNS)} | selftest |", "|---" * (len(COLUMNS) + 3) + "|"]
+    lines = []
     for name, content in sorted(held.items(), key=lambda item: (item[1]["benchmark"]["gpu"], item[0])):
         benchmark, checks = content["benchmark"], content["selftest"]
         first, rows = benchmark["rows"][0], {row["arm"]: row for row in benchmark["rows"] if "us" in row}
@@ -148,16 +145,12 @@ def table(held: dict[str, dict]) -> str:
         phase = "training" if first["phase"] == "training" else "inference"
         what = f"{first['model']}, {phase}, {first['dtype']}, batch {first['batch']}"
         versions = f"torch {benchmark['packages']['torch']}, triton {benchmark['packages']['triton']}"
-        tuned = ", tuned" if _is_tuned(content) else ""
+        # the GPU had been tuned before the benchmark ran
+        tuned = ", tuned" if "tune" in content and content["tune"]["runs"][0]["date"] <= benchmark["date"] else ""
         link = f"[{benchmark['date'][:10]}](benchmarks/results/community/{name})"
         cells = [f"{benchmark['gpu']}: {what}; {versions}{tuned}, {link}", *(_cell(row, best) for row in shown)]
-        lines.append(f"| {' | '.join(cells)} | {checks['passed']} passed, {len(checks['not_reached'])} not reached |")
-    return "\n".join(lines)
-
-
-def _is_tuned(held: dict) -> bool:
-    """True if the GPU had been tuned before the benchmark ran."""
-    return "tune" in held and held["tune"]["runs"][0]["date"] <= held["benchmark"]["date"]
+        lines.append([*cells, f"{checks['passed']} passed, {len(checks['not_reached'])} not reached"])
+    return markdown(["ms on GPUs of users", "eager", *COLUMNS, "selftest"], lines)
 
 
 def _cell(row: dict | None, best: float) -> str:

@@ -36,7 +36,7 @@ from fastvit_triton.kernels.choose import Choice
 from fastvit_triton.kernels.settings import forcing, observing
 from fastvit_triton.measure.timeout import one_line
 
-from .result_file import as_json, origin, write_text
+from .result_file import origin, write_pair
 from .tables import coverage_markdown, towers_markdown
 
 MODELS, TOWERS, DETECTION, EXCLUDED = (
@@ -48,23 +48,14 @@ NOTE = "inference in bfloat16, batch 8; counted from shapes on the meta device, 
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of coverage_models.txt.
+    """A line of coverage_models.txt."""
 
-    Attributes:
-        package: "timm", "torchvision", "transformers" or "vit_pytorch".
-        model: timm's name, torchvision's function, or the class of transformers or vit-pytorch, also with its module.
-        inputs: input by name, as sizes or values; empty for images of timm's size.
-        options: of the configuration.
-        called: False to count parameters only, not a call.
-        dtype: of weights and images; float32 for models that cannot run in bfloat16.
-    """
-
-    package: str
-    model: str
-    inputs: tuple[tuple[str, str], ...] = ()
-    options: str = "{}"
-    called: bool = True
-    dtype: torch.dtype = DTYPE
+    package: str  # "timm", "torchvision", "transformers" or "vit_pytorch"
+    model: str  # timm's name, torchvision's function, or the class of transformers or vit-pytorch, also with its module
+    inputs: tuple[tuple[str, str], ...] = ()  # input by name, as sizes or values; empty for images of timm's size
+    options: str = "{}"  # of the configuration
+    called: bool = True  # False to count parameters only, not a call
+    dtype: torch.dtype = DTYPE  # of weights and images; float32 for models that cannot run in bfloat16
 
     @property
     def name(self) -> str:
@@ -73,11 +64,7 @@ class Entry:
 
 
 def entries(text: str) -> list[Entry]:
-    """The models listed in a text.
-
-    Raises:
-        ValueError: a line has fewer than two words.
-    """
+    """The models listed in a text; ValueError for a line of one word."""
     listed = []
     for line in text.splitlines():
         words = line.partition("#")[0].split(None, 2)
@@ -94,11 +81,7 @@ def entries(text: str) -> list[Entry]:
 
 
 def excluded(text: str) -> dict[str, str]:
-    """Why a model is not counted, by its name; lines of a text are "package:model: reason".
-
-    Raises:
-        ValueError: a line has no reason.
-    """
+    """Why a model is not counted, by its name; lines of a text are "package:model: reason", else ValueError."""
     reasons = {}
     for line in filter(None, (line.partition("#")[0].strip() for line in text.splitlines())):
         name, colon, reason = line.partition(": ")
@@ -220,11 +203,8 @@ def write(rows: list[dict[str, object]], folder: Path, listed: str = "models") -
     facts: dict[str, object] = {"note": NOTE} | origin()
     if listed == "towers":
         facts["excluded"] = excluded(EXCLUDED.read_text(encoding="utf-8"))
-    text = as_json(facts, rows=rows)
-    table = (towers_markdown if listed == "towers" else coverage_markdown)(json.loads(text))
-    name = "coverage" if listed == "models" else f"coverage-{listed}"
-    write_text(folder / f"{name}.json", text)
-    write_text(folder / f"{name}.md", table)
+    markdown = towers_markdown if listed == "towers" else coverage_markdown
+    write_pair(folder / ("coverage" if listed == "models" else f"coverage-{listed}"), markdown, facts, rows=rows)
 
 
 def main() -> None:

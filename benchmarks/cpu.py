@@ -38,11 +38,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit_triton.convert  # noqa: F401  (registers the backend if the package is not installed)
 from fastvit_triton import freeze, optimize
-from fastvit_triton.kernels import onednn
 from fastvit_triton.kernels.measured import cpu_name
 from fastvit_triton.measure.libraries import medium
 from fastvit_triton.measure.machine import provenance
@@ -70,7 +68,6 @@ PHASES = {
     ),
     "training": ("eager", "medium", "ours", "compiled", "compile"),
 }
-PRODUCTS = ("addmm", "aten::mm", "bmm", "linear", "convolution")  # in names of operators
 OURS = ("ours", "frozen", "bf16", "int8")
 MIN_ROUNDS = 3
 WARM = 0.01  # seconds of calls before each one that is timed
@@ -78,21 +75,13 @@ WARM = 0.01  # seconds of calls before each one that is timed
 
 @dataclass(frozen=True)
 class Cell:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        model: of timm.
-        dtype: of weights and images.
-        batch: images.
-        phase: "inference" or "training".
-        threads: of PyTorch.
-    """
-
-    model: str
-    dtype: str
-    batch: int
-    phase: str
-    threads: int
+    model: str  # of timm
+    dtype: str  # of weights and images
+    batch: int  # images
+    phase: str  # "inference" or "training"
+    threads: int  # of PyTorch
 
     @property
     def name(self) -> str:
@@ -135,11 +124,7 @@ STEPS: dict[str, Callable] = {"inference": inference, "training": training}
 
 
 def column(name: str, model: nn.Module, images: Tensor) -> Callable:
-    """The model as this column runs it, on a copy of its own.
-
-    Raises:
-        Missing: the column cannot run here.
-    """
+    """The model as this column runs it, on a copy of its own; raises Missing if it cannot run here."""
     if name in ("eager", "medium"):
         return model
     if name in ("onnx", "openvino"):
@@ -197,53 +182,22 @@ def peak_mib(step: Callable, call: Callable, images: Tensor) -> float:
     return most / 2**20
 
 
-def shares(step: Callable, call: Callable, images: Tensor) -> dict[str, float]:
-    """Shares of a step's operator time: products, attention and the rest."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        step(call, images)
-    times = {"products": 0.0, "attention": 0.0, "rest": 0.0}
-    for event in profiler.key_averages():
-        name = event.key
-        kind = "attention" if "attention" in name else "rest"
-        kind = "products" if any(word in name for word in PRODUCTS) else kind
-        times[kind] += event.self_cpu_time_total
-    whole = sum(times.values())
-    return {kind: round(part / whole, 3) for kind, part in times.items()}
-
-
 def clock() -> float:
     """Seconds: with one thread the process's CPU time, which other processes on the machine disturb less."""
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
-def product_rate(dtype: torch.dtype) -> float:
-    """Multiplications and additions per second of a product of 2048³ by oneDNN."""
-    x, weight = (torch.randn(2048, 2048, dtype=dtype) for _ in range(2))
-    seconds = []
-    with torch.no_grad(), onednn.using_row({}):
-        for _ in range(4):
-            start = clock()
-            onednn.product(x, weight)
-            seconds.append(clock() - start)
-    return 2 * 2048**3 / min(seconds)
-
-
 def measured(cell: Cell, names: list[str], seconds: float, most: int, **sizes: int) -> dict[str, Any]:
     """The row of a cell: by column the ratio to eager, the error and the peak memory, or why it is missing.
 
-    Args:
-        cell: what to measure.
-        names: columns besides "eager".
-        seconds: about how long to time the rounds.
-        most: maximum number of rounds.
-        **sizes: options of the model instead of those in `MODELS`.
+    The rounds take about so many seconds, and are at most `most`. `sizes` replace those in `MODELS`.
     """
     torch.manual_seed(0)
     torch.set_num_threads(cell.threads)
     dtype, step = DTYPES[cell.dtype], STEPS[cell.phase]
     name = "vit_tiny_patch16_224" if cell.model == DIGITS else cell.model
     model = timm.create_model(name, **MODELS[cell.model] | sizes).train(cell.phase == "training").to(dtype)
-    model.requires_grad_(model.training)  # else PyTorch's counter of operations fails in inference mode
+    model.requires_grad_(model.training)
     side = model.patch_embed.img_size[0]
     images = torch.randn(cell.batch, 3, side, side).to(dtype)
     truth = seeded(copy.deepcopy(model).double(), images.double())
@@ -263,17 +217,9 @@ def measured(cell: Cell, names: list[str], seconds: float, most: int, **sizes: i
     taken = timed(step, calls, images, seconds, most)
     for name, times in taken.items():
         columns[name] |= quartiles(taken["eager"], times)
-    with FlopCounterMode(display=False) as counter:
-        step(model, images)
-    rate = product_rate(dtype)
-    for name in ("eager", *OURS):
-        if name not in calls:
-            continue
+    for name in {"eager", *OURS} & calls.keys():
         columns[name]["peak_mib"] = round(peak_mib(step, calls[name], images), 1)  # when calls are replayed
-        columns[name]["of_product_rate"] = round(counter.get_total_flops() / statistics.median(taken[name]) / rate, 3)
-    last = "frozen" if "frozen" in calls else "ours"
-    row: dict[str, Any] = asdict(cell) | {"cell": cell.name, "rounds": len(taken["eager"]), "columns": columns}
-    return row | ({"shares": {last: shares(step, calls[last], images)}} if last in calls else {})
+    return asdict(cell) | {"cell": cell.name, "rounds": len(taken["eager"]), "columns": columns}
 
 
 def timed(

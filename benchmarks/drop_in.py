@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from fastvit_triton.expected.gpus import devices
 
 from .lines import AUTOTUNED, MODELS
+from .result_file import table as markdown
 from .rows import is_result
 
 # arm of a row → what it is called here
@@ -27,31 +28,18 @@ TITLES = {name: title for title, (name, _) in MODELS.items()} | {"vit_tiny_patch
 
 
 class Measured(NamedTuple):
-    """A model in inference or training.
+    """A model in inference or training."""
 
-    Attributes:
-        model: its usual name.
-        name: timm's; None if timm does not have the model.
-        training: forward and backward pass, if the whole model is measured also the optimiser.
-        whole: the model, not two of its blocks.
-        batch: number of images.
-        us: arm → microseconds.
-        speed: arm → (speed relative to eager, quartiles or None).
-        peak: arm → peak bytes.
-        flops: of the products of the forward pass; None if not counted.
-        facts: a row of the group, for provenance.
-    """
-
-    model: str
-    name: str | None
-    training: bool
-    whole: bool
-    batch: int
-    us: dict[str, float]
-    speed: dict[str, tuple[float, list[float] | None]]
-    peak: dict[str, int]
-    flops: float | None
-    facts: dict[str, Any]
+    model: str  # its usual name
+    name: str | None  # timm's; None if timm does not have the model
+    training: bool  # forward and backward pass, if the whole model is measured also the optimiser
+    whole: bool  # the model, not two of its blocks
+    batch: int  # number of images
+    us: dict[str, float]  # arm → microseconds
+    speed: dict[str, tuple[float, list[float] | None]]  # arm → (speed relative to eager, quartiles or None)
+    peak: dict[str, int]  # arm → peak bytes
+    flops: float | None  # of the products of the forward pass; None if not counted
+    facts: dict[str, Any]  # a row of the group, for provenance
 
     @property
     def title(self) -> str:
@@ -139,17 +127,16 @@ def table(rows: Iterable[dict]) -> str:
     if not found:
         return ""
     arms = [arm for arm in (*RIVALS, "optimize") if any(arm in one.speed for one in found)]
-    heads = [f"{found[0].facts['gpu'].removeprefix('NVIDIA ')}, bfloat16", "eager, ms", *arms]
-    lines = [f"| {' | '.join([*heads, 'memory of optimize', 'images/s', 'of the peak'])} |"]
-    lines.append("|---" + "|--:" * (len(arms) + 4) + "|")
+    head = [f"{found[0].facts['gpu'].removeprefix('NVIDIA ')}, bfloat16", "eager, ms", *arms]
+    lines = []
     for one in found:
         cells = [one.title, f"{one.us['eager'] / 1e3:.3g}", *(_speed(one.speed.get(arm)) for arm in arms)]
         cells += [f"{one.peak['optimize'] / one.peak['eager']:.2f}", f"{one.images:.0f}"]
-        cells.append("" if one.utilisation is None else f"{one.utilisation:.0%}")
-        lines.append(f"| {' | '.join(cells)} |")
-    facts = {f"{name} {one.facts[name]}": None for one in found for name in ("torch", "triton")}
-    runs = {f"{one.facts['date']} (commit {one.facts['commit']})": None for one in found}
-    return "\n".join([*lines, "", f"{found[0].facts['gpu']}, {', '.join(facts)}; measured on {', '.join(runs)}."])
+        lines.append([*cells, "" if one.utilisation is None else f"{one.utilisation:.0%}"])
+    facts = dict.fromkeys(f"{name} {one.facts[name]}" for one in found for name in ("torch", "triton"))
+    runs = dict.fromkeys(f"{one.facts['date']} (commit {one.facts['commit']})" for one in found)
+    said = f"{found[0].facts['gpu']}, {', '.join(facts)}; measured on {', '.join(runs)}."
+    return markdown([*head, "memory of optimize", "images/s", "of the peak"], lines, "lr", said)
 
 
 def _speed(pair: tuple[float, list[float] | None] | None) -> str:
@@ -160,19 +147,12 @@ def _speed(pair: tuple[float, list[float] | None] | None) -> str:
 
 
 class Bars(NamedTuple):
-    """Speeds of a model in one phase, relative to eager PyTorch.
+    """Speeds of a model in one phase, relative to eager PyTorch."""
 
-    Attributes:
-        title: model, phase if it trains, and number of images.
-        measured: False if they are predicted.
-        compiled: of the fastest mode of torch.compile; None if it was not measured.
-        optimized: of `optimize`.
-    """
-
-    title: str
-    measured: bool
-    compiled: float | None
-    optimized: float
+    title: str  # model, phase if it trains, and number of images
+    measured: bool  # False if they are predicted
+    compiled: float | None  # of the fastest mode of torch.compile; None if it was not measured
+    optimized: float  # of `optimize`
 
     @property
     def speeds(self) -> dict[str, float]:
@@ -187,9 +167,7 @@ LOOKS = {"fastest torch.compile": "#8d8d8d", "optimize(model)": "#4c72b0"}  # na
 def bars(rows: Iterable[dict], predicted: Iterable[dict]) -> list[Bars]:
     """What was measured on the GPU that has most models, then what is predicted for it, the largest gain first.
 
-    Args:
-        rows: measured rows.
-        predicted: rows of `benchmarks.gains`; of a model in one phase the first one is shown.
+    Of the predicted rows, of `benchmarks.gains`, the first one of a model in a phase is shown.
     """
     found = measured(rows)
     shown, expected = [], {}

@@ -29,11 +29,7 @@ def key(launch: Launch, arch: str) -> str:
 
     A pointer counts by its dtype, size in bytes, 16-byte alignment, and which other arguments are the same tensor or
     overlap with it; on AMD also by whether its storage is below 2 GiB. Integers and compile-time arguments count by
-    value, other floats by type.
-
-    Raises:
-        TypeError: the kernel uses a global of a kind whose effect on the binary is not known.
-        NameError: the kernel uses a name that is not defined.
+    value, other floats by type. A global of a kind whose effect on the binary is not known is a TypeError.
     """
     tensors: dict[tuple, int] = {}
     fixed = {p.name for p in launch.kernel.params if p.is_constexpr}
@@ -86,11 +82,7 @@ def _digest(*parts: object) -> str:
 
 @functools.cache
 def code(function: JITFunction) -> str:
-    """Hash of a function's code, including the functions it calls and the constants it uses.
-
-    Raises:
-        TypeError, NameError: as in `key`.
-    """
+    """Hash of a function's code, including the functions it calls and the constants it uses."""
     kinds = [
         (p.is_constexpr, p.is_const, p.annotation_type, p.do_not_specialize, p.do_not_specialize_on_alignment)
         for p in function.params

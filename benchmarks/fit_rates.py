@@ -54,13 +54,7 @@ PRIOR = 0.3  # weight of a change of a constant by a factor of e, in rows that a
 
 
 class Fit:
-    """The fitted rows, and their residuals as a function of the constants.
-
-    Args:
-        rows: published.
-        known: counts of their models.
-        fits: name of a model → True if the constants may be fitted to it.
-    """
+    """The rows of models whose names `fits` accepts, and their residuals as a function of the constants."""
 
     def __init__(self, rows: Iterable[Row], known: Mapping[str, Any], fits: Callable[[str], bool] = is_fitted) -> None:
         rows = [row for row in rows if fits(row.model) and row.gpu in devices()]

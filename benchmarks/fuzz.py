@@ -9,7 +9,6 @@ Triton's interpreter, in separate processes, so that a crash is one failure.
 """
 
 import argparse
-import datetime
 import json
 import linecache
 import math
@@ -32,7 +31,7 @@ from fastvit_triton.kernels.op import Op
 from fastvit_triton.measure.compare import leaves, named_leaves, outcome, verdict
 
 from .correctness import kernels_on
-from .result_file import ROOT, as_json, write_text
+from .result_file import ROOT, as_json, origin, write_text
 
 RESULT = ROOT / "benchmarks" / "results" / "fuzz.json"
 OURS = str(Path(fastvit_triton.__file__).parent)
@@ -306,26 +305,10 @@ def report(seed: int = SEED) -> list[str]:
     plain = [answer(number, seed) for number in range(CALLS)]
     kernels = on_kernels(range(KERNEL_CALLS), seed)
     wrong = failures(plain, kernels)
-    result = dict(
-        date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        seed=seed,
-        torch=torch.__version__,
-        triton=_version("triton"),
-        python=platform.python_version(),
-        calls=CALLS,
-        kernel_calls=KERNEL_CALLS,
-        failures=wrong,
-        pytorch=counts(plain),
-        kernels=counts(kernels),
-    )
+    facts = dict(seed=seed, python=platform.python_version(), calls=CALLS, kernel_calls=KERNEL_CALLS, failures=wrong)
+    result = origin() | facts | dict(pytorch=counts(plain), kernels=counts(kernels))
     write_text(RESULT, as_json(result))
     return wrong
-
-
-def _version(package: str) -> str:
-    import importlib.metadata
-
-    return importlib.metadata.version(package)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import timm
 import torch
@@ -186,17 +187,14 @@ def measure(phase: str, way: str, make: Callable[[int], nn.Module], rounds: int)
 
 def rows(rounds: int) -> list[dict[str, object]]:
     """One row for each phase, block and way; LayerNorms are folded as at large batches."""
-    border, replays = fold.SPACE["border"], ways.REPLAYS
-    fold.SPACE["border"] = dict(ROWS_PER_OUTPUT=0)
-    try:
-        results = []
-        for phase, block, way, make, ways.REPLAYS in variants():
-            with using_backend("onednn") if way == "onednn" else no_device():
-                figures = measure(phase, way, make, rounds)
-            results.append(dict(phase=phase, block=block, way=way, **figures, target=target(phase, way)))
-        return results
-    finally:
-        fold.SPACE["border"], ways.REPLAYS = border, replays
+    results = []
+    for phase, block, way, make, replays in variants():
+        folds = patch.dict(fold.SPACE, border=dict(ROWS_PER_OUTPUT=0))
+        running = using_backend("onednn") if way == "onednn" else no_device()
+        with folds, patch.object(ways, "REPLAYS", replays), running:
+            figures = measure(phase, way, make, rounds)
+        results.append(dict(phase=phase, block=block, way=way, **figures, target=target(phase, way)))
+    return results
 
 
 def main(words: list[str] | None = None) -> None:

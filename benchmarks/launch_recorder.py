@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
+from unittest.mock import patch
 
 import numpy
 import torch
 from torch.overrides import TorchFunctionMode
-from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -22,8 +22,7 @@ from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.descriptor import given
 from fastvit_triton.kernels.launch import targeting
 
-TARGETS = {f"sm_{n}": GPUTarget("cuda", n, 32) for n in (80, 86, 89, 90, 100, 120)}
-TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
+from .no_device import Driver
 
 
 class Pointer:
@@ -119,21 +118,10 @@ def recording(arch: str) -> Iterator[list[Launch]]:
     def widened(a):
         return a.new_empty(a.shape, dtype=torch.float32)
 
-    patches = [
-        (launcher, "run", lambda *given: launches.append(launch_of(*given))),
-        (torch.Tensor, "__matmul__", product),
-        (torch, "mm", product),
-        (torch.Tensor, "float", widened),
-    ]
-    before = [owner.__dict__.get(name) for owner, name, _ in patches]
-    for owner, name, function in patches:
-        setattr(owner, name, function)
-    try:
-        with targeting(arch), using_backend("triton"), _NoLinear():
-            yield launches
-    finally:
-        for (owner, name, _), function in zip(patches, before, strict=True):
-            setattr(owner, name, function) if function is not None else delattr(owner, name)
+    recorded = patch.object(launcher, "run", lambda *given: launches.append(launch_of(*given)))
+    products = patch.multiple(torch.Tensor, __matmul__=product, float=widened), patch.object(torch, "mm", product)
+    with recorded, products[0], products[1], targeting(arch), using_backend("triton"), _NoLinear():
+        yield launches
 
 
 class _NoLinear(TorchFunctionMode):
@@ -176,30 +164,9 @@ def _leaves(value) -> Iterator[torch.Tensor]:
             yield from _leaves(item)
 
 
-class _Absent:
-    """Triton driver for a GPU that is not present; only its target is defined."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self._target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> str:
-        return f"{self._target.backend}{self._target.arch}"  # the key of Triton's cache of compiled kernels
-
-    def get_current_stream(self, device: object = None) -> int:
-        return 0
-
-
-@contextlib.contextmanager
-def _on(arch: str) -> Iterator[_Absent]:
-    before = driver._active
-    driver.set_active(_Absent(TARGETS[arch]))
-    try:
-        yield driver.active
-    finally:
-        driver._active = before
+def _on(arch: str) -> contextlib.AbstractContextManager[Driver]:
+    """Context in which a GPU of this architecture, by whose name Triton caches kernels, is Triton's device."""
+    return patch.object(driver, "_active", Driver(arch, arch))
 
 
 def compiled(launch: Launch, arch: str):
@@ -215,8 +182,8 @@ def _given(launch: Launch) -> dict:
 
 def specialization(launch: Launch, arch: str) -> tuple[str, str]:
     """What determines the binary of a launch on `arch`: the arguments' types and properties, and the options."""
-    with _on(arch) as device:
-        *_, binder = launch.kernel.device_caches[device.get_current_device()]
+    with _on(arch):
+        *_, binder = launch.kernel.device_caches[arch]
     _, facts, options = binder(**_given(launch), **launch.options)
     return str(facts), str(sorted(options.items()))
 

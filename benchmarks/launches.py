@@ -25,12 +25,10 @@ from torch import nn
 import fastvit_triton
 from fastvit_triton.cli.arguments import at_least, check_size, image_size
 from fastvit_triton.cli.model_by_name import check_name
-from fastvit_triton.engine.values import without_weights
-from fastvit_triton.expected.cuda_operators import as_on_cuda
+from fastvit_triton.expected.count import traced
 from fastvit_triton.expected.events import Count
 from fastvit_triton.expected.inductor import inductor_count
-from fastvit_triton.expected.trace import Trace, tracing
-from fastvit_triton.kernels.backend import using_backend
+from fastvit_triton.expected.trace import Trace
 from fastvit_triton.kernels.choose import Choice
 from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.settings import observing
@@ -48,31 +46,20 @@ PHASES = ("inference", "training", "autocast")
 
 @dataclass(frozen=True)
 class Setting:
-    """A model and how it is run.
+    """A model and how it is run."""
 
-    Attributes:
-        model: "timm:NAME", or NAME for one of our models.
-        batch: number of images.
-        phase: one of PHASES.
-        arch: the GPU's architecture; None for eager PyTorch, whose launches do not depend on it.
-        ours: use our model of that name instead of timm's optimised model.
-        frozen: keep folded weights between calls.
-        depth: number of blocks; None for the model's default.
-        size: height and width of images in pixels; None for the model's own.
-    """
-
-    model: str
-    batch: int
-    phase: str = "inference"
-    arch: str | None = None
-    ours: bool = False
-    frozen: bool = False
-    depth: int | None = None
-    size: tuple[int, int] | None = None
+    model: str  # "timm:NAME", or NAME for one of our models
+    batch: int  # number of images
+    phase: str = "inference"  # one of PHASES
+    arch: str | None = None  # the GPU's architecture; None for eager PyTorch, whose launches do not depend on it
+    ours: bool = False  # use our model of that name instead of timm's optimised model
+    frozen: bool = False  # keep folded weights between calls
+    depth: int | None = None  # number of blocks; None for the model's default
+    size: tuple[int, int] | None = None  # height and width of images in pixels; None for the model's own
 
 
 def build(setting: Setting) -> nn.Module:
-    """The model of a setting, with parameters that have no storage."""
+    """The model of a setting on the meta device."""
     name = setting.model.removeprefix("timm:")
     options: dict = {} if setting.depth is None else {"depth": setting.depth}
     with torch.device("meta"):
@@ -85,8 +72,7 @@ def build(setting: Setting) -> nn.Module:
             model = timm.create_model(name, **options)
             if setting.size is not None and hasattr(model, "set_input_size"):
                 model.set_input_size(img_size=setting.size)
-    model.to(torch.float32 if setting.phase == "autocast" else torch.bfloat16)
-    return without_weights(model).train(setting.phase != "inference")
+    return model.to(torch.float32 if setting.phase == "autocast" else torch.bfloat16)
 
 
 def image_shape(setting: Setting, model: nn.Module) -> tuple[int, int, int]:
@@ -105,31 +91,18 @@ def trace(setting: Setting) -> tuple[Trace, dict[str, str]]:
     model, gpu = build(setting), nullcontext() if setting.arch is None else targeting(setting.arch)
     if setting.arch is not None and model.__class__.__module__.partition(".")[0] != "fastvit_triton":
         fastvit_triton.optimize(model)
-    images = torch.empty(setting.batch, *image_shape(setting, model), dtype=next(model.parameters()).dtype)
+    dtype, training = next(model.parameters()).dtype, setting.phase != "inference"
+    images = torch.empty(setting.batch, *image_shape(setting, model), dtype=dtype, device="meta")
     ways = {} if setting.arch is None else dict.fromkeys(("stem", "attention", "mlp"), "plain")
 
     def chosen(choice: Choice) -> None:
         ways.update(dict.fromkeys((branch.kind for branch in choice.branches), choice.way))
 
-    with gpu, using_backend("auto"), observing(chosen):
-        if setting.frozen:
-            fastvit_triton.freeze(model)
-            traced(model, images, setting.phase)  # folds
-        found = traced(model, images, setting.phase)
+    with gpu, observing(chosen), torch.autocast("cpu", torch.bfloat16, enabled=setting.phase == "autocast"):
+        found = traced(model, None, training, (images,), {}, setting.frozen)
     if any(event.name.startswith("patch_embed.") for event in found.events):
         ways["stem"] = "fused"
     return found, ways
-
-
-def traced(model: nn.Module, images: torch.Tensor, phase: str) -> Trace:
-    """Operators and launches of one call of a model, in training also of its backward pass."""
-    autocast = torch.bfloat16 if phase == "autocast" else None
-    with tracing() as found, as_on_cuda(autocast), torch.set_grad_enabled(phase != "inference"):
-        with torch.autocast("cpu", torch.bfloat16, enabled=phase == "autocast"):
-            y = model(images)
-        if phase != "inference":
-            y.backward(torch.empty_like(y))
-    return found
 
 
 @functools.lru_cache(maxsize=64)
@@ -160,10 +133,6 @@ def parts(setting: Setting) -> tuple[dict[str, object], dict[str, object]]:
     return block, {k: v - block[k] for k, v in one.items() if isinstance(v, int)}
 
 
-def _number_of_weights(setting: Setting) -> int:
-    return sum(parameter.numel() for parameter in build(setting).parameters())
-
-
 def violations(setting: Setting, block: dict[str, object], rest: dict[str, object]) -> list[str]:
     """Limits that a model exceeds, one sentence each."""
     sentences, inference = [], setting.phase == "inference"
@@ -177,7 +146,8 @@ def violations(setting: Setting, block: dict[str, object], rest: dict[str, objec
     whole = {name: 12 * value + rest[name] for name, value in block.items() if name in rest}
     weights = [0, 0]
     if setting.phase == "autocast":
-        one, two, twelve = (_number_of_weights(replace(setting, depth=depth)) for depth in (1, 2, 12))
+        models = (build(replace(setting, depth=depth)) for depth in (1, 2, 12))
+        one, two, twelve = (sum(parameter.numel() for parameter in model.parameters()) for model in models)
         weights = [two - one, twelve]
     for where, part, count in (("a block", block, weights[0]), ("a model of 12 blocks", whole, weights[1])):
         # under autocast our backward pass casts each weight again, 6 bytes, where eager PyTorch keeps its 16-bit copy;
@@ -238,10 +208,7 @@ def main() -> None:
     if args.table:
         rows = table()
         if args.out:
-            note = (
-                "of one block, and of the rest; counted from shapes, not measured; inductor_* are estimated by a rule"
-            )
-            write_text(args.out, as_json(dict(command=COMMAND, note=note), rows=rows))
+            write_text(args.out, as_json(dict(command=COMMAND, note=NOTE), rows=rows))
         print(f"{len(rows)} rows, {sum(bool(row['violations']) for row in rows)} of them violate a limit")
         return
     size = args.img_size

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +30,7 @@ from fastvit_triton.measure.model_cases import randomized
 from fastvit_triton.measure.variants import Case, Variant, absent, compiled, with_backend
 
 from . import correctness, op_cases, tune
-from .launch_cases import BATCH
-from .op_cases import kernel_backend
+from .op_cases import BATCH, kernel_backend
 from .result_file import ROOT, ResultFile
 from .rows import NOT_BUILT, Line
 
@@ -151,18 +151,8 @@ def attention_lines() -> Iterator[Line]:
             forms = forms if phase == "forward" or batch == 8 else []  # gradients check their L
             forms += BACKWARD_FORMS if phase == "backward" and D == 64 else []
             forms = forms if N <= WHOLE else []
-            yield Line(
-                "attention",
-                attention_name(N, D, batch),
-                phase,
-                (*ATTENTION_ARMS, *forms),
-                value,
-                build,
-                None,
-                0.1,
-                3,
-                default=usual,
-            )
+            arms, how = (*ATTENTION_ARMS, *forms), dict(seconds=0.1, copies=3, default=usual)
+            yield Line("attention", attention_name(N, D, batch), phase, arms, value, build, **how)
 
 
 # Products
@@ -276,9 +266,8 @@ def product_lines() -> Iterator[Line]:
         value = (2 if model == "ViT-B" else 1) * (2 if images == 256 else 1)
         usual = {"": 0.25, **dict.fromkeys(UNBUILT_PRODUCTS, 0.0)}
         build = partial(product_case, name, model, images)
-        yield Line(
-            "products", product_name(name, model, images), "forward", arms, value, build, None, 0.1, default=usual
-        )
+        case, how = product_name(name, model, images), dict(seconds=0.1, default=usual)
+        yield Line("products", case, "forward", arms, value, build, **how)
 
 
 # Blocks and models
@@ -310,23 +299,14 @@ OURS_GRAPH, OPTIMIZED_GRAPH = "ours, CUDA graph", "optimize, CUDA graph"
 
 @dataclass(frozen=True)
 class Setting:
-    """A model, or two of its blocks, and how it is run.
+    """A model, or two of its blocks, and how it is run."""
 
-    Attributes:
-        model: of MODELS.
-        batch: number of images.
-        phase: "forward", "training" or "step".
-        autocast: float32 weights, computed in bfloat16; else all is bfloat16.
-        whole: the model, not two of its blocks.
-        latency: part of the name, for cases that are timed with an idle device.
-    """
-
-    model: str
-    batch: int
-    phase: str
-    autocast: bool = False
-    whole: bool = False
-    latency: bool = False
+    model: str  # of MODELS
+    batch: int  # number of images
+    phase: str  # "forward", "training" or "step"
+    autocast: bool = False  # float32 weights, computed in bfloat16; else all is bfloat16
+    whole: bool = False  # the model, not two of its blocks
+    latency: bool = False  # part of the name, for cases that are timed with an idle device
 
     @property
     def name(self) -> str:
@@ -346,22 +326,11 @@ def example() -> Any:
     return module
 
 
-@contextlib.contextmanager
-def _uninitialised() -> Iterator[None]:
-    """Context in which truncated normal values are not drawn; `randomized` sets all weights."""
-    before = nn.init.trunc_normal_
-    nn.init.trunc_normal_ = lambda t, *_, **__: t
-    try:
-        yield
-    finally:
-        nn.init.trunc_normal_ = before
-
-
 def pair(setting: Setting, device: torch.device, dry: bool) -> tuple[nn.Module, nn.Module | None, tuple[int, ...]]:
     """(another author's module, ours with the same weights or None, shape of an input) in float32."""
     name, options = MODELS[setting.model]
     depth = {} if (setting.whole and not dry) or setting.model == "Swin-T" else dict(depth=2)
-    with device, _uninitialised():
+    with device, patch.object(nn.init, "trunc_normal_", lambda t, *_, **__: t):  # `randomized` sets all weights
         if name is None:
             theirs = example().ViT5(**(dict(dim=32, heads=2, side=32) if dry else {}), **depth)
             ours, side, tokens = None, 32 if dry else 224, theirs.num_tokens

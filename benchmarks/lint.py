@@ -122,10 +122,7 @@ class _Access(NamedTuple):
 class _Walk:
     """Goes through operations in order and collects races in `found`.
 
-    Args:
-        names: of the parameters that are tensors.
-        launch: has the tensors.
-        layouts: name of a layout → its text.
+    `names` are those of the parameters that are tensors, and `layouts` has the text of each layout by its name.
     """
 
     def __init__(self, names: list[str], launch: Launch, layouts: dict[str, str]) -> None:

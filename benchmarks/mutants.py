@@ -9,18 +9,17 @@ outputs and gradients, divided by their largest value, or the exception. It take
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 import warnings
-from pathlib import Path
 
 import torch
 import transformers
 
-from .result_file import as_json, write_text
+from fastvit_triton.measure.machine import provenance
 
-ROOT = Path(__file__).parents[1]
+from .result_file import ROOT, as_json, write_text
+
 RESULT = ROOT / "benchmarks/results/mutants.json"
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -36,8 +35,9 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     rows = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    listed = models()
-    write(rows := {name: row for name, row in rows.items() if name in listed})
+    listed, commit = models(), provenance()["commit"]  # before the file changes
+    rows = {name: row for name, row in rows.items() if name in listed}
+    write_text(RESULT, as_json(rows))
     for name, model in listed.items():
         if name in rows and not (again and again in name):
             continue
@@ -45,24 +45,12 @@ def main() -> None:
         verdicts = {f"{when} {' '.join(change).strip()}": verdict for change, when, verdict in judged(model)}
         silent = {key: verdict.what for key, verdict in verdicts.items() if not verdict.same}
         rows[name] = dict(
-            commit=commit(), mutants={key: verdict.what for key, verdict in verdicts.items()}, silent=silent
+            commit=commit, mutants={key: verdict.what for key, verdict in verdicts.items()}, silent=silent
         )
-        write(rows)
+        write_text(RESULT, as_json(rows))
         print(f"{name}: {len(verdicts)} mutants, {len(silent)} silent, {time.monotonic() - start:.0f} s", flush=True)
         for key, what in silent.items():
             print(f"    {key}: {what}", flush=True)
-
-
-def commit() -> str:
-    """The commit of the working tree, with a + if a file of the package or the tests is changed."""
-    head = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
-    dirty = subprocess.check_output(["git", "status", "--porcelain", "--", "fastvit_triton", "tests"], cwd=ROOT)
-    return head + ("+" if dirty else "")
-
-
-def write(rows: dict) -> None:
-    """Writes the file, a line for each mutant."""
-    write_text(RESULT, as_json(rows))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from unittest.mock import patch
 
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
@@ -17,27 +18,29 @@ from triton.runtime.jit import JITFunction
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 
+TARGETS = {f"sm_{n}": GPUTarget("cuda", n, 32) for n in (80, 86, 89, 90, 100, 120)}
+TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
+
 
 def ignore(*arguments: object) -> None:
     """A launcher that does nothing."""
 
 
 class Driver:
-    """A Triton driver for an H200 whose memory is the CPU's.
+    """A Triton driver for a GPU, by default an H200, whose memory is the CPU's.
 
-    Attributes:
-        device: index of the current device; a CPU tensor's index is -1.
+    The device is the key of Triton's cache of compiled kernels; a CPU tensor's has the index -1.
     """
 
     utils = SimpleNamespace(get_device_properties=lambda device: dict(max_shared_mem=232448, warpSize=32))
 
-    def __init__(self, device: int = -1) -> None:
-        self.device = device
+    def __init__(self, device: int | str = -1, arch: str = "sm_90") -> None:
+        self.device, self.target = device, TARGETS[arch]
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return self.target
 
-    def get_current_device(self) -> int:
+    def get_current_device(self) -> int | str:
         return self.device
 
     def get_current_stream(self, device: int) -> int:
@@ -48,10 +51,8 @@ class Driver:
 def no_device(launcher: Callable[..., None] = ignore, device: int = -1) -> Iterator[None]:
     """In this context the package runs its kernels on CPU tensors, and each launch calls `launcher` instead.
 
-    Args:
-        launcher: takes what Triton's launcher takes: the grid's three sizes, stream, function, metadata, launch
-            metadata, two hooks, and the kernel's arguments. The function is an integer that identifies the binary.
-        device: index of the current device.
+    It takes what Triton's launcher takes: the grid's three sizes, stream, function, metadata, launch metadata, two
+    hooks, and the kernel's arguments. The function is an integer that identifies the binary.
     """
     numbers, kernels, binaries = itertools.count(1), [], []
 
@@ -65,14 +66,12 @@ def no_device(launcher: Callable[..., None] = ignore, device: int = -1) -> Itera
         binaries.append(binary)
         return binary
 
-    before = driver._active, JITFunction._do_compile
-    driver.set_active(Driver(device))
-    JITFunction._do_compile = compile_nothing
+    active = patch.object(driver, "_active", Driver(device))
     try:
-        with targeting("sm_90"), using_backend("triton"):
-            yield
+        with active, patch.object(JITFunction, "_do_compile", compile_nothing):
+            with targeting("sm_90"), using_backend("triton"):
+                yield
     finally:
-        driver._active, JITFunction._do_compile = before
         for kernel, where in kernels:
             kernel.device_caches.pop(where, None)
         for binary in binaries:

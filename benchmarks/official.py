@@ -1,26 +1,36 @@
-"""How much of official ViT code, which no list names, `optimize(model, example=…)` fuses, and whether it is exact.
+"""How much of official ViT code, which no list names, `optimize(model, example=…)` fuses, how exactly, and its cost.
 
     python -m benchmarks.coverage official --sources FOLDER [--only PATTERN] [--out benchmarks/results]
 
-FOLDER holds a checkout of each repository under its name, such as FOLDER/dinov2. Each model is built at a small width
-with random weights. Counted: the FLOPs of operators that the kernels replace, of all of the model's, as in the report,
-if its calls can be traced; the weights of linear layers in fused calls, of all of the model's; and the attention
-products in them. Compared: outputs and all gradients in float64 with those of the original, as the largest difference
-divided by the largest value, in evaluation and in training mode, where stochastic depth and dropout are 0.
+FOLDER holds a checkout of each repository under its name, such as FOLDER/dinov2. official.json has the models, with
+random weights. Those of a small width are compared. Counted: the FLOPs of operators that the kernels replace, of all of
+the model's, as in the report, if its calls can be traced; the weights of linear layers in fused calls, of all of the
+model's; and the attention products in them. Compared: outputs and all gradients in float64 with those of the original,
+as the largest difference divided by the largest value, in evaluation and in training mode, where stochastic depth and
+dropout are 0.
 
-official_speed.py counts some of them at their usual size. ViT-5's rope.py calls `.cuda()`, which its checkout must not.
+Those of the usual size are captured on the CPU from two images, or clips, and counted for BATCH of them in bfloat16 on
+an H100 that need not be present: launches and bytes of inference, and of a forward and backward pass. torch.compile is
+estimated by the rule of expected.inductor; times are predicted by expected.times. Nothing is measured.
+
+ViT-5's rope.py calls `.cuda()`, which its checkout must not.
 """
 
+import contextlib
 import copy
 import json
 import re
+import subprocess
+import sys
+import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import numpy as np
 import torch
@@ -28,357 +38,176 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastvit_triton import optimize, set_backend
-from fastvit_triton.convert.captured import captures_of, is_bound
+from fastvit_triton.convert.captured import captures_of, counting, is_bound
+from fastvit_triton.convert.example import arguments
 from fastvit_triton.convert.reporting import Report
+from fastvit_triton.expected.count import Prediction, traced
+from fastvit_triton.expected.events import Count
+from fastvit_triton.expected.gpus import gpus
+from fastvit_triton.expected.inductor import inductor_count
+from fastvit_triton.expected.trace import Trace
+from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.measure.timeout import one_line
 
-from . import official_speed
-from .checkouts import commit, sources
-from .official_speed import depth_anything_3, intern_vit, pi3
-from .result_file import as_json, origin, write_text
+from .data import made
+from .result_file import origin, write_pair
 from .tables import official_markdown
 
 ATTENTION = ("scaled_dot_product_attention", "softmax", "multi_head_attention")
+BATCH, GPU = 64, "h100"
 
 
 class Official(NamedTuple):
-    """A model of a repository.
+    """A model of a repository, small with `inputs`, or of its usual size with a `shape`."""
 
-    Attributes:
-        repository: "owner/name" on GitHub.
-        model: which one.
-        build: () → (model, example), with the repository on the path.
-        folder: of the sources, inside the repository.
-        single: True for code that rounds to float32, so that float64 does not run.
-    """
-
-    repository: str
-    model: str
-    build: Callable[[], tuple[nn.Module, Any]]
-    folder: str = ""
-    single: bool = False
+    repository: str  # "owner/name" on GitHub
+    model: str  # which one
+    build: dict[str, Any]  # see `data.made`
+    inputs: Any = None  # of a call, likewise; texts such as "2x3x64x64" are random numbers of this shape
+    shape: tuple[int, ...] = ()  # of one input
+    folder: str = ""  # of the sources, inside the repository
+    bare: str = ""  # package whose __init__ is not run
+    init: bool = False  # its method init_weights makes the weights
+    single: bool = False  # its code rounds to float32, so that float64 does not run
+    autocast: bool = False  # its code needs float32 weights, under autocast
 
 
-def images(side: int, batch: int = 2) -> Tensor:
-    """Random images [B, 3, side, side]."""
-    return torch.randn(batch, 3, side, side)
+MODELS = [Official(**row) for row in json.loads(Path(__file__).with_name("official.json").read_text())]
 
 
-def dinov2(**options: Any) -> tuple[nn.Module, Any]:
-    """DINOv2's ViT."""
-    from dinov2.models.vision_transformer import DinoVisionTransformer
+def built(entry: Official) -> tuple[nn.Module, Any]:
+    """The model of an entry, and its inputs if it is small; its sources must be on the path."""
+    if entry.bare:
+        without_init(entry.bare)
+    model = made(entry.build)
+    if entry.init:
+        model.init_weights()
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = False
 
-    return DinoVisionTransformer(
-        img_size=28, patch_size=14, embed_dim=48, depth=2, num_heads=3, init_values=1.0, **options
-    ), images(42)
+    def tensor(given: Any) -> Any:
+        if isinstance(given, str):
+            return torch.randn([int(n) for n in given.split("x")])
+        return torch.tensor(given) if isinstance(given, tuple) else given
 
-
-def dinov3(**options: Any) -> tuple[nn.Module, Any]:
-    """DINOv3's ViT."""
-    from dinov3.models.vision_transformer import DinoVisionTransformer
-
-    model = DinoVisionTransformer(
-        img_size=32, patch_size=16, embed_dim=48, depth=2, num_heads=3, n_storage_tokens=4, mask_k_bias=True, **options
-    )
-    model.init_weights()
-    return model, images(48)
-
-
-def segment_anything() -> tuple[nn.Module, Any]:
-    """The image encoder of SAM, with windows and with global attention."""
-    from segment_anything.modeling.image_encoder import ImageEncoderViT
-
-    return ImageEncoderViT(
-        img_size=96, patch_size=16, embed_dim=48, depth=2, num_heads=3, out_chans=16, use_rel_pos=True, window_size=4,
-        global_attn_indexes=(1,),
-    ), images(96)  # fmt: skip
+    inputs = made(entry.inputs)
+    if isinstance(inputs, dict):
+        return model, {name: tensor(given) for name, given in inputs.items()}
+    return model, inputs and tuple(map(tensor, inputs))
 
 
-def segment_anything_decoder() -> tuple[nn.Module, Any]:
-    """The two-way transformer of SAM's mask decoder."""
-    from segment_anything.modeling.transformer import TwoWayTransformer
-
-    model = TwoWayTransformer(depth=2, embedding_dim=32, num_heads=4, mlp_dim=64)
-    return model, (torch.randn(2, 32, 5, 6), torch.randn(2, 32, 5, 6), torch.randn(2, 7, 32))
+# What official.json names besides the classes of repositories.
 
 
-def sam2_hiera() -> tuple[nn.Module, Any]:
-    """The image encoder of SAM 2."""
-    from sam2.modeling.backbones.hieradet import Hiera
-
-    return Hiera(
-        embed_dim=32, num_heads=1, stages=(1, 2, 2, 1), global_att_blocks=(4,), window_spec=(8, 4, 4, 4),
-        window_pos_embed_bkg_spatial_size=(7, 7),
-    ), images(128)  # fmt: skip
-
-
-def sam2_memory() -> tuple[nn.Module, Any]:
-    """The memory attention of SAM 2, with rotary positions in two axes."""
-    from sam2.modeling.memory_attention import MemoryAttention, MemoryAttentionLayer
-    from sam2.modeling.sam.transformer import RoPEAttention
-
-    options = dict(rope_theta=10000.0, feat_sizes=(4, 4), embedding_dim=32, num_heads=1, downsample_rate=1, dropout=0.0)
-    layer = MemoryAttentionLayer(
-        activation="relu", cross_attention=RoPEAttention(**options, rope_k_repeat=True, kv_in_dim=16), d_model=32,
-        dim_feedforward=64, dropout=0.0, pos_enc_at_attn=False, pos_enc_at_cross_attn_keys=True,
-        pos_enc_at_cross_attn_queries=False, self_attention=RoPEAttention(**options),
-    )  # fmt: skip
-    model = MemoryAttention(d_model=32, pos_enc_at_input=True, layer=layer, num_layers=2)
-    tokens, memory = torch.randn(16, 2, 32), torch.randn(36, 2, 16)
-    return model, dict(
-        curr=tokens, memory=memory, curr_pos=torch.randn(16, 2, 32), memory_pos=torch.randn(36, 2, 16),
-        num_obj_ptr_tokens=4,
-    )  # fmt: skip
-
-
-def clip() -> tuple[nn.Module, Any]:
-    """OpenAI's CLIP, both towers."""
-    from clip.model import CLIP
-
-    tokens = torch.randint(1, 100, (2, 12))
-    tokens[:, -1] = 101
-    return CLIP(32, 64, 2, 64, 32, 12, 102, 48, 4, 2), (images(64), tokens)
-
-
-def open_clip() -> tuple[nn.Module, Any]:
-    """open_clip's image and text towers."""
-    from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg
-
-    vision = CLIPVisionCfg(layers=2, width=64, head_width=16, patch_size=32, image_size=64)
-    text = CLIPTextCfg(context_length=12, vocab_size=102, width=48, heads=4, layers=2)
-    tokens = torch.randint(1, 100, (2, 12))
-    tokens[:, -1] = 101
-    return CLIP(32, vision, text), (images(64), tokens)
-
-
-def perception(**options: Any) -> tuple[nn.Module, Any]:
-    """The Perception Encoder."""
-    from core.vision_encoder.pe import VisionTransformer
-
-    return VisionTransformer(
-        patch_size=16, width=64, layers=2, heads=4, mlp_ratio=4, output_dim=32, image_size=64, **options
-    ), images(64)
-
-
-def mae() -> tuple[nn.Module, Any]:
+def mae(**options: Any) -> nn.Module:
     """MAE's encoder and decoder."""
     import models_mae
 
     block = models_mae.Block  # of a release of timm, and NumPy's name of a release, which later ones do not have
     models_mae.Block = lambda *sizes, qk_scale, **named: block(*sizes, **named)
     with patch.object(np, "float", float, create=True):
-        return models_mae.MaskedAutoencoderViT(
-        img_size=64, patch_size=16, embed_dim=48, depth=2, num_heads=3, decoder_embed_dim=32, decoder_depth=2,
-        decoder_num_heads=2,
-    ), images(64)  # fmt: skip
+        return models_mae.MaskedAutoencoderViT(**options)
 
 
-def dino() -> tuple[nn.Module, Any]:
-    """DINO's ViT."""
-    from vision_transformer import VisionTransformer
-
-    return VisionTransformer(img_size=[32], patch_size=8, embed_dim=48, depth=2, num_heads=3, qkv_bias=True), images(40)
-
-
-def ijepa() -> tuple[nn.Module, Any]:
-    """I-JEPA's encoder."""
-    from src.models.vision_transformer import VisionTransformer
-
-    return VisionTransformer(
-        img_size=[32], patch_size=8, embed_dim=48, depth=2, num_heads=3, qkv_bias=True, predictor_embed_dim=24
-    ), images(32)
+def padded() -> Tensor:
+    """A mask of two images of 5 x 6, of which the second one has two padded columns."""
+    mask = torch.zeros(2, 5, 6, dtype=torch.bool)
+    mask[1, :, 4:] = True
+    return mask
 
 
-def vjepa2() -> tuple[nn.Module, Any]:
-    """V-JEPA 2's encoder, with rotary positions in three axes and SwiGLU."""
-    from src.models.vision_transformer import VisionTransformer
+class Views(nn.Module):
+    """The features of some views that a tower of Depth Anything 3 hands to its heads."""
 
-    return VisionTransformer(
-        img_size=(32, 32), patch_size=8, num_frames=4, embed_dim=96, depth=2, num_heads=2, qkv_bias=True, use_rope=True,
-        use_silu=True,
-    ), torch.randn(2, 3, 4, 32, 32)  # fmt: skip
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.tower = tower
 
-
-def depth_anything() -> tuple[nn.Module, Any]:
-    """Depth Anything's DINOv2."""
-    from vision_transformer import DinoVisionTransformer
-
-    return DinoVisionTransformer(
-        img_size=28, patch_size=14, embed_dim=48, depth=2, num_heads=3, init_values=1.0, block_chunks=0
-    ), images(42)
+    def forward(self, x: Tensor) -> Any:
+        """Features of the last two blocks of [B, S, 3, H, W]."""
+        depth = len(self.tower.blocks)
+        return self.tower.get_intermediate_layers(x, [depth - 2, depth - 1])
 
 
-def hiera() -> tuple[nn.Module, Any]:
-    """Hiera."""
-    from hiera.hiera import Hiera
+class Decoder(nn.Module):
+    """Pi3's blocks, called as its `decode` does, on two views of a grid of patches."""
 
-    return Hiera(
-        input_size=(64, 64), embed_dim=32, num_heads=1, stages=(1, 1, 2, 1), num_classes=10, mask_unit_size=(4, 4)
-    ), images(64)
+    positions: Tensor
 
+    def __init__(self, blocks: nn.ModuleList, rows: int, columns: int) -> None:
+        super().__init__()
+        self.blocks = blocks
+        self.register_buffer("positions", torch.cartesian_prod(torch.arange(rows), torch.arange(columns)))
 
-def swin() -> tuple[nn.Module, Any]:
-    """Swin Transformer."""
-    from models.swin_transformer import SwinTransformer
-
-    return SwinTransformer(
-        img_size=64, patch_size=4, embed_dim=32, depths=[2, 2], num_heads=[2, 4], window_size=4, num_classes=10,
-        drop_path_rate=0.0,
-    ), images(64)  # fmt: skip
-
-
-def detr() -> tuple[nn.Module, Any]:
-    """DETR's encoder and decoder, with padded keys."""
-    from models.transformer import Transformer
-
-    model = Transformer(
-        d_model=48, nhead=3, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=96, dropout=0.0,
-        return_intermediate_dec=True,
-    )  # fmt: skip
-    padded = torch.zeros(2, 5, 6, dtype=torch.bool)
-    padded[1, :, 4:] = True
-    return model, (torch.randn(2, 48, 5, 6), padded, torch.randn(7, 48), torch.randn(2, 48, 5, 6))
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 2, N, D] → [B, 2, N, D], within views and across them in turn."""
+        batch, views, _, width = x.shape
+        for i, block in enumerate(self.blocks):
+            groups = batch * views if i % 2 == 0 else batch
+            positions = self.positions.repeat(groups, batch * views // groups, 1)
+            x = block(x.reshape(groups, -1, width), xpos=positions)
+        return x.reshape(batch, views, -1, width)
 
 
-def deit(block: str) -> tuple[nn.Module, Any]:
-    """DeiT III's ViT with blocks of this class."""
-    import models_v2
+def pi3(dim: int, depth: int, heads: int, rows: int, columns: int) -> nn.Module:
+    """Pi3's decoder, with RoPE and norms on heads."""
+    from pi3.models.dinov2.layers import Mlp
+    from pi3.models.layers.attention import FlashAttentionRope
+    from pi3.models.layers.block import BlockRope
+    from pi3.models.layers.pos_embed import RoPE2D
 
-    return models_v2.vit_models(
-        img_size=32, patch_size=8, num_classes=5, embed_dim=48, depth=2, num_heads=3, qkv_bias=True,
-        block_layers=getattr(models_v2, block),
-    ), images(32)  # fmt: skip
-
-
-def dit() -> tuple[nn.Module, Any]:
-    """DiT."""
-    from models import DiT
-
-    model = DiT(input_size=16, patch_size=4, hidden_size=48, depth=2, num_heads=3, num_classes=5)
-    return model, (torch.randn(2, 4, 16, 16), torch.rand(2) * 10, torch.tensor([1, 2]))
+    rope = RoPE2D(freq=100.0)
+    block = dict(mlp_ratio=4, qkv_bias=True, proj_bias=True, ffn_bias=True, drop_path=0.0, act_layer=nn.GELU)
+    block |= dict(ffn_layer=Mlp, init_values=0.01, qk_norm=True, attn_class=FlashAttentionRope, rope=rope)
+    norm = partial(nn.LayerNorm, eps=1e-6)
+    return Decoder(nn.ModuleList(BlockRope(dim, heads, norm_layer=norm, **block) for _ in range(depth)), rows, columns)
 
 
-def u_vit() -> tuple[nn.Module, Any]:
-    """U-ViT."""
-    from libs.uvit import UViT
+class Encoder(nn.Module):
+    """CroCo's encoder of a whole image, as downstream models call it."""
 
-    model = UViT(img_size=32, patch_size=8, num_classes=5, embed_dim=48, depth=3, num_heads=3)
-    return model, (images(32), torch.rand(2) * 10, torch.tensor([1, 2]))
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
 
-
-def videomae() -> tuple[nn.Module, Any]:
-    """VideoMAE's encoder."""
-    from modeling_finetune import VisionTransformer
-
-    return VisionTransformer(
-        img_size=32, patch_size=8, num_classes=5, embed_dim=48, depth=2, num_heads=3, qkv_bias=True, all_frames=4,
-        tubelet_size=2,
-    ), torch.randn(2, 3, 4, 32, 32)  # fmt: skip
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 3, H, W] → [B, N, D]."""
+        return self.model._encode_image(x)[0]
 
 
-def beit() -> tuple[nn.Module, Any]:
-    """BEiT 2, with positions relative by pair."""
-    from modeling_finetune import VisionTransformer
-
-    return VisionTransformer(
-        img_size=32, patch_size=8, num_classes=5, embed_dim=48, depth=2, num_heads=3, qkv_bias=True, init_values=0.1,
-        use_rel_pos_bias=True, use_abs_pos_emb=False, norm_layer=nn.LayerNorm,
-    ), images(32)  # fmt: skip
+# Checkouts of the repositories.
 
 
-def ibot() -> tuple[nn.Module, Any]:
-    """iBOT's ViT."""
-    from models.vision_transformer import VisionTransformer
-
-    return VisionTransformer(
-        img_size=[32], patch_size=8, embed_dim=48, depth=2, num_heads=3, qkv_bias=True, init_values=0.1
-    ), images(40)
+# packages that only read files or tokenise text, which these models do not need; SAM 2 asks if Hydra is configured
+ABSENT = "iopath iopath.common iopath.common.file_io ftfy hydra hydra.core hydra.core.global_hydra".split()
 
 
-def pvt() -> tuple[nn.Module, Any]:
-    """PVT v2."""
-    from pvt_v2 import PyramidVisionTransformerV2
-
-    return PyramidVisionTransformerV2(
-        img_size=64, patch_size=4, num_classes=5, embed_dims=[16, 32, 48, 64], num_heads=[1, 2, 3, 4],
-        mlp_ratios=[2] * 4, qkv_bias=True, depths=[1] * 4, sr_ratios=[8, 4, 2, 1],
-    ), images(64)  # fmt: skip
-
-
-def tiny_vit() -> tuple[nn.Module, Any]:
-    """TinyViT."""
-    from models.tiny_vit import TinyViT
-
-    return TinyViT(
-        img_size=64, num_classes=5, embed_dims=[16, 32, 48, 64], depths=[1, 1, 2, 1], num_heads=[1, 2, 3, 4],
-        window_sizes=[4, 4, 4, 2], drop_path_rate=0.0,
-    ), images(64)  # fmt: skip
+@contextlib.contextmanager
+def sources(folder: Path) -> Iterator[None]:
+    """Context in which a repository's modules can be imported; they are forgotten afterwards."""
+    with patch.dict(sys.modules), patch.object(sys, "path", [str(folder), *sys.path]):
+        for name in ABSENT:
+            sys.modules.setdefault(name, MagicMock())
+        yield
 
 
-def croco() -> tuple[nn.Module, Any]:
-    """CroCo with RoPE in two axes, whose tables have the length of the largest position."""
-    from models.croco import CroCoNet
-
-    return CroCoNet(
-        img_size=32, patch_size=8, mask_ratio=0.5, enc_embed_dim=48, enc_depth=2, enc_num_heads=2, dec_embed_dim=32,
-        dec_depth=2, dec_num_heads=2, pos_embed="RoPE100",
-    ), (images(32), images(32))  # fmt: skip
+def without_init(name: str) -> None:
+    """Makes the modules of a package importable without its `__init__`, which imports what these models do not need."""
+    package = types.ModuleType(name)
+    package.__path__ = [str(Path(sys.path[0], *name.split(".")))]
+    sys.modules[name] = package
 
 
-def small_intern_vit() -> tuple[nn.Module, Any]:
-    """InternViT, with RMSNorms of queries and keys that span all heads."""
-    return intern_vit(
-        hidden_size=48, num_attention_heads=3, image_size=32, patch_size=8, intermediate_size=96, num_hidden_layers=2,
-        qk_normalization=True, norm_type="rms_norm",
-    ), images(32)  # fmt: skip
+def commit(folder: Path, repository: str) -> str:
+    """The commit of a repository's checkout, from its .git or a file COMMIT."""
+    root = folder / repository.partition("/")[2]
+    if (root / "COMMIT").exists():
+        return (root / "COMMIT").read_text().strip()
+    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True).stdout.strip()
 
 
-MODELS = (
-    Official("facebookresearch/dinov2", "ViT", lambda: dinov2(block_chunks=0)),
-    Official("facebookresearch/dinov2", "ViT, chunked", lambda: dinov2(block_chunks=2)),
-    Official("facebookresearch/dinov2", "ViT, SwiGLU", lambda: dinov2(block_chunks=0, ffn_layer="swiglufused")),
-    Official("facebookresearch/dinov3", "ViT", lambda: dinov3(layerscale_init=1.0)),
-    Official("facebookresearch/dinov3", "ViT, SwiGLU", lambda: dinov3(layerscale_init=1.0, ffn_layer="swiglu")),
-    Official("facebookresearch/segment-anything", "image encoder", segment_anything),
-    Official("facebookresearch/segment-anything", "mask decoder", segment_anything_decoder),
-    Official("facebookresearch/sam2", "image encoder", sam2_hiera),
-    Official("facebookresearch/sam2", "memory attention", sam2_memory),
-    Official("openai/CLIP", "CLIP", clip, single=True),
-    Official("mlfoundations/open_clip", "CLIP", open_clip, "src"),
-    Official("facebookresearch/perception_models", "encoder", perception),
-    Official("facebookresearch/perception_models", "encoder, LayerScale", lambda: perception(ls_init_value=0.5)),
-    Official("facebookresearch/mae", "MAE", mae),
-    Official("facebookresearch/dino", "ViT", dino),
-    Official("facebookresearch/ijepa", "encoder", ijepa),
-    Official("facebookresearch/vjepa2", "encoder", vjepa2),
-    Official("LiheYoung/Depth-Anything", "DINOv2", depth_anything, "torchhub/facebookresearch_dinov2_main"),
-    Official("facebookresearch/hiera", "Hiera", hiera),
-    Official("microsoft/Swin-Transformer", "Swin", swin),
-    Official("facebookresearch/detr", "transformer", detr),
-    Official("facebookresearch/deit", "DeiT III", lambda: deit("Layer_scale_init_Block")),
-    Official("facebookresearch/deit", "DeiT III, parallel", lambda: deit("Layer_scale_init_Block_paralx2")),
-    Official("facebookresearch/DiT", "DiT", dit, single=True),
-    Official("baofff/U-ViT", "U-ViT", u_vit, single=True),
-    Official("MCG-NJU/VideoMAE", "encoder", videomae),
-    Official("microsoft/unilm", "BEiT 2", beit, "beit2"),
-    Official("bytedance/ibot", "ViT", ibot),
-    Official("whai362/PVT", "PVT v2", pvt, "classification"),
-    Official("microsoft/Cream", "TinyViT", tiny_vit, "TinyViT"),
-    Official("naver/croco", "CroCo", croco),
-    Official(
-        "ByteDance-Seed/Depth-Anything-3",
-        "views",
-        lambda: (
-            depth_anything_3(
-                img_size=42, embed_dim=48, depth=4, num_heads=3, alt_start=2, qknorm_start=2, rope_start=2
-            ),
-            torch.randn(2, 2, 3, 42, 42),
-        ),
-        "src",
-    ),
-    Official("yyfz/Pi3", "decoder", lambda: (pi3(48, 2, 3, 4, 5), torch.randn(2, 2, 20, 48))),
-    Official("OpenGVLab/InternVL", "InternViT", small_intern_vit, "internvl_chat/internvl/model"),
-)
+# Small models, compared.
 
 
 def randomise(model: nn.Module) -> None:
@@ -396,10 +225,9 @@ def results(model: nn.Module, example: Any, train: bool) -> list[Tensor]:
     """Outputs of a call, and the gradients of all parameters and inputs for random cotangents."""
     model.train(train)
     example = tree_map_only(Tensor, lambda t: t.clone().requires_grad_(t.is_floating_point()), example)
-    args, named = ((), example) if isinstance(example, dict) else (example, {}) if isinstance(example, tuple) else (
-        (example,), {})  # fmt: skip
+    positional, named = arguments(example)
     torch.manual_seed(0)  # of MAE's masks
-    outputs = [t for t in tree_leaves(model(*args, **named)) if isinstance(t, Tensor) and t.requires_grad]
+    outputs = [t for t in tree_leaves(model(*positional, **named)) if isinstance(t, Tensor) and t.requires_grad]
     leaves = [t for t in (*model.parameters(), *tree_leaves(example)) if isinstance(t, Tensor) and t.requires_grad]
     generator = torch.Generator().manual_seed(1)
     cotangents = [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in outputs]
@@ -454,64 +282,109 @@ def fused(model: nn.Module, report: Report) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def row_of(entry: Official, folder: Path) -> dict[str, Any]:
-    """The row of one model; with the error if it fails."""
-    row: dict[str, Any] = dict(repository=entry.repository, model=entry.model)
-    root = folder / entry.repository.partition("/")[2]
-    with sources(root / entry.folder):
+def compared(entry: Official) -> dict[str, Any]:
+    """The figures of a small model."""
+    model, example = built(entry)
+    dtype = torch.float32 if entry.single else torch.float64
+    model = model.to(dtype).eval()
+    randomise(model)
+    example = tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, example)
+    original = copy.deepcopy(model)
+    report = optimize(model, example=example)
+    row = fused(model, report) | dict(why={f"{r.path} ({r.type})": r.why for r in report.rows if r.became is None})
+    for mode in ("eval", "train"):
+        want = results(original, example, mode == "train")
+        results(model, example, mode == "train")  # captures calls with gradients
+        row[mode] = difference(results(model, example, mode == "train"), want)
+    return row
+
+
+# Models of the usual size, counted.
+
+
+def counted(entry: Official) -> dict[str, Any]:
+    """The figures of a model of the usual size.
+
+    `inference` and `training` have [launches, bytes] of eager PyTorch, torch.compile, `optimize`, and torch.compile
+    with our backend; `ms` has their times by phase, those of inference also of mode max-autotune.
+    """
+    dtype = torch.float32 if entry.autocast else torch.bfloat16
+    casting = torch.autocast("cpu", torch.bfloat16) if entry.autocast else contextlib.nullcontext()
+    with casting, counting(), using_backend("auto"):
+        model = built(entry)[0].to(dtype).eval()
+        example = torch.randn(2, *entry.shape, dtype=dtype)
+        report = optimize(model, example=example, compile=True)
+        with torch.no_grad():
+            model(example)  # fills what it caches by size, such as tables of rotations
+        images = torch.empty(BATCH, *entry.shape, dtype=dtype, device="meta")
+        shares = report.shares()
+        row = dict(flops=None if shares is None or shares.replaced is None else round(shares.replaced_share(""), 4))
+        eager, ours = _traces(model, images)
+        row |= dict(inference=_counts(eager, ours), ms=dict(inference=_ms(eager, ours)))
+        with torch.enable_grad():
+            for _ in range(2):
+                model.train()(example)  # captures calls with gradients
+        eager, ours = _traces(model, images)
+        row["training"] = _counts(eager, ours)
+        row["ms"]["training"] = _ms(eager, ours)[:4]  # what templates compute in a backward pass is not known
+    return row
+
+
+def _traces(model: nn.Module, images: Tensor) -> tuple[Trace, Trace]:
+    """Traces of a call of eager PyTorch and of ours, in the mode that the model is in."""
+    return traced(model, None, model.training, (images,), {}), traced(model, gpus()[GPU], model.training, (images,), {})
+
+
+def _counts(eager: Trace, ours: Trace) -> list[tuple[int, int]]:
+    def pair(count: Count) -> tuple[int, int]:
+        return count.launches, count.nbytes
+
+    whole = inductor_count(ours.events)
+    return [*map(pair, (eager.count, inductor_count(eager.events), ours.count, whole))]
+
+
+def _ms(eager: Trace, ours: Trace) -> list[float]:
+    counts = eager.count, inductor_count(eager.events), ours.count, None
+    one = Prediction(*counts, choices=(), gpu=gpus()[GPU], training=False, traces=(eager, ours))
+    us = one.eager_us(), one.compiled_us(), one.ours_us()[1], one.backend_us(), one.compiled_us("max-autotune")
+    return [round(each / 1e3, 3) for each in us]
+
+
+def row_of(number: int, folder: Path) -> dict[str, Any]:
+    """The row of the model of this number; with the error if it fails."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    set_backend("torch")
+    entry = MODELS[number]
+    row = facts_of(entry, folder)
+    with sources(folder / entry.repository.partition("/")[2] / entry.folder):
         try:
             torch.manual_seed(0)
-            model, example = entry.build()
-            dtype = torch.float32 if entry.single else torch.float64
-            model = model.to(dtype).eval()
-            randomise(model)
-            example = tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, example)
-            original = copy.deepcopy(model)
-            report = optimize(model, example=example)
-            row |= fused(model, report)
-            row["why"] = {f"{r.path} ({r.type})": r.why for r in report.rows if r.became is None}
-            for mode in ("eval", "train"):
-                want = results(original, example, mode == "train")
-                results(model, example, mode == "train")  # captures calls with gradients
-                row[mode] = difference(results(model, example, mode == "train"), want)
+            row |= counted(entry) if entry.shape else compared(entry)
         # Any error: the row states it, and the other models are tried.
         except Exception as error:
             row["error"] = one_line(error)
     return row
 
 
-def numbered(number: int, folder: Path) -> dict[str, Any]:
-    """The row of the model of this number, of those here and then those of official_speed."""
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    set_backend("torch")
-    entry = (*MODELS, *official_speed.MODELS)[number]
-    row = row_of(entry, folder) if isinstance(entry, Official) else official_speed.row_of(entry, folder)
-    return row | dict(commit=commit(folder, entry.repository))
+def facts_of(entry: Official, folder: Path) -> dict[str, Any]:
+    """Columns of every row."""
+    return dict(repository=entry.repository, model=entry.model, commit=commit(folder, entry.repository))
 
 
 def main(folder: Path, only: str, out: Path | None) -> None:
-    """Counts and compares the models, prints a line for each, and writes coverage-official.json and .md.
-
-    Args:
-        folder: with a checkout of each repository.
-        only: regular expression for repository and model.
-        out: folder of the results; None to write none.
-    """
+    """Counts and compares the models that match, prints a line for each, and writes coverage-official.json and .md."""
     rows, speeds = [], []
-    for number, entry in enumerate((*MODELS, *official_speed.MODELS)):
+    for number, entry in enumerate(MODELS):
         if not re.search(only, f"{entry.repository} {entry.model}"):
             continue
         # A process for each model: graphs of Dynamo and free memory that malloc keeps would add up.
         with ProcessPoolExecutor(1, mp_context=torch.multiprocessing.get_context("spawn")) as pool:
             try:
-                row = pool.submit(numbered, number, folder).result()
+                row = pool.submit(row_of, number, folder).result()
             except BrokenProcessPool as error:  # killed, such as for memory
-                row = dict(repository=entry.repository, model=entry.model, error=one_line(error))
-                row |= dict(commit=commit(folder, entry.repository))
-        (rows if isinstance(entry, Official) else speeds).append(row)
+                row = facts_of(entry, folder) | dict(error=one_line(error))
+        (speeds if entry.shape else rows).append(row)
         print(*(f"{name}={value}" for name, value in row.items() if name != "why"), flush=True)
     if out is not None:
-        text = as_json(origin(), rows=rows, speeds=speeds)
-        write_text(out / "coverage-official.json", text)
-        write_text(out / "coverage-official.md", official_markdown(json.loads(text)))
+        write_pair(out / "coverage-official", official_markdown, origin(), rows=rows, speeds=speeds)

@@ -1,10 +1,10 @@
 """The ops of a ViT as benchmark cases: our kernels, PyTorch, torch.compile and other libraries."""
 
 import importlib
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -12,8 +12,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fastvit_triton.kernels import OPS, launch
 from fastvit_triton.kernels.op import Op
 from fastvit_triton.measure.variants import Case, Variant, absent, compiled, with_backend
-
-from .launch_cases import BATCH, MODELS
 
 BY_NAME = {op.name: op for op in OPS}
 NAMES = (
@@ -46,8 +44,20 @@ class Shape:
     P: int
     side: int = 224
 
+    @property
+    def cells(self) -> int:
+        """Number of patches."""
+        return (self.side // self.P) ** 2
 
-FULL = tuple(Shape(name, BATCH, N, D, H, P) for name, (D, H, P, N) in MODELS.items())
+
+BATCH = 256
+FULL = (
+    Shape("ViT-Ti/16", BATCH, 197, 192, 3, 16),
+    Shape("ViT-S/16", BATCH, 197, 384, 6, 16),
+    Shape("ViT-B/16", BATCH, 197, 768, 12, 16),
+    Shape("ViT-L/16", BATCH, 197, 1024, 16, 16),
+    Shape("ViT-H/14", BATCH, 257, 1280, 16, 14),
+)
 SMALL = Shape("small", 4, 50, 96, 3, 16, 112)
 TINY = Shape("tiny", 2, 5, 32, 2, 8, 16)
 
@@ -64,7 +74,7 @@ def kernel_backend(device: torch.device) -> str:
 
 def case(name: str, s: Shape, dtype: torch.dtype, device: torch.device) -> Case:
     """The case of an op at one shape; `name` is one of `NAMES`."""
-    function, make, fixed, work = _call(name, s, dtype)
+    function, fixed, flops, elements = described(name, s)
     op = BY_NAME[function]
 
     def inputs(seed: int) -> dict:
@@ -74,7 +84,7 @@ def case(name: str, s: Shape, dtype: torch.dtype, device: torch.device) -> Case:
             values = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
             return (values * scale).to(dtype).requires_grad_(learns)
 
-        return make(new)
+        return arguments(name, s, new)
 
     run, reference = partial(op.run, **fixed), partial(op.reference, **fixed)
     gpu, kernels = on_gpu(device), kernel_backend(device)
@@ -86,87 +96,64 @@ def case(name: str, s: Shape, dtype: torch.dtype, device: torch.device) -> Case:
         Variant("as planned", None if gpu else "needs a GPU", with_backend("auto", run)),
         *_libraries(name, s, op, device, reference),
     ]
-    facts = dict(op=name, model=s.name, batch=s.B)
+    facts, work = dict(op=name, model=s.name, batch=s.B), (flops, elements * dtype.itemsize)
     return Case(f"{name} {s.name} batch {s.B}", dtype, inputs, variants, reference, facts=facts, work=work)
 
 
-def _call(name: str, s: Shape, dtype: torch.dtype) -> tuple[str, Callable, dict, tuple[float, float]]:
-    """(op, function from a tensor factory to arguments, fixed arguments, (flops, bytes) of a forward pass)."""
-    M, D, size, d = s.B * s.N, s.D, dtype.itemsize, s.D // s.H
-    rows = (s.B, s.N, D)
+def described(name: str, s: Shape) -> tuple[str, dict[str, Any], float, float]:
+    """(op, its fixed arguments, flops, elements read and written) of a forward pass; `name` is one of `NAMES`."""
+    M, D, cells = s.B * s.N, s.D, s.cells * s.B
+    pixels = 3 * s.P**2
+    return {
+        "attention": ("attention_qkv", dict(num_heads=s.H), 4 * s.B * s.N**2 * D, 4 * M * D),
+        "linear qkv": ("linear", {}, 6 * M * D**2, 4 * M * D + 3 * D**2),
+        "linear fc1": ("linear", dict(activation="gelu"), 8 * M * D**2, 5 * M * D + 4 * D**2),
+        "linear proj": ("linear", {}, 2 * M * D**2, 3 * M * D + D**2),
+        "mlp": ("mlp", {}, 16 * M * D**2, 3 * M * D + 8 * D**2),
+        "layer_norm": (name, dict(eps=1e-6), 0.0, 2 * M * D),
+        "add_layer_norm": (name, dict(eps=1e-6), 0.0, 4 * M * D),
+        "patch_embed": (name, {}, 2 * cells * pixels * D, s.B * (3 * s.side**2 + (s.cells + 1) * D) + pixels * D),
+        "depthwise": (name, dict(residual=True), 18 * cells * D, 2 * cells * D),  # a positional encoding
+        # the patches, as one map that a detector's encoder samples
+        "deformable_attention": (
+            name,
+            dict(shapes=((s.side // s.P,) * 2,)),
+            40 * cells * D,
+            2 * cells * D + 12 * cells * s.H,
+        ),
+    }[name]
 
-    def norm(new: Callable) -> tuple:
+
+def arguments(name: str, s: Shape, new: Callable) -> dict[str, Any]:
+    """The other arguments; `new` makes a tensor of these sizes, with `scale` and, if not `learns`, no gradient."""
+    rows, D, side = (s.B, s.N, s.D), s.D, s.side // s.P
+
+    def norm() -> tuple:
         return new(D), new(D), 1e-6
 
-    def layer(new: Callable, F: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer(F: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
         return new(F, K, scale=K**-0.5), new(F)
 
     if name == "attention":
-        work = 4 * s.B * s.H * s.N**2 * d, 4 * M * D * size
-        return "attention_qkv", lambda new: dict(qkv=new(s.B, s.N, 3 * D)), dict(num_heads=s.H), work
-    if name == "linear qkv":
-
-        def make(new: Callable) -> dict:
-            return dict(zip(("x", "weight", "bias"), (new(*rows), *layer(new, 3 * D, D)), strict=True), norm=norm(new))
-
-        return "linear", make, {}, (6 * M * D**2, (4 * M * D + 3 * D**2) * size)
-    if name == "linear fc1":
-
-        def make(new: Callable) -> dict:
-            return dict(zip(("x", "weight", "bias"), (new(*rows), *layer(new, 4 * D, D)), strict=True), norm=norm(new))
-
-        return "linear", make, dict(activation="gelu"), (8 * M * D**2, (5 * M * D + 4 * D**2) * size)
-    if name == "linear proj":
-
-        def make(new: Callable) -> dict:
-            weight, bias = layer(new, D, D)
-            return dict(x=new(*rows), weight=weight, bias=bias, residual=new(*rows))
-
-        return "linear", make, {}, (2 * M * D**2, (3 * M * D + D**2) * size)
+        return dict(qkv=new(s.B, s.N, 3 * D))
+    if name.startswith("linear"):
+        x, (weight, bias) = new(*rows), layer({"qkv": 3, "fc1": 4, "proj": 1}[name.removeprefix("linear ")] * D, D)
+        more = dict(residual=new(*rows)) if name == "linear proj" else dict(norm=norm())
+        return dict(x=x, weight=weight, bias=bias, **more)
     if name == "mlp":
-
-        def make(new: Callable) -> dict:
-            layers = dict(fc1=layer(new, 4 * D, D), fc2=layer(new, D, 4 * D))
-            return dict(x=new(*rows), **layers, norm=norm(new), residual=new(*rows))
-
-        return "mlp", make, {}, (16 * M * D**2, (3 * M * D + 8 * D**2) * size)
+        return dict(x=new(*rows), fc1=layer(4 * D, D), fc2=layer(D, 4 * D), norm=norm(), residual=new(*rows))
     if name in ("layer_norm", "add_layer_norm"):
-        adds = name == "add_layer_norm"
-
-        def make(new: Callable) -> dict:
-            arguments = dict(x=new(*rows), weight=new(D), bias=new(D))
-            return arguments | (dict(residual=new(*rows)) if adds else {})
-
-        return name, make, dict(eps=1e-6), (0.0, (4 if adds else 2) * M * D * size)
-
-    if name == "depthwise":  # a positional encoding
-
-        def make(new: Callable) -> dict:
-            return dict(x=new(s.B, s.side // s.P, s.side // s.P, D), weight=new(D, 1, 3, 3, scale=1 / 3), bias=new(D))
-
-        outputs = s.B * (s.side // s.P) ** 2 * D
-        return name, make, dict(residual=True), (18 * outputs, 2 * outputs * size)
-
-    if name == "deformable_attention":  # the patches, as one map that a detector's encoder samples
-        side = s.side // s.P
-
-        def make(new: Callable) -> dict:
-            points = s.B, side**2, s.H, 1, 4
-            return dict(value=new(s.B, side**2, s.H, d), locations=new(*points, 2, scale=0.5), weights=new(*points))
-
-        outputs = s.B * side**2 * D
-        nbytes = (2 * outputs + 12 * s.B * side**2 * s.H) * size
-        return name, make, dict(shapes=((side, side),)), (40 * outputs, nbytes)
-
-    side = (s.side // s.P) ** 2  # patch_embed
-
-    def make(new: Callable) -> dict:
-        image = new(s.B, 3, s.side, s.side, learns=False)
-        weight = new(D, 3, s.P, s.P, scale=(3 * s.P**2) ** -0.5)
-        return dict(image=image, weight=weight, bias=new(D), pos=new(1, side + 1, D), prefix=new(1, 1, D))
-
-    nbytes = (s.B * (3 * s.side**2 + (side + 1) * D) + 3 * s.P**2 * D) * size
-    return "patch_embed", make, {}, (2 * s.B * side * 3 * s.P**2 * D, nbytes)
+        vectors = dict(x=new(*rows), weight=new(D), bias=new(D))
+        return vectors | (dict(residual=new(*rows)) if name == "add_layer_norm" else {})
+    if name == "depthwise":
+        return dict(x=new(s.B, side, side, D), weight=new(D, 1, 3, 3, scale=1 / 3), bias=new(D))
+    if name == "deformable_attention":
+        points = s.B, s.cells, s.H, 1, 4
+        value = new(s.B, s.cells, s.H, D // s.H)
+        return dict(value=value, locations=new(*points, 2, scale=0.5), weights=new(*points))
+    image = new(s.B, 3, s.side, s.side, learns=False)
+    weight = new(D, 3, s.P, s.P, scale=(3 * s.P**2) ** -0.5)
+    return dict(image=image, weight=weight, bias=new(D), pos=new(1, s.cells + 1, D), prefix=new(1, 1, D))
 
 
 def _libraries(name: str, s: Shape, op: Op, device: torch.device, reference: Callable) -> Iterator[Variant]:
@@ -175,10 +162,23 @@ def _libraries(name: str, s: Shape, op: Op, device: torch.device, reference: Cal
         for label, backend in BACKENDS.items():
             here = device.type == "cuda" or backend == SDPBackend.MATH
             yield Variant(label, None if here else "needs a GPU", _within(backend, reference))
-        yield _imported("flash-attn", "flash_attn", device, lambda library: _flash(library, s))
-        yield _imported("xformers", "xformers.ops", device, lambda library: _xformers(library, s))
+        packed, scale = (s.B, s.N, 3, s.H, s.D // s.H), (s.D // s.H) ** -0.5
+
+        def flash(library: Any) -> Callable:
+            return lambda qkv: library.flash_attn_qkvpacked_func(qkv.view(packed)).flatten(2)
+
+        def xformers(library: Any) -> Callable:
+            attend = partial(library.memory_efficient_attention, scale=scale)
+            return lambda qkv: attend(*qkv.view(packed).unbind(2)).flatten(2)
+
+        yield _imported("flash-attn", "flash_attn", device, flash)
+        yield _imported("xformers", "xformers.ops", device, xformers)
     if name == "layer_norm":
-        yield _imported("Liger", "liger_kernel.ops.layer_norm", device, _liger)
+
+        def liger(library: Any) -> Callable:
+            return lambda x, weight, bias: library.LigerLayerNormFunction.apply(x, weight, bias, 1e-6)
+
+        yield _imported("Liger", "liger_kernel.ops.layer_norm", device, liger)
 
 
 def _imported(name: str, module: str, device: torch.device, build: Callable) -> Variant:
@@ -193,27 +193,5 @@ def _within(backend: SDPBackend, reference: Callable) -> Callable:
     def call(**arguments: object) -> object:
         with sdpa_kernel(backend):
             return reference(**arguments)
-
-    return call
-
-
-def _flash(library: object, s: Shape) -> Callable:
-    def call(qkv: torch.Tensor) -> torch.Tensor:
-        return library.flash_attn_qkvpacked_func(qkv.view(s.B, s.N, 3, s.H, -1)).flatten(2)
-
-    return call
-
-
-def _xformers(library: object, s: Shape) -> Callable:
-    def call(qkv: torch.Tensor) -> torch.Tensor:
-        q, k, v = qkv.view(s.B, s.N, 3, s.H, -1).unbind(2)
-        return library.memory_efficient_attention(q, k, v, scale=1 / math.sqrt(q.shape[-1])).flatten(2)
-
-    return call
-
-
-def _liger(library: object) -> Callable:
-    def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return library.LigerLayerNormFunction.apply(x, weight, bias, 1e-6)
 
     return call

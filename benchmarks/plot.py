@@ -10,9 +10,8 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from fastvit_triton.kernels.sizes import WAYS, Branch
 
 from . import community, drop_in
 from .backtest import ALWAYS, family
-from .result_file import ROOT, write_text
+from .result_file import ROOT, table, write_text
 from .rows import committed, is_result
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -67,45 +66,40 @@ SHOWN_GPUS = dict(h200="H200", a100="A100", rtx4090="RTX 4090")
 SHOWN_MODELS = (("ViT-S/16", 384, 6), ("ViT-B/16", 768, 12), ("ViT-L/16", 1024, 16))
 
 
-@dataclass(frozen=True)
-class Results:
-    """Newest measurement of each part, CPU files (oldest first), and users' files."""
+class Results(NamedTuple):
+    """Newest measurement of each part, result files by name, CPU files (oldest first), keyed rows, and users' files."""
 
     ops: dict | None
     models: dict | None
     ceilings: dict | None
     ways: dict | None
-    cpu: tuple[dict, ...] = ()
-    host: dict | None = None
-    launches: dict | None = None
-    gains: dict | None = None
-    backtest: dict | None = None
-    users: dict[str, dict] = field(default_factory=dict)
-    rows: tuple[dict, ...] = ()
-    measured: dict | None = None
+    host: dict | None
+    launches: dict | None
+    gains: dict | None
+    backtest: dict | None
+    measured: dict | None  # the backtest of measured models
+    cpu: list[dict]
+    rows: list[dict]
+    users: dict[str, dict]
 
 
 def load(folder: Path = RESULTS) -> Results:
     """Reads the folder, ignoring dry runs."""
+    held = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     newest: dict[str, dict] = {}
     cpu = []
-    for path in sorted(folder.glob("*.json")):
-        result = json.loads(path.read_text())
+    for result in held.values():
         if isinstance(result, list):  # lists of releases or suites are not measurements
             continue
         if "benchmarks.cpu" in result.get("command", "") and "processor" in result:
             cpu.append(result)
         if "part" in result and result.get("dry_run") is False and result.get("gpu"):
             newest[result["part"]] = max(newest.get(result["part"], result), result, key=lambda r: r["date"])
-    *others, predicted = (
-        json.loads(path.read_text()) if (path := folder / f"{name}.json").exists() else None
-        for name in ("host", "launches", "gains", "backtest", "backtest-measured")
-    )
-    rows = tuple(committed(folder))
-    parts = (_with_rows(newest.get(part), part, rows) for part in ("ops", "models", "ceilings", "ways"))
-    users = community.load(folder / "community")
-    ordered = tuple(sorted(cpu, key=lambda result: result["date"]))
-    return Results(*parts, ordered, *others, users, rows, predicted)
+    rows = committed(folder)
+    parts = (_with_rows(newest.get(part), part, rows) for part in Results._fields[:4])
+    files = map(held.get, ("host", "launches", "gains", "backtest", "backtest-measured"))
+    cpu.sort(key=lambda result: result["date"])
+    return Results(*parts, *files, cpu, rows, community.load(folder / "community"))
 
 
 def _with_rows(part: dict | None, section: str, rows: Iterable[dict]) -> dict | None:
@@ -145,19 +139,16 @@ def models_table(results: Results) -> str:
     if not measured:
         return ON_A_GPU
     variants = [variant for variant in COLUMNS if any(variant in by_variant for by_variant in measured.values())]
-    lines = [f"| ms | {' | '.join(COLUMNS[variant] for variant in variants)} |", "|---" * (len(variants) + 1) + "|"]
-    for (case, _), by_variant in measured.items():
-        best = min(by_variant[variant] for variant in variants if variant in by_variant)
-        cells = [_cell(by_variant.get(variant), best) for variant in variants]
-        lines.append(f"| {case} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", origin(results.models)])
+    rows = [[case, *_cells(by_variant, variants)] for (case, _), by_variant in measured.items()]
+    return table(["ms", *map(COLUMNS.get, variants)], rows, "l", origin(results.models))
 
 
-def _cell(us: float | None, best: float) -> str:
-    if us is None:
-        return ""
-    text = f"{us / 1e3:.3g}" if us < 1e5 else f"{us / 1e3:.0f}"
-    return f"**{text}**" if us == best else text
+def _cells(us: dict[str, float | None], names: Iterable[str]) -> list[str]:
+    """Milliseconds of these variants, those of the fastest one bold; "" for those that were not measured."""
+    found = [us.get(name) for name in names]
+    best = min(one for one in found if one is not None)
+    texts = ["" if one is None else f"{one / 1e3:.3g}" if one < 1e5 else f"{one / 1e3:.0f}" for one in found]
+    return [f"**{text}**" if one == best else text for one, text in zip(found, texts, strict=True)]
 
 
 def ops_table(results: Results) -> str:
@@ -165,39 +156,35 @@ def ops_table(results: Results) -> str:
     measured = times(results.ops, SHOWN)
     if not measured:
         return ON_A_GPU
-    lines = ["| op | phase | ours µs | × eager | × best other |", "|---|---|--:|--:|--:|"]
+    rows = []
     for (case, phase), by_variant in measured.items():
         ours = [by_variant[variant] for variant in OURS if variant in by_variant]
         others = [us for variant, us in by_variant.items() if variant not in (*OURS, PLANNED)]
         if ours:
-            us = min(ours)
-            lines.append(f"| {case} | {phase} | {us:.1f} | {by_variant['eager'] / us:.2f} | {min(others) / us:.2f} |")
-    return "\n".join([*lines, "", origin(results.ops)])
+            speeds = (f"{other / min(ours):.2f}" for other in (by_variant["eager"], min(others)))
+            rows.append([case, phase, f"{min(ours):.1f}", *speeds])
+    return table(["op", "phase", "ours µs", "× eager", "× best other"], rows, "llr", origin(results.ops))
 
 
 def cpu_table(results: Results, shown: str = "") -> str:
-    """Table of eager's time over that of each column, with quartiles; one table for each processor.
-
-    Args:
-        results: with the files of `benchmarks.cpu`; the newest row of a cell on a processor counts.
-        shown: word that the names of the shown cells contain.
-    """
+    """Table of eager's time over that of each column, with quartiles, for each processor; of cells named by `shown`."""
     newest = _newest_cells(results, shown)
     if not newest:
         return f"{NOT_YET}; `python -m benchmarks.cpu --out FILE` measures it."
     tables = []
-    for processor, rows in newest.items():
-        names = [n for n in CPU_COLUMNS if any("ratio" in row["columns"].get(n, {}) for row, _ in rows)]
-        lines = [f"| times as fast as eager, {processor} | {' | '.join(CPU_COLUMNS[n] for n in names)} |"]
-        lines.append("|---" + "|--:" * len(names) + "|")
-        for row, _ in rows:
+    for processor, cells in newest.items():
+        names = [n for n in CPU_COLUMNS if any("ratio" in row["columns"].get(n, {}) for row, _ in cells)]
+        rows = []
+        for row, _ in cells:
             threads = f"{row['threads']} thread{'s' * (row['threads'] > 1)}"
             title = f"{row['model']}, {row['dtype']}, batch {row['batch']}, {row['phase']}, {threads}"
-            lines.append(f"| {title} | {' | '.join(_ratio(row['columns'].get(name)) for name in names)} |")
-        for file in {id(file): file for _, file in rows}.values():
-            where = f"torch {file['packages']['torch']}, commit {file['commit']}, {file['date']}"
-            lines += ["", f"{where}: `{file['command']}`."]
-        tables.append("\n".join(lines))
+            rows.append([title, *(_ratio(row["columns"].get(name)) for name in names)])
+        sources = [
+            f"torch {file['packages']['torch']}, commit {file['commit']}, {file['date']}: `{file['command']}`."
+            for file in {id(file): file for _, file in cells}.values()
+        ]
+        head = [f"times as fast as eager, {processor}", *(CPU_COLUMNS[name] for name in names)]
+        tables.append(table(head, rows, "lr", *sources))
     return "\n\n".join(tables)
 
 
@@ -210,22 +197,6 @@ def _newest_cells(results: Results, shown: str = "") -> dict[str, list[tuple[dic
     return {processor: list(rows.values()) for processor, rows in newest.items() if rows}
 
 
-def host_table(results: Results) -> str:
-    """Table of a block's host time relative to timm's, with quartiles, by way and phase."""
-    if results.host is None:
-        return f"{NOT_YET}; `python -m benchmarks.host --out benchmarks/results/host.json` measures it."
-    by_cell = {(row["block"], row["way"], row["phase"]): row for row in results.host["rows"]}
-    lines = ["| block | way | inference | training |", "|---|---|--:|--:|"]
-    for block, way in dict.fromkeys(key[:2] for key in by_cell):
-        cells = (by_cell.get((block, way, phase)) for phase in ("inference", "training"))
-        cells = (
-            "" if r is None else f"{r['ratio']:.2f} ({' to '.join(f'{q:.2f}' for q in r['quartiles'])})" for r in cells
-        )
-        lines.append(f"| {block} | {way} | {' | '.join(cells)} |")
-    source = results.host["provenance"]
-    return "\n".join([*lines, "", f"torch {source['packages']['torch']}, {source['date']}: `{source['command']}`."])
-
-
 def _ratio(column: dict | None) -> str:
     """Median and quartiles of a column; for reduced precisions also the error."""
     if column is None or "ratio" not in column:
@@ -234,26 +205,37 @@ def _ratio(column: dict | None) -> str:
     return f"{text}, error {column['error']:.0e}" if column["error"] > 1e-3 else text
 
 
+def host_table(results: Results) -> str:
+    """Table of a block's host time relative to timm's, with quartiles, by way and phase."""
+    if results.host is None:
+        return f"{NOT_YET}; `python -m benchmarks.host --out benchmarks/results/host.json` measures it."
+    texts: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+    for row in results.host["rows"]:
+        spread = " to ".join(f"{quartile:.2f}" for quartile in row["quartiles"])
+        texts[row["block"], row["way"]][row["phase"]] = f"{row['ratio']:.2f} ({spread})"
+    phases, source = ("inference", "training"), results.host["provenance"]
+    rows = [[*key, *(by_phase.get(phase, "") for phase in phases)] for key, by_phase in texts.items()]
+    said = f"torch {source['packages']['torch']}, {source['date']}: `{source['command']}`."
+    return table(["block", "way", *phases], rows, "llr", said)
+
+
 def ways_table(results: Results) -> str:
     """Table of the measured milliseconds of two blocks in each way, in inference and training; the fastest is bold."""
     if results.ways is None:
         return ON_A_GPU
     ways = ("plain", "mixed", "fused")
-    lines = [f"| ms of two blocks | {' | '.join(ways)} | by the rule |", "|---|--:|--:|--:|---|"]
+    rows = []
     for row in results.ways["rows"]:
         if "way" in row:
-            times = {way: row.get(f"{way}_us") for way in ways}
-            best = min(us for us in times.values() if us is not None)
-            title = row["case"].removeprefix("ways of ")
-            lines.append(f"| {title} | {' | '.join(_cell(times[way], best) for way in ways)} | {row['rule']} |")
-    return "\n".join([*lines, "", origin(results.ways)])
+            cells = _cells({way: row.get(f"{way}_us") for way in ways}, ways)
+            rows.append([row["case"].removeprefix("ways of "), *cells, row["rule"]])
+    return table(["ms of two blocks", *ways, "by the rule"], rows, "lrrrl", origin(results.ways))
 
 
 def training_table(results: Results) -> str:
     """Table of expected speedups of ViT blocks in training, by the rule that chooses their way; * is measured."""
     measured = {row["shape"]: row for row in results.ways["rows"] if "shape" in row} if results.ways else {}
-    lines = [f"| expected speed of the blocks in training against eager | {' | '.join(SHOWN_GPUS.values())} |"]
-    lines.append("|---" * (len(SHOWN_GPUS) + 1) + "|")
+    rows = []
     for name, C, heads in SHOWN_MODELS:
         size = dict(images=64, tokens=197, channels=C)
         block = (
@@ -271,28 +253,29 @@ def training_table(results: Results) -> str:
                 continue
             times = {way: max(block_us(gpu, block, way, True, False, 1), host_us(way, 2, True, True)) for way in WAYS}
             cells.append(f"{times['plain'] / times[choice.way]:.2f} ({choice.way})")
-        lines.append(f"| {name}, batch 64 | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([f"{name}, batch 64", *cells])
+    return table(["expected speed of the blocks in training against eager", *SHOWN_GPUS.values()], rows)
 
 
 def gains_table(results: Results) -> str:
     """Table of predicted speedups over torch.compile, and the error of such predictions; nothing is measured."""
     if results.gains is None or results.backtest is None:
         return NOT_YET
-    lines = [f"| against torch.compile, predicted | {' | '.join(SHOWN_GPUS.values())} | error | saved activations |"]
-    lines.append("|---" * (len(SHOWN_GPUS) + 3) + "|")
-    tested = results.backtest["by"]["gain by family"]
-    every = results.gains["rows"]
-    for model, phase, batch in dict.fromkeys((row["model"], row["phase"], row["batch"]) for row in every):
-        rows = [row for row in every if (row["model"], row["phase"], row["batch"]) == (model, phase, batch)]
-        autotune = (f" ({row['autotune_ms'] / row['ours_ms']:.2f})" if "autotune_ms" in row else "" for row in rows)
-        cells = [f"{row['compile_ms'] / row['ours_ms']:.2f}{more}" for row, more in zip(rows, autotune, strict=True)]
-        error = tested.get(rows[0]["family"]) if phase == "inference" else None
+    tested, by_call = results.backtest["by"]["gain by family"], defaultdict(list)
+    for row in results.gains["rows"]:
+        by_call[row["model"], row["phase"], row["batch"]].append(row)
+    rows = []
+    for (model, phase, batch), of_gpus in by_call.items():
+        speeds = []
+        for row in of_gpus:
+            autotune = f" ({row['autotune_ms'] / row['ours_ms']:.2f})" if "autotune_ms" in row else ""
+            speeds.append(f"{row['compile_ms'] / row['ours_ms']:.2f}{autotune}")
+        error = tested.get(of_gpus[0]["family"]) if phase == "inference" else None
         error = "not tested" if error is None else f"± {100 * error['p90']:.0f} %"
-        saved = f"{rows[0]['saved']:.2f}" if phase == "training" else ""
+        saved = f"{of_gpus[0]['saved']:.2f}" if phase == "training" else ""
         what = "" if phase == "inference" else ", training"
-        lines.append(f"| {model}{what}, {batch} images | {' | '.join(cells)} | {error} | {saved} |")
-    return "\n".join(lines)
+        rows.append([f"{model}{what}, {batch} images", *speeds, error, saved])
+    return table(["against torch.compile, predicted", *SHOWN_GPUS.values(), "error", "saved activations"], rows)
 
 
 def backtest_table(results: Results) -> str:
@@ -300,39 +283,40 @@ def backtest_table(results: Results) -> str:
     if results.backtest is None:
         return NOT_YET
     titles = {"eager": "eager", "compile": "torch.compile", "gain": "torch.compile ÷ eager"}
-    columns = "rows | median error | nine of ten within"
-    lines = [
-        f"| predicted against published | {columns} | with what is excluded: {columns} |",
-        "|---" + "|--:" * 6 + "|",
-    ]
-    errors = results.backtest["by"]
+    errors, rows = results.backtest["by"], []
     for key, every in errors["gpu, mode, fitted, with excluded"].items():
         gpu, mode, part = key.split(" ", 2)
-        cells = [f"{one['predicted']} | {_percent(one['median'])} | {_percent(one['p90'])}"
-                 for one in (errors["gpu, mode, fitted"][key], every)]  # fmt: skip
-        lines.append(f"| {SHEETS[gpu].name}, {titles[mode]}, {part} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        cells = (cell for one in (errors["gpu, mode, fitted"][key], every) for cell in _errors(one))
+        rows.append([f"{SHEETS[gpu].name}, {titles[mode]}, {part}", *cells])
+    columns = ("rows", "median error", "nine of ten within")
+    head = ["predicted against published", *columns, f"with what is excluded: {columns[0]}", *columns[1:]]
+    return table(head, rows, "lr")
+
+
+def _errors(one: dict) -> list[str]:
+    """Number of rows, median error and the one that nine of ten do not exceed."""
+    return [str(one["predicted"]), *(f"{100 * one[name]:.1f} %" for name in ("median", "p90"))]
 
 
 def measured_backtest_table(results: Results) -> str:
     """Table of measured and predicted throughput of whole models."""
     if results.measured is None:
         return NOT_YET
-    lines = ["| whole models, images per second | measured | predicted | predicted ÷ measured |", "|---|--:|--:|--:|"]
+    rows = []
     for gpu, mode, model, _, batch, have, value, excluded in results.measured["predictions"]:
         if (value := value or excluded) is not None:
             name = f"{SHEETS[gpu].name}, {model}, {'torch.compile' if mode == 'compile' else mode}, {batch} images"
-            lines.append(f"| {name} | {have:.0f} | {value:.0f} | {value / have:.2f} |")
-    return "\n".join(lines)
+            rows.append([name, f"{have:.0f}", f"{value:.0f}", f"{value / have:.2f}"])
+    head = ["whole models, images per second", "measured", "predicted", "predicted ÷ measured"]
+    return table(head, rows, "lr")
 
 
 def families_table(results: Results) -> str:
     """Table of the errors of the families that are always predicted, and of those that are not predicted."""
     if results.backtest is None:
         return NOT_YET
-    lines = ["| family | rows | median error | nine of ten within | shown as |", "|---|--:|--:|--:|---|"]
     errors, outside = results.backtest["by"]["family"], results.backtest["excluded families"]
-    models = defaultdict(list)
+    models, rows = defaultdict(list), []
     for name, why in results.backtest["excluded models"].items():
         model, mode = name.split(", ")
         models[family(model)].append(f"{mode}: {why}")
@@ -340,18 +324,14 @@ def families_table(results: Results) -> str:
         if kind in ALWAYS:
             shown = "predicted"
         elif kind in outside:
-            fit = outside[kind]
-            shown = f"not predicted: fitted rows {_percent(fit['median'])}, nine of ten {_percent(fit['p90'])}"
+            _, median, most = _errors(outside[kind])
+            shown = f"not predicted: fitted rows {median}, nine of ten {most}"
         elif kind in models:
             shown = f"not predicted in {', '.join(sorted(set(models[kind])))}"
         else:
             continue
-        lines.append(f"| {kind} | {one['predicted']} | {_percent(one['median'])} | {_percent(one['p90'])} | {shown} |")
-    return "\n".join(lines)
-
-
-def _percent(part: float) -> str:
-    return f"{100 * part:.1f} %"
+        rows.append([kind, *_errors(one), shown])
+    return table(["family", "rows", "median error", "nine of ten within", "shown as"], rows, "lrrrl")
 
 
 def pages() -> list[Path]:
@@ -378,8 +358,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
 def fill(readme: str, results: Results) -> str:
     """Replaces each table between `<!-- measured: NAME -->` and `<!-- end -->`, and the words for the first picture.
 
-    Raises:
-        ValueError: a marker is not closed, or names an unknown table.
+    A marker that is not closed, or names an unknown table, is a ValueError.
     """
     parts = readme.split("<!-- measured: ")
     for i, part in enumerate(parts[1:], 1):

@@ -43,21 +43,13 @@ TEXT = ast.JoinedStr, ast.Raise, ast.Import, ast.ImportFrom  # what they hold is
 
 
 class Edit(NamedTuple):
-    """An edit of a file.
+    """An edit of a file."""
 
-    Attributes:
-        file: path from the root.
-        line: number of its first line.
-        start: of the replaced text in the file, in characters.
-        end: of the replaced text.
-        new: what replaces it.
-    """
-
-    file: str
-    line: int
-    start: int
-    end: int
-    new: str
+    file: str  # path from the root
+    line: int  # number of its first line
+    start: int  # of the replaced text in the file, in characters
+    end: int  # of the replaced text
+    new: str  # what replaces it
 
     def applied(self, source: str) -> str:
         """The source with the edit."""
@@ -70,11 +62,7 @@ class Edit(NamedTuple):
 
 
 def changed_lines(since: str, root: Path = ROOT) -> dict[str, set[int]]:
-    """File of the package → numbers of its lines that differ from those of a commit.
-
-    Raises:
-        ValueError: git does not know the commit.
-    """
+    """File of the package → numbers of its lines that differ from those of a commit, which git must know."""
     command = [
         "git",
         "diff",
@@ -169,13 +157,9 @@ def parses(source: str) -> bool:
 
 
 def draw(lines: dict[str, set[int]], count: int, seed: int, root: Path = ROOT) -> list[Edit]:
-    """Random edits, at most one of a line; lines are equally likely, and so are the edits of a line.
+    """So many random edits, at most one of a line; lines are equally likely, and so are the edits of a line.
 
-    Args:
-        lines: file → numbers of lines.
-        count: how many edits; fewer if the lines have fewer.
-        seed: of the random numbers; the same seed draws the same edits of the same lines.
-        root: of the files.
+    The same seed draws the same edits of the same lines, which are numbers by file.
     """
     choices: dict[tuple[str, int], list[Edit]] = {}
     for file, numbers in sorted(lines.items()):
@@ -195,59 +179,30 @@ def default_marks() -> str:
     return match[1]
 
 
-class Known(NamedTuple):
-    """Tests that pass, and tests that fail, without edits, as far as it is known."""
-
-    passing: set[str]
-    failing: set[str]
-
-
-def examine(
-    edit: Edit, tests: dict[str, str | None], tree: Path, seconds: float, declared: list[Any], known: Known
-) -> dict[str, Any]:
+def examine(edit: Edit, tests: dict[str, str | None], trials: claim_mutants.Trials) -> dict[str, Any]:
     """What tests see of an edit: the test, or file that cannot be imported, that `killed` it, or why that is unknown.
 
-    Args:
-        edit: what is changed.
-        tests: test file → its `-k` expression or None.
-        tree: copy of the repository; it is left as it was.
-        seconds: for each test file.
-        declared: what `claim_mutants.prepare` returned.
-        known: gets the tests that fail with the edit, which then run without it; those that fail anyway are left out.
+    `tests` has the `-k` expression or None of each file. Tests that fail without the edit, too, are left out.
     """
-    path = tree / edit.file
-    before = path.read_text(encoding="utf-8")
-    start, ran = used(), 0
+    text = edit.applied((trials.tree / edit.file).read_text(encoding="utf-8"))
+    start, ran = claim_mutants.used(), 0
     killed, error = None, None if tests else "CONTRIBUTING.md names no tests"
     left = list(tests)
     while left and not killed and not error:
         file, expression = left[0], tests[left[0]]
         options = ["-m", default_marks(), *(["-k", expression] if expression else [])]
-        options += [f"--deselect={name}" for name in sorted(known.failing)]
-        path.write_text(edit.applied(before), encoding="utf-8")
-        try:
-            seen = claim_mutants.run(tree, [file], seconds, declared, options)
-        finally:
-            path.write_text(before, encoding="utf-8")
+        options += [f"--deselect={name}" for name in sorted(trials.failing)]
+        seen = trials.run_edited(edit.file, text, [file], options)
         ran += seen["ran"]
         killed, error = seen["failed"], seen["error"] if seen["error"] != "no test was found" else None
         if error == f"{file} cannot be imported":
-            plain = claim_mutants.run(tree, [file], seconds, declared, ["--collect-only"])
+            plain = trials.run([file], ["--collect-only"])
             killed, error = (None, error) if plain["error"] == error else (file, None)
-        elif killed:
-            claim_mutants.check_without(seen, tree, seconds, declared, known.passing)
-            if seen["error"]:
-                known.failing.add(killed)
-                killed = None
-                continue  # the rest of the file
+        elif killed and not trials.passes(killed):
+            killed = None
+            continue  # the rest of the file
         left.pop(0)
-    return {"killed": killed, "ran": ran, "error": error, "seconds": round(used() - start, 1)}
-
-
-def used() -> float:
-    """CPU seconds of the processes that ended."""
-    spent = os.times()
-    return spent.children_user + spent.children_system
+    return {"killed": killed, "ran": ran, "error": error, "seconds": round(claim_mutants.used() - start, 1)}
 
 
 def main() -> None:
@@ -270,17 +225,18 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     head = {"command": "python -m benchmarks.random_mutants", "since": args.since, "commit": commit, "seed": seed}
     with tempfile.TemporaryDirectory(prefix="random-mutants-") as folder:
-        tree, declared, known = claim_mutants.copied(Path(folder)), claim_mutants.prepare(), Known(set(), set())
+        tree = claim_mutants.copied(Path(folder))
+        trials = claim_mutants.Trials(tree, args.seconds, claim_mutants.prepare())
         for edit in chosen:
             shown = edit.shown((tree / edit.file).read_text(encoding="utf-8"))
-            row = examine(edit, affected.test_files([edit.file]), tree, args.seconds, declared, known)
+            row = examine(edit, affected.test_files([edit.file]), trials)
             rows.append({"file": edit.file, "line": edit.line, "edit": shown} | row)
             print(f"{edit.file}:{edit.line}  {shown}")
             print(f"    {row['error'] or row['killed'] or 'SURVIVED'}  {row['seconds']} s", flush=True)
             if args.out is not None:
                 args.out.write_text(json.dumps(head | {"rows": rows}, indent=1, ensure_ascii=False) + "\n")
     left = [row for row in rows if not row["killed"] and not row["error"]]
-    for name in sorted(known.failing):
+    for name in sorted(trials.failing):
         print(f"{name} fails without edits and was left out")
     print(f"{len(left)} of {len(rows)} edits survived")
     for row in left:

@@ -25,8 +25,10 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -57,11 +59,7 @@ Given = dict[str, Any]
 
 
 class Case:
-    """A small model.
-
-    Args:
-        name: of a class of tests/catalogue/transformers.py.
-    """
+    """A small model, by the name of a class of tests/catalogue/transformers.py."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -94,11 +92,7 @@ def sizes_of(count: int, images: int | None = None) -> list[list[tuple[int, int]
 
 
 class Compiler:
-    """A backend that counts graphs and runs them in eager mode.
-
-    Args:
-        around: a context in which each graph runs.
-    """
+    """A backend that counts graphs and runs them in eager mode, each in the context `around`."""
 
     def __init__(self, around: Callable[[], Any] = ExitStack) -> None:
         self.graphs, self.around = 0, around
@@ -118,10 +112,10 @@ def counted(model: nn.Module, calls: list[Given], variant: str, whole: bool) -> 
     """Graphs and breaks of these calls; `whole` graphs only, or the error; and outputs."""
     torch._dynamo.reset()
     counters.clear()
-    compiler, outputs, limits = Compiler(tracing if variant == "kernels" else ExitStack), [], _Limits()
+    compiler, outputs = Compiler(tracing if variant == "kernels" else ExitStack), []
     compiled = torch.compile(model, backend=compiler, fullgraph=whole)
     row: dict[str, Any] = {}
-    with running(variant), torch.no_grad(), limits:
+    with running(variant), torch.no_grad(), limits() as warned:
         try:
             for inputs in calls:
                 torch.manual_seed(1)
@@ -131,8 +125,8 @@ def counted(model: nn.Module, calls: list[Given], variant: str, whole: bool) -> 
             row["error"] = one_line(error)
     torch._dynamo.reset()
     row |= dict(graphs=compiler.graphs, breaks=sum(counters["graph_break"].values()))
-    if limits.hit:
-        row["limits"] = limits.hit
+    if hit := sum("recompile_limit" in record.getMessage() for record in warned):
+        row["limits"] = hit
     return row | dict(outputs=outputs)
 
 
@@ -147,24 +141,13 @@ def running(variant: str) -> Iterator[None]:
         yield
 
 
-class _Limits(logging.Handler):
-    """Counts warnings that torch.compile has reached its limit of graphs for a function and no longer compiles it."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.hit = 0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Counts the message."""
-        self.hit += "recompile_limit" in record.getMessage()
-
-    def __enter__(self) -> None:
-        logger = logging.getLogger("torch._dynamo")
-        self.others, logger.handlers, self.spread, logger.propagate = logger.handlers, [self], logger.propagate, False
-
-    def __exit__(self, *_: object) -> None:
-        logger = logging.getLogger("torch._dynamo")
-        logger.handlers, logger.propagate = self.others, self.spread
+@contextmanager
+def limits() -> Iterator[list[logging.LogRecord]]:
+    """Context that collects the warnings of torch.compile, such as that it no longer compiles a function."""
+    logger, found, handler = logging.getLogger("torch._dynamo"), list[logging.LogRecord](), logging.NullHandler()
+    handler.handle = found.append  # type: ignore[assignment, method-assign]
+    with patch.object(logger, "handlers", [handler]), patch.object(logger, "propagate", False):
+        yield found
 
 
 def precomputed(model: nn.Module, given: Given) -> Given:
@@ -179,14 +162,8 @@ def precomputed(model: nn.Module, given: Given) -> Given:
             computed.update({key: value for key, value in pairs if isinstance(value, Tensor)})
         return y
 
-    for name in before:
-        setattr(home, name, lambda *inputs, name=name, **named: record(name, *inputs, **named))
-    try:
-        with torch.no_grad():
-            model(**given)
-    finally:
-        for name, function in before.items():
-            setattr(home, name, function)
+    with patch.multiple(home, **{name: partial(record, name) for name in before}), torch.no_grad():
+        model(**given)
     return given | computed
 
 
@@ -253,14 +230,9 @@ def main() -> None:
         rows[case.name] = row_of(case)
         print(json.dumps(rows[case.name]), flush=True)
         if path:
-            write(path, list(rows.values()))
+            write_text(path, as_json(origin(), rows=rows.values()))
     if path:
-        write(path, [rows[case.name] for case in cases() if case.name in rows])
-
-
-def write(path: Path, rows: list[dict]) -> None:
-    """Writes the rows, one on a line, with their provenance."""
-    write_text(path, as_json(origin(), rows=rows))
+        write_text(path, as_json(origin(), rows=[rows[case.name] for case in cases() if case.name in rows]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Makes generated files anew that are not of today's code.
 
-    python -m benchmarks.regenerate                  lists every artefact of artefacts.py, and why it is stale
+    python -m benchmarks.regenerate                  lists every artefact of artefacts.json, and why it is stale
     python -m benchmarks.regenerate --stale          runs the commands of those that are stale
     python -m benchmarks.regenerate --only NAME ...  runs these commands
 
@@ -68,11 +68,7 @@ def made(artefact: Artefact) -> str:
 
 
 def start(artefact: Artefact) -> Run:
-    """Starts the command of an artefact, after installing its package.
-
-    Raises:
-        Failed: the package cannot be installed.
-    """
+    """Starts the command of an artefact, after installing its package."""
     LOGS.mkdir(parents=True, exist_ok=True)
     environment = dict(os.environ)
     if artefact.package:
@@ -86,11 +82,7 @@ def start(artefact: Artefact) -> Run:
 
 
 def installed(package: str) -> Path:
-    """The folder of a package, which is installed on first use.
-
-    Raises:
-        Failed: it cannot be installed.
-    """
+    """The folder of a package, which is installed on first use; Failed if it cannot be."""
     folder = LOGS / package
     if folder.exists():
         return folder
@@ -103,11 +95,7 @@ def installed(package: str) -> Path:
 
 
 def finish(run: Run, thorough: bool) -> None:
-    """Records the inputs of a command that ended.
-
-    Raises:
-        Failed: the command failed, or its artefact is still stale.
-    """
+    """Records the inputs of a command that ended; Failed if it failed, or its artefact is still stale."""
     name, code = run.artefact.name, run.process.returncode
     if code:
         said = f"{last(run.log.read_text())} ({run.log.relative_to(ROOT)})"
@@ -127,14 +115,8 @@ def last(text: str) -> str:
 def execute(chosen: Iterable[Artefact], jobs: int, thorough: bool = False, dependents: Iterable[Artefact] = ()) -> None:
     """Runs the commands of artefacts, each after those that write its inputs.
 
-    Args:
-        chosen: artefacts.
-        jobs: number of commands at the same time.
-        thorough: how they are compared afterwards.
-        dependents: artefacts that run as well if an input of theirs is written.
-
-    Raises:
-        Failed: a command failed; those that ran at that time were waited for.
+    `dependents` run as well if an input of theirs is written. If a command fails, those that ran at that time are
+    waited for.
     """
     waiting, others, running, failure = list(chosen), list(dependents), list[Run](), None
     try:

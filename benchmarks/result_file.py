@@ -30,10 +30,29 @@ def as_json(facts: Mapping[str, Any], **tables: Iterable[Any]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
+def table(head: Iterable[str], rows: Iterable[Iterable[object]], kinds: str = "l", *after: str, pad: str = "") -> str:
+    """A markdown table and paragraphs after it.
+
+    `kinds` aligns columns left ("l") or right ("r"), the last one all that follow; `pad` is beside the rule's marks.
+    """
+    marks = [("---", "--:")[kind == "r"] for kind in kinds]
+    head = list(head)
+    rule = [f"{pad}{mark}{pad}" for mark in (marks + marks[-1:] * len(head))[: len(head)]]
+    lines = [f"| {' | '.join(map(str, cells))} |" for cells in rows]
+    return "\n".join([f"| {' | '.join(head)} |", f"|{'|'.join(rule)}|", *lines, *(f"\n{each}" for each in after)])
+
+
 def write_text(path: Path, text: str) -> None:
     """Replaces a file as a whole."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def write_pair(path: Path, markdown: Callable[[dict], str], facts: Mapping[str, Any], **tables: Iterable[Any]) -> None:
+    """Writes path.json, and the page that `markdown` makes of its content to path.md."""
+    text = as_json(facts, **tables)
+    write_text(path.with_suffix(".json"), text)
+    write_text(path.with_suffix(".md"), markdown(json.loads(text)))
 
 
 class DeviceLost(BaseException):
@@ -41,27 +60,17 @@ class DeviceLost(BaseException):
 
 
 class ResultFile:
-    """One result file, which is rewritten after every row.
-
-    Args:
-        name: name of the part of the script.
-        folder: folder of the file.
-        deadline: no row starts after it, and a running row is interrupted by it.
-        dry: mark the file as a dry run's.
-        show: called with a line for each row.
-        resume: keep the rows of the file if it exists, and do not measure those cases again.
-        stamp: columns that a new row gets unless it has them.
-    """
+    """One result file, which is rewritten after every row."""
 
     def __init__(
         self,
         name: str,
         folder: Path,
-        deadline: Deadline,
+        deadline: Deadline,  # interrupts a running row; no row starts after it
         dry: bool = False,
-        show: Callable = print,
-        resume: bool = False,
-        stamp: Callable[[dict], dict] = lambda row: {},
+        show: Callable = print,  # called with a line for each row
+        resume: bool = False,  # keep the rows of the file if it exists, and do not measure those cases again
+        stamp: Callable[[dict], dict] = lambda row: {},  # columns that a new row gets unless it has them
     ) -> None:
         self.name, self.deadline, self.dry, self._show = name, deadline, dry, show
         kind = "dry-run" if dry else re.sub(r"[^a-z0-9]+", "-", gpu_name().lower()).strip("-")
@@ -100,18 +109,10 @@ class ResultFile:
 
     @contextlib.contextmanager
     def row(self, name: str, seconds: float | None = None, **facts: object) -> Iterator[bool]:
-        """Context that measures one or more rows; an exception inside becomes a row with "error".
+        """Context that measures one or more rows; an exception inside becomes a row with "error" and these facts.
 
-        Args:
-            name: of the rows.
-            seconds: time limit.
-            facts: columns of a row with an error.
-
-        Yields:
-            False if the row is already in the file or there is no time left for it.
-
-        Raises:
-            DeviceLost: the device was lost; a row with "error" is added first.
+        It yields False if the row is already in the file or there is no time left for it. A lost device is a
+        DeviceLost, after such a row.
         """
         if name in self.done:
             yield False

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from triton.runtime.jit import JITFunction
@@ -75,17 +76,11 @@ def stamp(dry: bool) -> dict:
 
 @dataclass(frozen=True)
 class Traced:
-    """What a call would launch.
+    """What a call would launch."""
 
-    Attributes:
-        kernels: fingerprint of our kernels; "" if there are none.
-        flops: of products going forward.
-        launches: of our kernels; none if the call cannot be traced.
-    """
-
-    kernels: str
-    flops: int
-    launches: tuple[Launch, ...] = ()
+    kernels: str  # fingerprint of our kernels; "" if there are none
+    flops: int  # of products going forward
+    launches: tuple[Launch, ...] = ()  # of our kernels; none if the call cannot be traced
 
 
 def traced(line: "Line", arch: str) -> dict[str, Traced]:
@@ -129,17 +124,14 @@ def _traced(case: Case, call: Callable, phase: str) -> Traced:
 @contextlib.contextmanager
 def _seeing() -> Iterator[list[Launch]]:
     """Context in which launches are also added to a list."""
-    before, found = launch.run, []
+    before, found = launch.run, list[Launch]()
 
     def run(*given: Any) -> None:
         found.append(launch_of(*given))
         before(*given)
 
-    launch.run = run
-    try:
+    with patch.object(launch, "run", run):
         yield found
-    finally:
-        launch.run = before
 
 
 @functools.cache
@@ -182,32 +174,21 @@ def _digest(parts: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """One entry of the list: arms of a case in one phase, which are measured together.
+    """One entry of the list: arms of a case in one phase, which are measured together."""
 
-    Attributes:
-        section: of `SECTIONS`.
-        case: name of the case; several lines may have arms of the same.
-        phase: of `Case`.
-        arms: names of the variants besides the first, the baseline.
-        value: what the rows are worth; a line comes before those of its section that are worth less per second.
-        build: (device, dry) → the case.
-        run: measures a line that has no arms and adds its rows; then there is no `build`.
-        seconds: about how long each arm is timed.
-        copies: sets of inputs.
-        latency: see `timing.Clock`.
-        default: expected seconds of an arm that was never measured, by name; "" for all others.
-    """
-
-    section: str
-    case: str
-    phase: str = ""
-    arms: tuple[str, ...] = ()
+    section: str  # of `SECTIONS`
+    case: str  # name of the case; several lines may have arms of the same
+    phase: str = ""  # of `Case`
+    arms: tuple[str, ...] = ()  # names of the variants besides the first, the baseline
+    # what the rows are worth; a line comes before those of its section that are worth less per second
     value: float = 1.0
-    build: Callable[[torch.device, bool], Case] | None = None
+    build: Callable[[torch.device, bool], Case] | None = None  # (device, dry) → the case
+    # measures a line that has no arms and adds its rows; then there is no `build`
     run: Callable[[ResultFile, torch.device], None] | None = None
-    seconds: float = 0.2
-    copies: int = 2
-    latency: bool = False
+    seconds: float = 0.2  # about how long each arm is timed
+    copies: int = 2  # sets of inputs
+    latency: bool = False  # see `timing.Clock`
+    # expected seconds of an arm that was never measured, by name; "" for all others
     default: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -217,14 +198,7 @@ class Line:
 
 
 def remaining(line: Line, found: set[Key], facts: dict, arch: str) -> Line | None:
-    """The line with the arms whose rows are not in `found`; None if it has all.
-
-    Args:
-        line: of the list.
-        found: keys of rows.
-        facts: columns of new rows: the GPU and the versions.
-        arch: the GPU's architecture.
-    """
+    """The line with the arms whose rows are not in `found`; None if it has all. `facts` are columns of new rows."""
     if line.run is not None or not any(key[1:3] == (line.case, line.phase) for key in found):
         return line
     base, *arms = traced(line, arch).items()

@@ -24,29 +24,17 @@ STORES = {"ST", "STG", "RED", "REDG", "ATOM", "ATOMG", "UTMASTG", "UTMAREDG"}  #
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU of an architecture. Rates are data-sheet peaks (dense, 16-bit); those of the H200 were measured.
+    """One GPU of an architecture. Rates are data-sheet peaks (dense, 16-bit); those of the H200 were measured."""
 
-    Attributes:
-        name: product name.
-        units: number of streaming multiprocessors or compute units.
-        ghz: clock of one unit.
-        tflops: 16-bit matrix product, TFLOP/s.
-        gbs: memory bandwidth, GB/s.
-        block_kb: largest shared memory of a block, KiB.
-        unit_kb: shared memory of a unit, KiB.
-        warps: largest number of resident warps per unit.
-        blocks: largest number of resident blocks per unit.
-    """
-
-    name: str
-    units: int
-    ghz: float
-    tflops: float
-    gbs: float
-    block_kb: int
-    unit_kb: int
-    warps: int
-    blocks: int
+    name: str  # product name
+    units: int  # number of streaming multiprocessors or compute units
+    ghz: float  # clock of one unit
+    tflops: float  # 16-bit matrix product, TFLOP/s
+    gbs: float  # memory bandwidth, GB/s
+    block_kb: int  # largest shared memory of a block, KiB
+    unit_kb: int  # shared memory of a unit, KiB
+    warps: int  # largest number of resident warps per unit
+    blocks: int  # largest number of resident blocks per unit
 
     @property
     def fill_gbs(self) -> float:
@@ -77,21 +65,13 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Pipes:
-    """Cost of an instruction sequence for one block on one unit.
+    """Cost of an instruction sequence for one block on one unit."""
 
-    Attributes:
-        flops: flops of matrix instructions.
-        exp: cycles of the exp2 unit.
-        issue: issue cycles of the schedulers.
-        shared: cycles of shared memory.
-        fill: bytes loaded from L2.
-    """
-
-    flops: float = 0.0
-    exp: float = 0.0
-    issue: float = 0.0
-    shared: float = 0.0
-    fill: float = 0.0
+    flops: float = 0.0  # flops of matrix instructions
+    exp: float = 0.0  # cycles of the exp2 unit
+    issue: float = 0.0  # issue cycles of the schedulers
+    shared: float = 0.0  # cycles of shared memory
+    fill: float = 0.0  # bytes loaded from L2
 
     def plus(self, other: "Pipes", times: float = 1.0) -> "Pipes":
         """self + times · other."""

@@ -18,7 +18,6 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
-from torch.autograd.graph import saved_tensors_hooks
 
 from fastvit_triton import optimize
 from fastvit_triton.engine.values import without_weights
@@ -26,6 +25,7 @@ from fastvit_triton.expected.cuda_operators import as_on_cuda
 from fastvit_triton.expected.trace import tracing
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
+from fastvit_triton.measure.timing import saved_bytes
 
 from .result_file import as_json, origin, write_text
 
@@ -40,19 +40,8 @@ class _Counted(Exception):
 
 def saved_by_autograd(model: nn.Module, images: Tensor, arch: str | None) -> int:
     """Bytes that autograd saves in a call; with our kernels for an architecture."""
-    weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    found: dict[int, Any] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        if t.untyped_storage()._cdata not in weights:
-            found[t.untyped_storage()._cdata] = t.untyped_storage()
-        return t
-
     with nullcontext() if arch is None else targeting(arch), using_backend("auto"), tracing(), as_on_cuda(None):
-        with saved_tensors_hooks(pack, lambda t: t):
-            y = model(images)
-    assert y.requires_grad
-    return sum(storage.nbytes() for storage in found.values())
+        return saved_bytes(lambda: model(images), list(model.parameters()))
 
 
 def saved_by_compiler(model: nn.Module, images: Tensor) -> int:

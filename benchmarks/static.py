@@ -147,11 +147,7 @@ def recorded(case: Case, arch: str) -> list[tuple[str, Launch]]:
 def rows_of(case: Case, archs: Iterable[str], pool: ThreadPoolExecutor, known: dict[str, object]) -> list[dict]:
     """One row per launch and architecture.
 
-    Args:
-        case: a call of a public function.
-        archs: architectures, such as "sm_90".
-        pool: threads that read binaries.
-        known: by key, a row of an earlier report or a result of `_compile`; newly compiled kernels are added.
+    `known` has, by key, a row of an earlier report or a result of `_compile`; newly compiled kernels are added.
     """
     rows = []
     for arch in archs:
@@ -260,10 +256,8 @@ def ptxas_versions() -> dict[str, str]:
 def to_json(result: dict) -> str:
     """JSON of two tables, one row per line: launches by key, of which a changed kernel changes a line, and calls.
 
-    A call states what it launches: case, operation, phase, dtype, architecture, and the keys, separated by spaces.
-
-    Raises:
-        ValueError: two rows of a key have other figures.
+    A call states what it launches: case, operation, phase, dtype, architecture, and the keys, separated by spaces. Two
+    rows of a key with other figures are a ValueError.
     """
     launches: dict[str, list] = {}
     for row in result["rows"]:

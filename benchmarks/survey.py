@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.data import made
 from benchmarks.result_file import as_json, write_text
 from benchmarks.trainings import provenance
 from fastvit_triton import create_model
@@ -46,30 +47,20 @@ NOTE = "launches are counted, not measured; accuracy of 360 test images, by seed
 
 
 class System(NamedTuple):
-    """A line of survey_systems.txt; "-" is an empty field.
+    """A line of survey_systems.txt; "-" is an empty field."""
 
-    Attributes:
-        name: of the system.
-        paper: its number on arXiv, or a link.
-        idea: one sentence.
-        names: shell patterns of our names.
-        model: the name whose parameters and launches are counted, or why there is none.
-        oracle: what our model, or our layer, is compared with in the tests.
-        differs: what differs from the paper or from the oracle.
-        side: pixels of the enlarged digits; 0 for systems that do not classify, whose figures are in docs/pixels.md
-            or docs/detect.md.
-        tiny: options for the digits; "model" is the name of another model of the family, and with "similarity_loss"
-            the loss includes `train.similarity_loss`.
-    """
-
-    name: str
-    paper: str
-    idea: str
-    names: str
-    model: str
-    oracle: str
-    differs: str
+    name: str  # of the system
+    paper: str  # its number on arXiv, or a link
+    idea: str  # one sentence
+    names: str  # shell patterns of our names
+    model: str  # the name whose parameters and launches are counted, or why there is none
+    oracle: str  # what our model, or our layer, is compared with in the tests
+    differs: str  # what differs from the paper or from the oracle
+    # pixels of the enlarged digits; 0 for systems that do not classify, whose figures are in docs/pixels.md or
+    # docs/detect.md
     side: int
+    # options for the digits; "model" is the name of another model of the family, and with "similarity_loss" the loss
+    # includes `train.similarity_loss`
     tiny: dict[str, Any]
 
     @property
@@ -85,11 +76,7 @@ class System(NamedTuple):
 
 
 def read(text: str) -> list[System]:
-    """The systems listed in a text.
-
-    Raises:
-        ValueError: a line has too few or too many fields.
-    """
+    """The systems listed in a text; ValueError for a line with too few or too many fields."""
     systems = []
     for line in text.splitlines():
         words = ["" if word == "-" else word for word in line.split(" | ")]
@@ -97,15 +84,8 @@ def read(text: str) -> list[System]:
             continue
         if len(words) != len(System._fields):
             raise ValueError(f"line {line!r} has {len(words)} fields; give {', '.join(System._fields)}")
-        systems.append(System(*words[:-2], int(words[-2] or 0), as_tuples(json.loads(words[-1] or "{}"))))
+        systems.append(System(*words[:-2], int(words[-2] or 0), made(json.loads(words[-1] or "{}"))))
     return systems
-
-
-def as_tuples(value: Any) -> Any:
-    """The same with tuples in place of lists, as in configs."""
-    if isinstance(value, dict):
-        return {key: as_tuples(part) for key, part in value.items()}
-    return tuple(map(as_tuples, value)) if isinstance(value, list) else value
 
 
 SYSTEMS = read(LIST.read_text(encoding="utf-8"))
@@ -210,7 +190,7 @@ def has_run(run: dict[str, Any] | None, system: System) -> bool:
         return run is None and not system.side
     with torch.device("meta"):
         count = sum(p.numel() for p in small(system).parameters())
-    return (run["side"], as_tuples(run["tiny"]), run["parameters"]) == (system.side, system.tiny, count)
+    return (run["side"], made(run["tiny"]), run["parameters"]) == (system.side, system.tiny, count)
 
 
 def reached(row: dict[str, Any], epoch: int = EPOCHS) -> tuple[float, float, float]:

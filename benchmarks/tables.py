@@ -183,7 +183,7 @@ def official_markdown(result: dict) -> str:
 
 
 def _official_speeds(rows: list[dict]) -> list[str]:
-    """The table of `benchmarks.official_speed`: predicted speeds, launches and bytes."""
+    """The table of models of the usual size: predicted speeds, launches and bytes."""
     lines = [
         "At the usual size, 64 inputs in bfloat16 on an H100, blocks compiled. × torch.compile: predicted speed",
         "relative to torch.compile of the whole model, in brackets to its mode max-autotune; where that of `optimize`",

@@ -17,19 +17,12 @@ from fastvit_triton.measure.tuning import Candidates, by_text, to_try
 
 @dataclass(frozen=True)
 class Target:
-    """An op call on which a row is tuned.
+    """An op call on which a row is tuned."""
 
-    Attributes:
-        op: name of the op.
-        shape: a case of its `inputs`.
-        row: name of the row; for attention mostly without its width suffix.
-        backward: True if the row belongs to a backward kernel.
-    """
-
-    op: str
-    shape: dict[str, int]
-    row: str
-    backward: bool = False
+    op: str  # name of the op
+    shape: dict[str, int]  # a case of its `inputs`
+    row: str  # name of the row; for attention mostly without its width suffix
+    backward: bool = False  # True if the row belongs to a backward kernel
 
 
 def targets(dry: bool = False) -> list[Target]:

@@ -86,33 +86,22 @@ Row = dict[str, Any]
 
 
 class Place(NamedTuple):
-    """Folders of a training.
+    """Folders of a training."""
 
-    Attributes:
-        run: of a row; to draw, the folder of the folders of all rows, by name.
-        out: of the pictures.
-        data: of Fashion-MNIST.
-    """
-
-    run: Path
-    out: Path = RESULTS
-    data: Path = Path("/usr/share/datasets/fashion-mnist")
+    run: Path  # of a row; to draw, the folder of the folders of all rows, by name
+    out: Path = RESULTS  # of the pictures
+    data: Path = Path("/usr/share/datasets/fashion-mnist")  # of Fashion-MNIST
 
 
 class Training(NamedTuple):
-    """One training.
+    """One training."""
 
-    Attributes:
-        minutes: of one core.
-        rows: name → what trains it, from a place and a seed, and returns what is stated.
-        draw: makes the pictures, from the rows and a place.
-        seeds: of each row.
-    """
-
-    minutes: int
+    minutes: int  # of one core
+    # name → what trains it, from a place and a seed, and returns what is stated
     rows: Mapping[str, Callable[[Place, int], Row]]
+    # makes the pictures, from the rows and a place
     draw: Callable[[Sequence[Row], Place], None] = lambda rows, place: None
-    seeds: int = 1
+    seeds: int = 1  # of each row
 
 
 def parameters(model: nn.Module) -> int:
@@ -359,11 +348,7 @@ def draw_fashion(rows: Sequence[Row], place: Place) -> None:
 
 
 def run(*words: str | Path) -> float:
-    """CPU seconds of a command of `fastvit-triton`, and of the processes that it waited for.
-
-    Raises:
-        SystemExit: it failed.
-    """
+    """CPU seconds of a command of `fastvit-triton`, and of the processes that it waited for; it must not fail."""
 
     def used() -> float:
         both = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit_triton
-from benchmarks import backtest, official_speed
+from benchmarks import backtest, official
 from benchmarks.backtest import (
     TABLE,
     Row,
@@ -470,6 +470,6 @@ def test_the_anchor_of_training_is_of_the_committed_table():
     """Oracle: the times of ViT-5 in coverage-official.json; the documentation states images per second."""
     table = json.loads((RESULT.parent / "coverage-official.json").read_text())
     (row,) = (row for row in table["speeds"] if row["model"] == "ViT-5-Small")
-    eager, compiled = (f"{official_speed.BATCH / ms * 1e3:,.0f}" for ms in row["ms"]["training"][:2])
+    eager, compiled = (f"{official.BATCH / ms * 1e3:,.0f}" for ms in row["ms"]["training"][:2])
     page = (RESULT.parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert f"{eager} and {compiled} are predicted" in page

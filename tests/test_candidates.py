@@ -6,9 +6,8 @@ import pytest
 from turns import TURN
 
 from benchmarks import candidates as committed
-from benchmarks.candidates import TARGETS
+from benchmarks.candidates import TARGETS, compile_candidates, record_candidates
 from benchmarks.fingerprint import key
-from benchmarks.predict import compile_candidates, record_candidates
 from benchmarks.sass import GPUS
 from benchmarks.targets import Target
 from fastvit_triton.measure.candidates import CANDIDATES, candidates

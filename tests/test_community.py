@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from benchmarks import community, plot, tune, tuned_tables
+from benchmarks import community, plot, tune
 from fastvit_triton.kernels import choose, launch
 
 pytestmark = pytest.mark.fast
@@ -204,7 +204,7 @@ def test_exported_classes_are_adopted(contributed, tmp_path, monkeypatch):
     (tmp_path / "sm_89.json").write_text('{"other": {"config": {"X": 1}, "provenance": "predicted"}}')
     (tmp_path / "t.json").write_text(json.dumps(good() if contributed else parts()[2]))
     names = ["r.half ~1024,32", NEAR, "r inference ~8,4"]
-    assert tuned_tables.adopt(tmp_path / "t.json", tmp_path) == names
+    assert tune.adopt(tmp_path / "t.json", tmp_path) == names
     facts = dict(gpu=GPU, source="t.json")
     want = {"other": dict(config={"X": 1}, provenance="predicted")}
     want[names[0]] = dict(config={"A": 1}, provenance="measured", **facts)
@@ -236,7 +236,7 @@ def test_bad_exported_files_are_rejected(change, sentence, tmp_path, monkeypatch
     held = parts()[2]
     change(held)
     (tmp_path / "t.json").write_text(json.dumps(held))
-    monkeypatch.setattr(tune, "adopt", partial(tuned_tables.adopt, folder=tmp_path))
+    monkeypatch.setattr(tune, "adopt", partial(tune.adopt, folder=tmp_path))
     monkeypatch.setattr("sys.argv", ["tune", "--adopt", str(tmp_path / "t.json")])
     with pytest.raises(SystemExit, match="2"):
         tune.main()

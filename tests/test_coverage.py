@@ -127,7 +127,11 @@ def test_capture_only(tmp_path, monkeypatch):
     The weights are random, so the outputs of two conversions that compute another function would differ.
     """
     case = next(case for case in capture_only.CASES if case.name == "timm:vit_tiny_patch16_224")
-    monkeypatch.setattr(capture_only, "CASES", (case, case._replace(name="broken", build=lambda depth: 1 / 0)))
+    monkeypatch.setattr(
+        capture_only,
+        "CASES",
+        (case, case._replace(name="broken", build={"_target_": "operator.truediv", "_args_": [1, 0]})),
+    )
     with using_backend("torch"):
         capture_only.main("", tmp_path)
     row, broken = json.loads((tmp_path / "coverage-capture.json").read_text())["rows"]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fastvit_triton
 from benchmarks import coverage
-from benchmarks.op_cases import BY_NAME, FULL, NAMES, Shape, _call
+from benchmarks.op_cases import BY_NAME, FULL, NAMES, Shape, arguments, described
 from fastvit_triton import measure
 from fastvit_triton.engine.values import given
 from fastvit_triton.expected.count import assumed, traced
@@ -207,7 +207,7 @@ def test_captured_blocks(width, questions):
 
 def cost_of_op(name: str, shape: Shape, training: bool, gpu: Gpu | None) -> Count:
     """The cost of a public op by default; for eager PyTorch, of its reference."""
-    function, make, fixed, _ = _call(name, shape, torch.bfloat16)
+    function, fixed, *_ = described(name, shape)
 
     def new(*sizes: int, scale: float = 1.0, learns: bool = True) -> Tensor:
         x = given(torch.empty(sizes, dtype=torch.bfloat16, device="meta"))
@@ -216,7 +216,7 @@ def cost_of_op(name: str, shape: Shape, training: bool, gpu: Gpu | None) -> Coun
     op = BY_NAME[function]
     where = nullcontext() if gpu is None else assumed(gpu)
     with using_backend("auto"), where, as_on_cuda(), torch.set_grad_enabled(training), tracing() as trace:
-        found = (op.reference if gpu is None else op.run)(**make(new), **fixed)
+        found = (op.reference if gpu is None else op.run)(**arguments(name, shape, new), **fixed)
         outputs = [found] if isinstance(found, Tensor) else list(found)
         if training:
             torch.autograd.backward(outputs, [torch.empty_like(y) for y in outputs])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import damaged_files, faults
-from benchmarks.damaged_files import cut, damaged, flip, hostile
+from benchmarks import faults
+from benchmarks.faults import cut, damaged, flip, hostile
 
 
 def test_damaged_files_that_are_read_are_named(tmp_path: Path):
@@ -42,12 +42,12 @@ def test_hostile_files_that_are_accepted_are_named(tmp_path: Path, monkeypatch: 
         assert left[0]
         signal.raise_signal(signal.SIGALRM)
 
-    monkeypatch.setitem(damaged_files.HOSTILE, "harmless", lambda folder: None)
-    monkeypatch.setitem(damaged_files.HOSTILE, "endless", late)
+    monkeypatch.setitem(faults.HOSTILE, "harmless", lambda folder: None)
+    monkeypatch.setitem(faults.HOSTILE, "endless", late)
     assert hostile("harmless", tmp_path) == "harmless: accepted"
-    with pytest.raises(damaged_files.Late, match=f"endless: not refused within {damaged_files.SECONDS} s"):
+    with pytest.raises(faults.Late, match=f"endless: not refused within {faults.SECONDS} s"):
         hostile("endless", tmp_path)
-    assert 0 < left[0] <= damaged_files.SECONDS
+    assert 0 < left[0] <= faults.SECONDS
     assert hostile("config with depth 1000000", tmp_path) is None
 
 

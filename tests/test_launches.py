@@ -15,6 +15,7 @@ from benchmarks import launches, saved
 from benchmarks.launches import MODELS, PHASES, Setting, build, figures, parts, trace, violations
 from fastvit_triton import attention, linear, optimize
 from fastvit_triton.engine.attention import DenseHeads
+from fastvit_triton.expected.count import traced
 from fastvit_triton.expected.inductor import inductor_count
 from fastvit_triton.expected.trace import tracing
 from fastvit_triton.kernels import launch
@@ -307,7 +308,7 @@ def test_a_saved_hidden_layer_is_not_written_again(way):
         optimize(model, save=save)
         with forcing(way), launch.targeting("sm_90"):
             kept.append(saved.saved_by_autograd(model, images, "sm_90"))
-            counts.append(launches.traced(model, images, "training").count)
+            counts.append(traced(model, None, True, (images,), {}).count)
         model.blocks[0].mlp.fc2.requires_grad_(False)
         with forcing(way):
             kept.append(saved.saved_by_autograd(model, images, "sm_90"))

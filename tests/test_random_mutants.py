@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import random_mutants
-from benchmarks.random_mutants import Edit, Known
+from benchmarks.claim_mutants import Trials
+from benchmarks.random_mutants import Edit
 
 MODULE = """import math
 from typing import Annotated
@@ -115,9 +116,7 @@ def test_changed_lines(tree: Path):
 )
 def test_an_edit_that_a_test_sees_is_killed(old, new, expression, killed, tree: Path):
     """Oracle: by hand: which test of the toy fails; the file is as before."""
-    row = random_mutants.examine(
-        edit_of(old, new), {"tests/test_toy.py": expression}, tree, 60, [], Known(set(), set())
-    )
+    row = random_mutants.examine(edit_of(old, new), {"tests/test_toy.py": expression}, Trials(tree, 60, []))
     assert (row["killed"], row["error"]) == (killed, None)
     assert (tree / FILE).read_text() == MODULE
 
@@ -125,9 +124,9 @@ def test_an_edit_that_a_test_sees_is_killed(old, new, expression, killed, tree: 
 def test_a_test_that_fails_anyway_is_left_out(tree: Path):
     """Oracle: by hand: a test after the one that fails without the edit; none without tests."""
     (tree / "tests/test_toy.py").write_text(TEST.replace("0.5 - 0.5", "0.5"))
-    known, given = Known(set(), set()), ({"tests/test_toy.py": None}, tree, 60, [])
-    row = random_mutants.examine(edit_of("side < 0", "side < -1"), *given, known)
+    trials = Trials(tree, 60, [])
+    row = random_mutants.examine(edit_of("side < 0", "side < -1"), {"tests/test_toy.py": None}, trials)
     assert row["killed"] == "tests/test_toy.py::test_sign" and row["error"] is None and row["ran"] == 2
-    assert known == ({"tests/test_toy.py::test_sign"}, {"tests/test_toy.py::test_area"})
-    row = random_mutants.examine(edit_of("print(total)", "pass"), {}, tree, 60, [], known)
+    assert (trials.passing, trials.failing) == ({"tests/test_toy.py::test_sign"}, {"tests/test_toy.py::test_area"})
+    row = random_mutants.examine(edit_of("print(total)", "pass"), {}, trials)
     assert row["error"] == "CONTRIBUTING.md names no tests"
