@@ -1079,3 +1079,24 @@ def test_invalid_arguments_raise():
         optimize(nn.Linear(2, 2), filter_fn=3)
     with pytest.raises(TypeError, match="verify is True; give an example input of the model"):
         optimize(nn.Linear(2, 2), verify=True)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_rms_norm_in_float32(affine, meta_is_a_gpu, monkeypatch):
+    """Oracle: timm's RmsNormFp32, whose result has the dtype of x; a dtype that the kernel lacks runs as it is."""
+    layer = timm.layers.norm.RmsNormFp32(24, affine=affine)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(2, 5, 24, dtype=torch.float16)
+    optimize(layer)
+    for dtype in (torch.float32, torch.float16):  # of the weight
+        layer.to(dtype)
+        plain = type(layer).forward(layer, x)
+        with using_backend("torch"):
+            y = layer(x)
+        assert y.dtype == plain.dtype == x.dtype and same(y, plain)
+        assert torch.equal(layer(x.double()), type(layer).forward(layer, x.double()))
+    assert torch.equal(layer(x.float()), type(layer).forward(layer, x.float()))
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: True)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda *_: torch.bfloat16)  # the meta device has none
+    assert layer.to("meta")(x.to("meta")).dtype == x.dtype

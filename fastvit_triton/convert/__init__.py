@@ -1,10 +1,11 @@
 """Other people's models: `optimize` and `revert` in place, and a backend for torch.compile.
 
-A model goes in; its modules get fused forwards, and a `Report` says what each became or why not. Modules of known types
-have readers in `readers`, registered by `forwards`; blocks that no reader knows are captured from an example
+A model goes in; its modules get fused forwards, and a `Report` says what each became or why not. `conversion.optimize`
+goes through the modules: for a type that one of `readers` has registered in `forwards`, `bind` sets the instance's
+forward, which asks `third_party.is_fusable` in each call. Blocks that no reader knows are captured from an example
 (`capture`, `captured`) and rewritten by the patterns of `graph`, as the backend's graphs are.
 
-Begin with `conversion`, where a conversion starts; then `forwards` and `readers`, or `backend` and `graph`.
+Begin with `conversion`; then `forwards` and `readers`, or `backend` and `graph`.
 """
 
 import importlib

@@ -1,7 +1,8 @@
-"""Registry: module type → fused forward, with the attributes that it requires, which differ between releases.
+"""Registry: module type → fused forward, with the attributes that it requires; and what a call of one goes through.
 
-Between releases, packages rename and nest submodules and change their arguments. So a forward declares the attributes
-that it reads and the arguments that it takes, and `optimize` checks them against each instance once.
+A bound forward is a `FusedBody`, or a function in `_chosen`: it replays, chooses, or runs the original. Between
+releases, packages rename and nest submodules and change their arguments. So a forward declares the attributes that it
+reads and the arguments that it takes, and `optimize` checks them against each instance once.
 """
 
 from collections.abc import Callable, Collection, Iterable

@@ -1,4 +1,4 @@
-"""Third-party modules: the types whose weights may be read, and conversion of their attention masks."""
+"""Third-party modules: whether a fused forward may run now, types whose weights may be read, attention masks."""
 
 import itertools
 from functools import cache
@@ -139,9 +139,12 @@ def four_axes(bias: Tensor | None) -> Tensor | None:
     return bias if bias is None else bias[(None,) * (4 - bias.dim())]
 
 
-def head_norms(q_norm: nn.Module, k_norm: nn.Module) -> tuple[nn.Module, nn.Module] | None:
-    """The norms of queries and keys; None if both are identities."""
-    return None if parts.is_identity(q_norm) and parts.is_identity(k_norm) else (q_norm, k_norm)
+def head_norms(attention: parts.Foreign) -> tuple[nn.Module, nn.Module] | None:
+    """The norms of queries and keys; None in releases without them, and if both are identities."""
+    if not hasattr(attention, "q_norm"):
+        return None
+    norms = attention.q_norm, attention.k_norm
+    return None if parts.is_identity(norms[0]) and parts.is_identity(norms[1]) else norms
 
 
 def dropout_reason(drop: Any, replaced: str = "attention dropout was replaced") -> str | None:

@@ -27,25 +27,16 @@ from .leaves import Foreign, Layer, Packed, is_patch_conv, is_readable, norm_of,
 
 @dataclass(frozen=True, eq=False)
 class DenseHeads:
-    """Self-attention among all tokens, from packed projections.
+    """Self-attention among all tokens, from packed projections."""
 
-    Attributes:
-        num_heads: H.
-        scale: softmax scale; None for 1 / √d.
-        bias: added to the scores, or boolean with True for "attend"; see `kernels.attention`.
-        rope: (cos, sin, pairs), tables that broadcast to [B, H, N − T, D]; the first T tokens are not rotated.
-        norms: norms of each head's queries and keys.
-        varlen: boundaries of images; all tokens are then one sequence.
-        causal: tokens see only themselves and earlier tokens.
-    """
-
-    num_heads: int
-    scale: float | None
-    bias: Tensor | None = None
+    num_heads: int  # H
+    scale: float | None  # softmax scale; None for 1 / √d
+    bias: Tensor | None = None  # added to the scores, or boolean with True for "attend"; see `kernels.attention`
+    # (cos, sin, pairs), tables that broadcast to [B, H, N − T, D]; the first T tokens are not rotated
     rope: Rope | None = None
-    norms: tuple[nn.Module, nn.Module] | None = None
-    varlen: Varlen | None = None
-    causal: bool = False
+    norms: tuple[nn.Module, nn.Module] | None = None  # norms of each head's queries and keys
+    varlen: Varlen | None = None  # boundaries of images; all tokens are then one sequence
+    causal: bool = False  # tokens see only themselves and earlier tokens
 
     def sizes(self, body: Body) -> Branch:
         """See `engine.body.Body`."""
@@ -105,21 +96,9 @@ def attention_body(
     varlen: Varlen | None = None,
     causal: bool = False,
 ) -> Body:
-    """The body of a self-attention.
+    """The body of a self-attention, whose `drops` follow the output projection; others as in `Body` and `DenseHeads`.
 
-    Args:
-        projections: one projection packed as [3, H, D], or those of queries, keys and values.
-        proj: output projection; None for none.
-        num_heads: H.
-        scale: see `DenseHeads`, as bias, rope and norms.
-        bias: added to the scores.
-        rope: rotary tables.
-        norms: norms of queries and keys.
-        first: norm inside the module, before the projections.
-        last: norm before the output projection.
-        drops: dropout after the output projection.
-        varlen: boundaries of images; x may then be [T, D].
-        causal: tokens see only themselves and earlier tokens.
+    `projections` are one, packed as [3, H, D], or those of queries, keys and values. With `varlen` x may be [T, D].
     """
     name = "attention" if varlen is None else "window attention"
     heads = DenseHeads(num_heads, scale, bias, rope, norms, varlen, causal)
@@ -143,23 +122,14 @@ def _of_all(rope: Rope, tokens: int) -> Rope:
 
 @dataclass(frozen=True, eq=False)
 class WindowHeads:
-    """Self-attention in windows, from packed projections.
+    """Self-attention in windows, from packed projections."""
 
-    Attributes:
-        projections: those whose outputs are given, which say what a padded token gives.
-        num_heads: heads.
-        scale: softmax scale, or a tensor [heads] for the cosine attention of Swin V2.
-        window: size and shift.
-        bias: [heads, n, n], added to the scores of the n tokens of every window.
-        grid: (H, W) if x is tokens [B, H·W, D]; None for a map.
-    """
-
-    projections: tuple[Layer, ...]
-    num_heads: int
-    scale: float | Tensor | None
-    window: Window
-    bias: Tensor | None = None
-    grid: tuple[int, int] | None = None
+    projections: tuple[Layer, ...]  # those whose outputs are given, which say what a padded token gives
+    num_heads: int  # heads
+    scale: float | Tensor | None  # softmax scale, or a tensor [heads] for the cosine attention of Swin V2
+    window: Window  # size and shift
+    bias: Tensor | None = None  # [heads, n, n], added to the scores of the n tokens of every window
+    grid: tuple[int, int] | None = None  # (H, W) if x is tokens [B, H·W, D]; None for a map
     takes_input: ClassVar[bool] = True
 
     def sizes(self, body: Body) -> Branch:
@@ -201,46 +171,25 @@ def window_body(
     drops: tuple[nn.Module | None] = (None,),
     grid: tuple[int, int] | None = None,
 ) -> Body:
-    """The body of a self-attention in windows.
-
-    Args:
-        projections: one projection packed as [3, heads, D], or those of queries, keys and values.
-        proj: output projection.
-        num_heads: heads.
-        scale: see `WindowHeads`, as window, bias and grid.
-        window: size and shift.
-        bias: added to the scores.
-        drops: dropout after the output projection.
-        grid: (H, W) of tokens.
-    """
+    """The body of a self-attention in windows; for the arguments see `Body` and `WindowHeads`."""
     heads = WindowHeads(projections, num_heads, scale, window, bias, grid)
     return Body("window attention", projections, heads, proj, num_heads, drops=drops)
 
 
 @dataclass(frozen=True, eq=False)
 class ReducedHeads:
-    """Attention whose keys and values come from a smaller feature map (PVT, Twins, SegFormer).
+    """Attention whose keys and values come from a smaller feature map (PVT, Twins, SegFormer)."""
 
-    Attributes:
-        q: projection of the queries.
-        kv: one projection packed as [2, heads, D], or those of keys and values.
-        num_heads: heads.
-        scale: softmax scale.
-        reduce: convolution with stride equal to its kernel size, or a function of the normalised x [B, H, W, D] that
-            returns tokens [B, M, D]; None for keys and values of all tokens.
-        norm: after the reduction.
-        ratio: side of x divided by that of the smaller map.
-        grid: (H, W) if x is tokens [B, H·W, D]; None for a map.
-    """
-
-    q: Layer
-    kv: tuple[Layer, ...]
-    num_heads: int
-    scale: float | None
+    q: Layer  # projection of the queries
+    kv: tuple[Layer, ...]  # one projection packed as [2, heads, D], or those of keys and values
+    num_heads: int  # heads
+    scale: float | None  # softmax scale
+    # convolution with stride equal to its kernel size, or a function of the normalised x [B, H, W, D] that returns
+    # tokens [B, M, D]; None for keys and values of all tokens
     reduce: Foreign | None = None
-    norm: nn.Module | None = None
-    ratio: int = 1
-    grid: tuple[int, int] | None = None
+    norm: nn.Module | None = None  # after the reduction
+    ratio: int = 1  # side of x divided by that of the smaller map
+    grid: tuple[int, int] | None = None  # (H, W) if x is tokens [B, H·W, D]; None for a map
     takes_input: ClassVar[bool] = True
 
     @property
@@ -283,20 +232,7 @@ def reduced_body(
     drops: tuple[nn.Module | None] = (None,),
     grid: tuple[int, int] | None = None,
 ) -> Body:
-    """The body of an attention to a smaller feature map.
-
-    Args:
-        q: see `ReducedHeads`, as kv, num_heads, scale, reduce, norm, ratio and grid.
-        kv: projections of keys and values.
-        proj: output projection.
-        num_heads: heads.
-        scale: softmax scale.
-        reduce: from x to the smaller map; None for none.
-        norm: after the reduction.
-        ratio: of the sides of both maps.
-        drops: dropout after the output projection.
-        grid: (H, W) of tokens.
-    """
+    """The body of an attention to a smaller feature map; for the arguments see `Body` and `ReducedHeads`."""
     heads = ReducedHeads(q, kv, num_heads, scale, reduce, norm, ratio, grid)
     name = "attention" if reduce is None else "reduced attention"
     return Body(name, heads.layers if reduce is None else (), heads, proj, num_heads, drops=drops)

@@ -32,34 +32,23 @@ Output = tuple[Tensor, Given | None]  # the result, and what the norm of the nex
 
 
 class Body(NamedTuple):
-    """A body: proj(last(between(projections(first(x))))), such as an attention.
+    """A body: proj(last(between(projections(first(x))))), such as an attention."""
 
-    Attributes:
-        name: what it is, in reports.
-        projections: the linear layers that read x; none if `between` reads x itself.
-        between: maps their concatenated outputs [B, ..., F] to the inputs of `proj`, [B, ..., K]; a function of these
-            outputs alone or, if it has a true attribute `takes_input`, also of x and the way. If it has a method
-            `sizes`, a function of the body, that gives the sizes for the cost model. If it has a method `learns_bias`,
-            a function of x and F, which is true, it can be given the bias of the projections to compute its gradient.
-        proj: last linear layer; None for none.
-        num_heads: heads of attention; 0 for an MLP.
-        keys: keys of each query; 0 if these are all tokens.
-        first: norm inside the module, before the projections.
-        last: norm before the last layer.
-        drops: all its dropouts, which follow the random numbers of the module; the last follows the last layer.
-        decomposed: scores have a bias by row plus one by column, see `Branch`.
-    """
-
-    name: str
-    projections: tuple[Layer, ...]
+    name: str  # what it is, in reports
+    projections: tuple[Layer, ...]  # the linear layers that read x; none if `between` reads x itself
+    # maps their concatenated outputs [B, ..., F] to the inputs of `proj`, [B, ..., K]; a function of these outputs
+    # alone or, if it has a true attribute `takes_input`, also of x and the way. If it has a method `sizes`, a function
+    # of the body, that gives the sizes for the cost model. If it has a method `learns_bias`, a function of x and F,
+    # which is true, it can be given the bias of the projections to compute its gradient
     between: Callable[..., Tensor]
-    proj: Layer | None
-    num_heads: int = 0
-    keys: int = 0
-    first: nn.Module | None = None
-    last: nn.Module | None = None
+    proj: Layer | None  # last linear layer; None for none
+    num_heads: int = 0  # heads of attention; 0 for an MLP
+    keys: int = 0  # keys of each query; 0 if these are all tokens
+    first: nn.Module | None = None  # norm inside the module, before the projections
+    last: nn.Module | None = None  # norm before the last layer
+    # all its dropouts, which follow the random numbers of the module; the last follows the last layer
     drops: tuple[Drop | None, ...] = (None,)
-    decomposed: bool = False
+    decomposed: bool = False  # scores have a bias by row plus one by column, see `Branch`
 
     def having(self, **settings: object) -> "Body":
         """The body with other settings of `between`, such as a bias or a window."""

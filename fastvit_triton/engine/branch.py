@@ -40,27 +40,16 @@ Body = body_file.Body | MlpBody
 
 
 class Branch(NamedTuple):
-    """A residual branch: drop_path(layer_scale · scale(drop(post_norm(body(norm(x), **call))))).
+    """A residual branch: drop_path(layer_scale · scale(drop(post_norm(body(norm(x), **call)))))."""
 
-    Attributes:
-        body: attention or MLP, or its parts.
-        norm: module applied to x first.
-        scale: LayerScale as a module.
-        drop_path: stochastic depth.
-        layer_scale: LayerScale as a parameter [D] of the block.
-        drop: dropout that belongs to the block, not the body.
-        call: further arguments of the body.
-        post_norm: module applied to the body's output (Swin V2).
-    """
-
-    body: nn.Module | Body
-    norm: nn.Module | None = None
-    scale: nn.Module | None = None
-    drop_path: nn.Module | None = None
-    layer_scale: Tensor | None = None
-    drop: nn.Module | None = None
-    call: dict[str, Any] | None = None
-    post_norm: nn.Module | None = None
+    body: nn.Module | Body  # attention or MLP, or its parts
+    norm: nn.Module | None = None  # module applied to x first
+    scale: nn.Module | None = None  # LayerScale as a module
+    drop_path: nn.Module | None = None  # stochastic depth
+    layer_scale: Tensor | None = None  # LayerScale as a parameter [D] of the block
+    drop: nn.Module | None = None  # dropout that belongs to the block, not the body
+    call: dict[str, Any] | None = None  # further arguments of the body
+    post_norm: nn.Module | None = None  # module applied to the body's output (Swin V2)
 
 
 def add_branches(x: Tensor, *branches: Branch, block: nn.Module | None = None) -> Tensor:

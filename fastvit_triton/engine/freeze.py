@@ -34,19 +34,12 @@ class FoldedNorm(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A LayerNorm or RMSNorm and the projections after it.
+    """A LayerNorm or RMSNorm and the projections after it."""
 
-    Attributes:
-        norm: the module.
-        group: its parameters and those of the projections.
-        bare: the norm without its parameters: ε and kind.
-        sources: the tensors that the group is computed from.
-    """
-
-    norm: nn.Module
-    group: Group
-    bare: Norm
-    sources: tuple[Tensor, ...]
+    norm: nn.Module  # the module
+    group: Group  # its parameters and those of the projections
+    bare: Norm  # the norm without its parameters: ε and kind
+    sources: tuple[Tensor, ...]  # the tensors that the group is computed from
 
     @property
     def parameters(self) -> Norm:

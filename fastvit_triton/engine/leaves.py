@@ -56,16 +56,11 @@ class ConstantScale(nn.Module):
 
 
 class Packed(NamedTuple):
-    """Weight and bias of a linear map that is not a module.
+    """Weight and bias of a linear map that is not a module."""
 
-    Attributes:
-        weight: [F, K].
-        bias: [F], or None.
-        sources: the tensors that both were computed from in this call; None if both are parameters.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
+    weight: Tensor  # [F, K]
+    bias: Tensor | None  # [F], or None
+    # the tensors that both were computed from in this call; None if both are parameters
     sources: tuple[Tensor, ...] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:

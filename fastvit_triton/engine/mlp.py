@@ -36,23 +36,14 @@ HIDDEN = "_fastvit_triton_save_hidden"  # the hidden layer of an MLP is saved fo
 
 
 class MlpBody(NamedTuple):
-    """Submodules of an MLP.
+    """Submodules of an MLP."""
 
-    Attributes:
-        fc1: one layer, or the gate and value layers of a SwiGLU.
-        act: a name in `kernels.activation.NAMES`, or a module to call.
-        fc2: last layer.
-        drops: dropouts after the activation and after fc2.
-        first: norm inside the module, before fc1.
-        last: norm before fc2.
-    """
-
-    fc1: tuple[Layer, ...]
-    act: str | nn.Module
-    fc2: Layer
-    drops: tuple[Drop | None, Drop | None] = (None, None)
-    first: nn.Module | None = None
-    last: nn.Module | None = None
+    fc1: tuple[Layer, ...]  # one layer, or the gate and value layers of a SwiGLU
+    act: str | nn.Module  # a name in `kernels.activation.NAMES`, or a module to call
+    fc2: Layer  # last layer
+    drops: tuple[Drop | None, Drop | None] = (None, None)  # dropouts after the activation and after fc2
+    first: nn.Module | None = None  # norm inside the module, before fc1
+    last: nn.Module | None = None  # norm before fc2
 
     @property
     def name(self) -> str:
@@ -168,21 +159,13 @@ def gated_mlp_body(
 
 @dataclass(frozen=True, eq=False)
 class DepthwiseActivation:
-    """What runs between the layers of an MLP with a depthwise convolution: drop(act(conv(h))).
+    """What runs between the layers of an MLP with a depthwise convolution: drop(act(conv(h)))."""
 
-    Attributes:
-        conv: depthwise convolution that keeps the size of the map.
-        act: a name in `kernels.activation.ACTIVATIONS`, or a module to call.
-        drop: dropout after the activation.
-        relu: True for a ReLU before the convolution, too (PVT v2 with linear attention).
-        grid: (H, W) if h is tokens [B, H·W, D]; None for a map.
-    """
-
-    conv: Foreign
-    act: str | nn.Module
-    drop: nn.Module | None = None
-    relu: bool = False
-    grid: tuple[int, int] | None = None
+    conv: Foreign  # depthwise convolution that keeps the size of the map
+    act: str | nn.Module  # a name in `kernels.activation.ACTIVATIONS`, or a module to call
+    drop: nn.Module | None = None  # dropout after the activation
+    relu: bool = False  # True for a ReLU before the convolution, too (PVT v2 with linear attention)
+    grid: tuple[int, int] | None = None  # (H, W) if h is tokens [B, H·W, D]; None for a map
 
     def sizes(self, body: Body) -> Branch:
         """See `engine.body.Body`."""
@@ -215,14 +198,7 @@ def depthwise_mlp_body(
 ) -> Body:
     """The body of an MLP with a depthwise convolution between its layers (PVT v2, SegFormer): fc2(act(conv(fc1 x))).
 
-    Args:
-        fc1: first layer.
-        conv: see `DepthwiseActivation`.
-        act: see `DepthwiseActivation`.
-        fc2: last layer.
-        drops: dropouts after the activation and after fc2.
-        relu: see `DepthwiseActivation`.
-        grid: (H, W) if x is tokens [B, H·W, D]; None for a map.
+    `drops` follow the activation and fc2; for the other arguments see `DepthwiseActivation`.
     """
     between = DepthwiseActivation(conv, act, drops[0], relu, grid)
     return Body(f"MLP with a convolution, {act_name(act)}", (fc1,), between, fc2, drops=drops)

@@ -9,12 +9,9 @@ from torch import Tensor
 
 
 class PackingState(threading.local):
-    """Thread-local state.
+    """Thread-local state."""
 
-    Attributes:
-        lengths: (cu_seqlens, tokens of its longest image) of the call that runs; None outside of one.
-    """
-
+    # (cu_seqlens, tokens of its longest image) of the call that runs; None outside of one
     lengths: tuple[tuple[Tensor, int], ...] | None = None
 
 

@@ -30,18 +30,12 @@ class Sizes:
     """What the selection depends on besides the input. `sizes_of` creates it: equal ones are one object.
 
     So it hashes by identity, in a key of every call.
-
-    Attributes:
-        branches: sizes, for any number of images and tokens.
-        replayed: its calls can be replayed, see `replay`; found on the first call, as it affects only speed.
-        training: mode of the module, as BatchNorms update their statistics in training and are not replayed.
-        frozen: the precision with which it was frozen; None if it was not.
     """
 
-    branches: tuple[Branch, ...]
-    replayed: bool
-    training: bool
-    frozen: str | None
+    branches: tuple[Branch, ...]  # sizes, for any number of images and tokens
+    replayed: bool  # its calls can be replayed, see `replay`; found on the first call, as it affects only speed
+    training: bool  # mode of the module, as BatchNorms update their statistics in training and are not replayed
+    frozen: str | None  # the precision with which it was frozen; None if it was not
 
     def __reduce__(self) -> tuple:
         return sizes_of, (self.branches, self.replayed, self.training, self.frozen)

@@ -24,22 +24,15 @@ NARROW = 384  # bytes of a row up to which one launch computes an MLP; see `mlp`
 
 
 class Launch(NamedTuple):
-    """One launch: its flops and bytes, and properties that determine its rate.
+    """One launch: its flops and bytes, and properties that determine its rate."""
 
-    Attributes:
-        kind: "product", "fused product", "convolution" (of patches, by cuDNN), "attention", "fused attention", "norm",
-            "norm backward" and "norm sums" (by PyTorch), or "pass".
-        flops: of the operation.
-        nbytes: read and written.
-        size: (M, N, K) of a matmul [M, K] · [K, N].
-        backward: True for the backward pass of attention.
-    """
-
+    # "product", "fused product", "convolution" (of patches, by cuDNN), "attention", "fused attention", "norm", "norm
+    # backward" and "norm sums" (by PyTorch), or "pass"
     kind: str
-    flops: float
-    nbytes: float
-    size: tuple[int, int, int] = (0, 0, 0)
-    backward: bool = False
+    flops: float  # of the operation
+    nbytes: float  # read and written
+    size: tuple[int, int, int] = (0, 0, 0)  # (M, N, K) of a matmul [M, K] · [K, N]
+    backward: bool = False  # True for the backward pass of attention
 
 
 def block_us(gpu: Gpu, branches: tuple[Branch, ...], way: str, training: bool, frozen: bool, ratio: int = 0) -> float:

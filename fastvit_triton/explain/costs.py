@@ -10,25 +10,15 @@ SIDES = (224, 384, 512, 768, 1024)
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of the forward pass of one image through all blocks of a plain ViT.
+    """Cost of the forward pass of one image through all blocks of a plain ViT."""
 
-    Attributes:
-        label: label of the row.
-        side: image side, pixels.
-        tokens: N.
-        linear_flops: patch projection and all layers that are linear in N; a multiply-add counts as 2.
-        attention_flops: q kᵀ and its product with v, which grow with N².
-        matrix_bytes: size of one layer's attention probabilities.
-        fused_bytes: bytes that one layer's fused attention reads and writes: q, k, v, output and log-sum-exp.
-    """
-
-    label: str
-    side: int
-    tokens: int
-    linear_flops: int
-    attention_flops: int
-    matrix_bytes: int
-    fused_bytes: int
+    label: str  # label of the row
+    side: int  # image side, pixels
+    tokens: int  # N
+    linear_flops: int  # patch projection and all layers that are linear in N; a multiply-add counts as 2
+    attention_flops: int  # q kᵀ and its product with v, which grow with N²
+    matrix_bytes: int  # size of one layer's attention probabilities
+    fused_bytes: int  # bytes that one layer's fused attention reads and writes: q, k, v, output and log-sum-exp
 
 
 def image_cost(

@@ -22,19 +22,12 @@ ENOUGH = 7  # patches on a side, as Grad-CAM shows of a ResNet at 224 pixels
 
 
 class Contribution(NamedTuple):
-    """Contributions of the patches that a block returns.
+    """Contributions of the patches that a block returns."""
 
-    Attributes:
-        path: the block's name in the model.
-        values: [B, h, w]; positive for the class, negative against it.
-        x: the tokens [B, N, D], those without a place first.
-        where: layout of the tokens.
-    """
-
-    path: str
-    values: Tensor
-    x: Tensor
-    where: Geometry
+    path: str  # the block's name in the model
+    values: Tensor  # [B, h, w]; positive for the class, negative against it
+    x: Tensor  # the tokens [B, N, D], those without a place first
+    where: Geometry  # layout of the tokens
 
 
 def contributions(model: nn.Module, images: Tensor, classes: Tensor | None = None) -> list[Contribution]:

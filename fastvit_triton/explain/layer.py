@@ -31,22 +31,16 @@ class AttentionLayer:
     """Recorded attention of one layer, and the maps computed from it.
 
     In the shapes below, G is the number of images, times that of windows if tokens attend within windows of the map.
-
-    Attributes:
-        path: name in the model of the module that calls it.
-        weights: what the maps are computed from, or the maps [G, H, N, M].
-        head_dim: channels of a head.
-        images: number of images; None if the model's input was no image.
-        halves: the output replaces the tokens, without a residual, by one for each query (LeViT, between stages).
-        grad: gradient of the output [G, H, N, e] or, if the model computes the maps, of these; set by a backward pass
-            with `gradients=True`.
     """
 
-    path: str
-    weights: LayerScores | Tensor
-    head_dim: int
-    images: int | None = None
+    path: str  # name in the model of the module that calls it
+    weights: LayerScores | Tensor  # what the maps are computed from, or the maps [G, H, N, M]
+    head_dim: int  # channels of a head
+    images: int | None = None  # number of images; None if the model's input was no image
+    # the output replaces the tokens, without a residual, by one for each query (LeViT, between stages)
     halves: bool = False
+    # gradient of the output [G, H, N, e] or, if the model computes the maps, of these; set by a backward pass with
+    # `gradients=True`
     grad: Tensor | None = None
 
     @property

@@ -19,39 +19,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure of the report.
+    """One figure of the report."""
 
-    Attributes:
-        name: file name of the PNG, without suffix.
-        title: heading above the figure.
-        reading: one sentence on how to read the figure.
-        alt: alternative text for screen readers.
-        figure: the matplotlib figure.
-        table: rows of the table below the figure; the first is the header.
-        image: name of the image that the figure is about, if the report has several.
-        folded: shown on the page only when the reader opens its last part, "Diagnostics".
-    """
-
-    name: str
-    title: str
-    reading: str
-    alt: str
-    figure: "Figure"
-    table: tuple[tuple[str, ...], ...] = ()
-    image: str = ""
-    folded: bool = False
+    name: str  # file name of the PNG, without suffix
+    title: str  # heading above the figure
+    reading: str  # one sentence on how to read the figure
+    alt: str  # alternative text for screen readers
+    figure: "Figure"  # the matplotlib figure
+    table: tuple[tuple[str, ...], ...] = ()  # rows of the table below the figure; the first is the header
+    image: str = ""  # name of the image that the figure is about, if the report has several
+    folded: bool = False  # shown on the page only when the reader opens its last part, "Diagnostics"
 
 
 class Absent(NamedTuple):
-    """A figure that is left out, because it would show nothing.
+    """A figure that is left out, because it would show nothing."""
 
-    Attributes:
-        title: the figure's.
-        reason: why, as words after "because".
-    """
-
-    title: str
-    reason: str
+    title: str  # the figure's
+    reason: str  # why, as words after "because"
 
 
 def write_report(panels: Iterable[Panel | Absent], out: Path, title: str) -> Path:

@@ -20,23 +20,15 @@ MOST = 6  # objects of an image that are drawn
 
 @dataclass(frozen=True)
 class QueryView:
-    """An object that a detector found, and where its query looked in the last layer of the decoder.
+    """An object that a detector found, and where its query looked in the last layer of the decoder."""
 
-    Attributes:
-        box: [4], left, top, right and bottom in fractions of the image.
-        label: class number.
-        score: in [0, 1].
-        map: of DETR, attention to the cells of the encoder's map [h, w], the mean over heads; its sum is 1.
-        points: of Deformable DETR, [n, 2], (x, y) in fractions of the image; they may lie outside.
-        weights: of the points [n], the mean over heads; their sum is 1.
-    """
-
-    box: Tensor
-    label: int
-    score: float
+    box: Tensor  # [4], left, top, right and bottom in fractions of the image
+    label: int  # class number
+    score: float  # in [0, 1]
+    # of DETR, attention to the cells of the encoder's map [h, w], the mean over heads; its sum is 1
     map: Tensor | None = None
-    points: Tensor | None = None
-    weights: Tensor | None = None
+    points: Tensor | None = None  # of Deformable DETR, [n, 2], (x, y) in fractions of the image; they may lie outside
+    weights: Tensor | None = None  # of the points [n], the mean over heads; their sum is 1
 
 
 @torch.no_grad()

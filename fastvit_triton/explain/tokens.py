@@ -19,17 +19,11 @@ from ..kernels.argument import Rope, group_of
 
 @dataclass(frozen=True)
 class Geometry:
-    """Layout of a token sequence: prefix tokens, then a grid of patches in row order.
+    """Layout of a token sequence: prefix tokens, then a grid of patches in row order."""
 
-    Attributes:
-        grid: (rows, columns) of patches.
-        prefix: number of prefix tokens, such as class token and registers.
-        patch: (height, width) of a patch in pixels.
-    """
-
-    grid: tuple[int, int]
-    prefix: int
-    patch: tuple[float, float]
+    grid: tuple[int, int]  # (rows, columns) of patches
+    prefix: int  # number of prefix tokens, such as class token and registers
+    patch: tuple[float, float]  # (height, width) of a patch in pixels
 
     @property
     def count(self) -> int:

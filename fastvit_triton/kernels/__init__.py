@@ -3,7 +3,8 @@
 Tensors go in and come out. A public function (`linear`, `attention`, `mlp`) checks its arguments, looks up a way in
 `choose`, which decides for ops and blocks, and runs kernels or its reference. One file is one op: maths, public
 function, reference, kernels, launchers, autograd, `Op`; `OPS` lists them for tests, benchmarks and `doctor`. Only
-`launch` launches; `settings` holds what choices depend on; `tuned` holds measured and predicted rows.
+`launch` launches, and looks up launch parameters (`config`); `settings` holds what choices depend on; `tuned` holds
+measured and predicted rows.
 
 Begin with `rms_norm`, the shortest op, then read `linear` and `attention`.
 """

@@ -87,32 +87,20 @@ def kind_of(norm: NormLike) -> str:
 
 
 class Normalized(NamedTuple):
-    """LN(x) for the next matmul, computed in the pass that wrote x.
+    """LN(x) for the next matmul, computed in the pass that wrote x."""
 
-    Attributes:
-        y: LN(x) [B, ..., D], in the matmul's dtype.
-        mean: [M] fp32, for the backward pass, or None.
-        rstd: [M] fp32.
-        late_bias: bias of the branch's last matmul if it was already added to x, or to `pending`; the matmul then
-            accumulates into x.
-        pending: [D] fp32, what x lacks, see `Lent`; or None.
-    """
-
-    y: Tensor
-    mean: Tensor | None
-    rstd: Tensor | None
+    y: Tensor  # LN(x) [B, ..., D], in the matmul's dtype
+    mean: Tensor | None  # [M] fp32, for the backward pass, or None
+    rstd: Tensor | None  # [M] fp32
+    # bias of the branch's last matmul if it was already added to x, or to `pending`; the matmul then accumulates into x
     late_bias: Tensor | None = None
-    pending: Tensor | None = None
+    pending: Tensor | None = None  # [D] fp32, what x lacks, see `Lent`; or None
 
 
 class Lent(NamedTuple):
-    """What the next block must know of a residual stream x [B, ..., D] that it may overwrite, in inference.
+    """What the next block must know of a residual stream x [B, ..., D] that it may overwrite, in inference."""
 
-    Attributes:
-        pending: [D] fp32, biases that matmuls left out, to be added to each row; None for zero.
-    """
-
-    pending: Tensor | None
+    pending: Tensor | None  # [D] fp32, biases that matmuls left out, to be added to each row; None for zero
 
     def complete(self, x: Tensor) -> Tensor:
         """The stream with all biases."""
@@ -120,19 +108,12 @@ class Lent(NamedTuple):
 
 
 class NextNorm(NamedTuple):
-    """The LayerNorm of the next branch, which a mixed call applies to its output.
+    """The LayerNorm of the next branch, which a mixed call applies to its output."""
 
-    Attributes:
-        norm: parameters of the LayerNorm.
-        late_bias: bias [D] to add to the sum after the norm, or None; see `Normalized`.
-        lent: given if the matmul is to accumulate into the residual, which was lent; else None.
-        lends: the sum may stay without its biases, which `Normalized` hands on as `pending`.
-    """
-
-    norm: Norm
-    late_bias: Tensor | None = None
-    lent: Lent | None = None
-    lends: bool = False
+    norm: Norm  # parameters of the LayerNorm
+    late_bias: Tensor | None = None  # bias [D] to add to the sum after the norm, or None; see `Normalized`
+    lent: Lent | None = None  # given if the matmul is to accumulate into the residual, which was lent; else None
+    lends: bool = False  # the sum may stay without its biases, which `Normalized` hands on as `pending`
 
 
 class Reader(NamedTuple):
@@ -148,21 +129,13 @@ class Reader(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """Operations fused after a matmul [..., F].
+    """Operations fused after a matmul [..., F]."""
 
-    Attributes:
-        activation: name, or None.
-        layer_scale: [F], or None.
-        sample_scale: [B], the drop-path factor of each image, or None.
-        residual: [..., F], added last, or None.
-        return_stats: also return the row statistics of the result.
-    """
-
-    activation: str | None
-    layer_scale: Tensor | None
-    sample_scale: Tensor | None
-    residual: Tensor | None
-    return_stats: bool
+    activation: str | None  # name, or None
+    layer_scale: Tensor | None  # [F], or None
+    sample_scale: Tensor | None  # [B], the drop-path factor of each image, or None
+    residual: Tensor | None  # [..., F], added last, or None
+    return_stats: bool  # also return the row statistics of the result
 
 
 def is_like(tensor: object, like: Tensor, *shape: int) -> bool:

@@ -95,21 +95,13 @@ def _current_recorder() -> LaunchRecorder | None:
 
 
 class Binary(NamedTuple):
-    """A compiled kernel, with what a direct launch needs besides grid, stream and run-time arguments.
+    """A compiled kernel, with what a direct launch needs besides grid, stream and run-time arguments."""
 
-    Attributes:
-        run: Triton's launcher, or for a kernel with descriptors that of `descriptor.launcher`.
-        function: handle of the compiled kernel.
-        metadata: launch metadata.
-        constants: compile-time arguments, which follow the others.
-        compiled: the compiled kernel, which from triton 3.8 on is unloaded when nothing refers to it.
-    """
-
-    run: Callable
-    function: object
-    metadata: object
-    constants: tuple
-    compiled: object
+    run: Callable  # Triton's launcher, or for a kernel with descriptors that of `descriptor.launcher`
+    function: object  # handle of the compiled kernel
+    metadata: object  # launch metadata
+    constants: tuple  # compile-time arguments, which follow the others
+    compiled: object  # the compiled kernel, which from triton 3.8 on is unloaded when nothing refers to it
 
 
 def binary_of(kernel: Kernel, arguments: tuple, fixed: dict[str, object]) -> Binary | None:

@@ -261,29 +261,17 @@ def reference(
 
 
 class Settings(NamedTuple):
-    """Non-tensor arguments of the autograd Functions of `linear` and `mlp`.
+    """Non-tensor arguments of the autograd Functions of `linear` and `mlp`."""
 
-    Attributes:
-        activation: name, or None.
-        norm: kind of the norm that is folded into the (first) matmul, "layer_norm" or "rms_norm"; or None.
-        eps: of that norm; 0.0 without one.
-        residual_is_input: True if the residual is x, which the Function must not receive twice.
-        grad_enabled: grad mode of the caller; inside the Function it is always off.
-        return_stats: also return the row statistics of the output.
-        save: what `mlp` saves for the backward pass, see there.
-        call: further arguments of a mixed call; None for a fused one.
-        passes_input: the last output is x; the gradient of x includes that of this output.
-    """
-
-    activation: str | None
-    norm: str | None
-    eps: float
-    residual_is_input: bool
-    grad_enabled: bool
-    return_stats: bool
-    save: str = "pre"
-    call: mixed.MixedCall | None = None
-    passes_input: bool = False
+    activation: str | None  # name, or None
+    norm: str | None  # kind of the norm that is folded into the (first) matmul, "layer_norm" or "rms_norm"; or None
+    eps: float  # of that norm; 0.0 without one
+    residual_is_input: bool  # True if the residual is x, which the Function must not receive twice
+    grad_enabled: bool  # grad mode of the caller; inside the Function it is always off
+    return_stats: bool  # also return the row statistics of the output
+    save: str = "pre"  # what `mlp` saves for the backward pass, see there
+    call: mixed.MixedCall | None = None  # further arguments of a mixed call; None for a fused one
+    passes_input: bool = False  # the last output is x; the gradient of x includes that of this output
 
     def without_normed(self) -> "Settings":
         """A copy without LN(x), which is recomputed in the backward pass instead of saved."""
@@ -295,25 +283,16 @@ class Settings(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Tensor arguments of the autograd Function: those of a matmul and of the LayerNorm before it.
+    """Tensor arguments of the autograd Function: those of a matmul and of the LayerNorm before it."""
 
-    Attributes:
-        weight: [F, K], gets a gradient.
-        bias: [F] or None, gets a gradient.
-        norm_weight: [K] or None, gets a gradient.
-        norm_bias: [K] or None, gets a gradient.
-        folded_weight: W' [F, K] if `weight` was folded beforehand and `source` gets the gradients, else None.
-        colsum: column sums [F] of a weight that was folded beforehand, else None.
-        folded_bias: c [F], given with folded_weight.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    norm_weight: Tensor | None
-    norm_bias: Tensor | None
+    weight: Tensor  # [F, K], gets a gradient
+    bias: Tensor | None  # [F] or None, gets a gradient
+    norm_weight: Tensor | None  # [K] or None, gets a gradient
+    norm_bias: Tensor | None  # [K] or None, gets a gradient
+    # W' [F, K] if `weight` was folded beforehand and `source` gets the gradients, else None
     folded_weight: Tensor | None
-    colsum: Tensor | None
-    folded_bias: Tensor | None
+    colsum: Tensor | None  # column sums [F] of a weight that was folded beforehand, else None
+    folded_bias: Tensor | None  # c [F], given with folded_weight
 
     def cast(self, x: Tensor, settings: Settings) -> tuple["Operands", Tensor | None]:
         """(the operands with the weight in the dtype of the matmul, which both passes use; this weight if it was cast).

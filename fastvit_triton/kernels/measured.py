@@ -30,14 +30,11 @@ WAYS = {"gpu": ("plain", "mixed", "fused"), "cpu": ("plain", "onednn")}  # by th
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Content of one file.
+    """Content of one file."""
 
-    Attributes:
-        rows: name of a row, with or without sizes → launch parameters.
-        ways: name of a block's or an op's shape → "plain", "mixed", "fused" or "onednn".
-    """
-
+    # name of a row, with or without sizes → launch parameters
     rows: dict[str, dict[str, int]] = field(default_factory=dict)
+    # name of a block's or an op's shape → "plain", "mixed", "fused" or "onednn"
     ways: dict[str, str] = field(default_factory=dict)
 
     def with_ways(self, ways: dict[str, str]) -> "Measured":

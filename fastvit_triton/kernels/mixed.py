@@ -38,19 +38,12 @@ FASTER_ON = ("sm_90", "sm_100")  # by published measurements; slower on sm_120
 
 
 class MixedCall(NamedTuple):
-    """Arguments of a mixed call that a fused one does not have.
+    """Arguments of a mixed call that a fused one does not have."""
 
-    Attributes:
-        normed: LN(x) from the call that produced x, a `Lent` if that lent x, or None.
-        next_norm: the norm of the next call, to apply to the output; or None.
-        dtype: of the matmul.
-        product: `linear_fwd`, which computes a matmul and its activation in one launch.
-    """
-
-    normed: Normalized | Lent | None
-    next_norm: NextNorm | None
-    dtype: torch.dtype
-    product: Callable
+    normed: Normalized | Lent | None  # LN(x) from the call that produced x, a `Lent` if that lent x, or None
+    next_norm: NextNorm | None  # the norm of the next call, to apply to the output; or None
+    dtype: torch.dtype  # of the matmul
+    product: Callable  # `linear_fwd`, which computes a matmul and its activation in one launch
 
 
 def forward(

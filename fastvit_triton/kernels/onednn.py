@@ -54,19 +54,12 @@ REMEDY = "run `fastvit-triton tune`, or set FASTVIT_TRITON_BACKEND=onednn"  # wi
 
 
 class PackedWeight(NamedTuple):
-    """Weight and bias of a product in oneDNN's layout, kept by `engine.freeze`; inference only.
+    """Weight and bias of a product in oneDNN's layout, kept by `engine.freeze`; inference only."""
 
-    Attributes:
-        weight: [F, K] in the layout, also in bfloat16 or int8; it can be neither copied nor pickled.
-        bias: [F] in the weight's dtype, for int8 in float32; or None.
-        scaled: True if the LayerScale is multiplied into both.
-        scales: of an int8 weight, [F]: s_W of equation (4).
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    scaled: bool = False
-    scales: Tensor | None = None
+    weight: Tensor  # [F, K] in the layout, also in bfloat16 or int8; it can be neither copied nor pickled
+    bias: Tensor | None  # [F] in the weight's dtype, for int8 in float32; or None
+    scaled: bool = False  # True if the LayerScale is multiplied into both
+    scales: Tensor | None = None  # of an int8 weight, [F]: s_W of equation (4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,15 +242,10 @@ def _int8_product(x: Tensor, packed: PackedWeight) -> Tensor:
 
 
 class Rule(NamedTuple):
-    """What decides whether products in a dtype run by oneDNN on this machine.
+    """What decides whether products in a dtype run by oneDNN on this machine."""
 
-    Attributes:
-        runs: True if some or all of them do.
-        why: what says so, or why none does, in a clause.
-    """
-
-    runs: bool
-    why: str
+    runs: bool  # True if some or all of them do
+    why: str  # what says so, or why none does, in a clause
 
 
 TUNED = "blocks that `fastvit-triton tune` measured run as it found"

@@ -7,37 +7,22 @@ LONG = 640  # keys of a query from which attention is most of a block
 
 
 class Branch(NamedTuple):
-    """Sizes of a residual branch that determine its cost.
+    """Sizes of a residual branch that determine its cost."""
 
-    Attributes:
-        kind: "attention", "window_attention", "reduced_attention", "mlp" or "depthwise_mlp".
-        images: B.
-        tokens: N of an image.
-        channels: C of the residual stream.
-        width: outputs of the first matmul: queries, keys and values, or the hidden layer (twice if gated).
-        inner: inputs of the last matmul.
-        heads: H of attention, else 0.
-        scales: number of LayerScale and stochastic depth present (0 to 2).
-        itemsize: bytes per value.
-        keys: of attention in windows: tokens of a window; of reduced attention: tokens per key; else 0.
-        decomposed: 1 if scores have a bias by row plus one by column, whose sum PyTorch stores for every key; else 0.
-        wide: 1 if the residual is float32 and the matmuls are 16-bit, as under autocast; else 0.
-        layer_scale: 1 if one of the scales is LayerScale, else 0.
-    """
-
-    kind: str
-    images: int
-    tokens: int
-    channels: int
-    width: int
-    inner: int
-    heads: int = 0
-    scales: int = 0
-    itemsize: int = 2
-    keys: int = 0
+    kind: str  # "attention", "window_attention", "reduced_attention", "mlp" or "depthwise_mlp"
+    images: int  # B
+    tokens: int  # N of an image
+    channels: int  # C of the residual stream
+    width: int  # outputs of the first matmul: queries, keys and values, or the hidden layer (twice if gated)
+    inner: int  # inputs of the last matmul
+    heads: int = 0  # H of attention, else 0
+    scales: int = 0  # number of LayerScale and stochastic depth present (0 to 2)
+    itemsize: int = 2  # bytes per value
+    keys: int = 0  # of attention in windows: tokens of a window; of reduced attention: tokens per key; else 0
+    # 1 if scores have a bias by row plus one by column, whose sum PyTorch stores for every key; else 0
     decomposed: int = 0
-    wide: int = 0
-    layer_scale: int = 0
+    wide: int = 0  # 1 if the residual is float32 and the matmuls are 16-bit, as under autocast; else 0
+    layer_scale: int = 0  # 1 if one of the scales is LayerScale, else 0
 
     @property
     def stream(self) -> int:

@@ -41,27 +41,20 @@ SAMPLES = {"GPU": (4, 0.5), "CPU": (1, 4.0)}
 
 @dataclass
 class Tuned:
-    """Result of tuning.
+    """Result of tuning."""
 
-    Attributes:
-        name: class of the model.
-        train: True if training steps were measured.
-        facts: GPU or CPU, and software.
-        launches: for each distinct launch its "row", "op", "count", "best" and the candidates that were "tried".
-        parts: for each distinct block or stem its "name", "count", "shapes", "rule", "way", and columns by way.
-        attention: for each distinct attention its "sizes", and columns by kernel: ours and PyTorch's, for information.
-        model: rows by variant: "eager", "before", "after", "after, CUDA graph", "torch.compile".
-        path: file that was written.
-    """
-
-    name: str
-    train: bool
-    facts: dict[str, object]
+    name: str  # class of the model
+    train: bool  # True if training steps were measured
+    facts: dict[str, object]  # GPU or CPU, and software
+    # for each distinct launch its "row", "op", "count", "best" and the candidates that were "tried"
     launches: list[dict] = field(default_factory=list)
+    # for each distinct block or stem its "name", "count", "shapes", "rule", "way", and columns by way
     parts: list[dict] = field(default_factory=list)
+    # for each distinct attention its "sizes", and columns by kernel: ours and PyTorch's, for information
     attention: list[dict] = field(default_factory=list)
+    # rows by variant: "eager", "before", "after", "after, CUDA graph", "torch.compile"
     model: dict[str, dict] = field(default_factory=dict)
-    path: Path | None = None
+    path: Path | None = None  # file that was written
 
     def rows(self) -> dict[str, dict]:
         """File entries for launch parameters, by row name with exact sizes and with their size class."""

@@ -118,10 +118,12 @@ def build_loss(recipe: Recipe, class_weights: Tensor | None = None) -> Callable[
         if recipe.loss != "softmax":
             raise ValueError(f"class_weights needs loss 'softmax'; this recipe's loss is {recipe.loss!r}")
         return partial(weighted_cross_entropy, weights=class_weights, smoothing=recipe.label_smoothing)
-    if recipe.loss == "softmax":
-        return partial(F.cross_entropy, label_smoothing=recipe.label_smoothing)
-    bce = dict(threshold=0.0, reduction="mean") if recipe.loss == "bce" else dict(reduction="sum")
-    return partial(binary_cross_entropy, **bce)
+    losses: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "softmax": partial(F.cross_entropy, label_smoothing=recipe.label_smoothing),
+        "sigmoid": partial(binary_cross_entropy, reduction="sum"),
+        "bce": partial(binary_cross_entropy, threshold=0.0, reduction="mean"),
+    }
+    return losses[recipe.loss]
 
 
 @checked

@@ -43,6 +43,11 @@ def entry(
     return Entry(partial(make, **options), fused, inputs, left, own, hooked=hooked, batched=batched)
 
 
+def post_norms(**options: Any) -> nn.Module:
+    vit = module("vision_transformer")
+    return vit.VisionTransformer(**options, block_fn=vit.ResPostBlock)
+
+
 def swiglu(**options: Any) -> nn.Module:
     layer = import_module("timm.layers").SwiGLUPacked
     return made("vision_transformer.VisionTransformer", **options, mlp_layer=layer, act_layer=nn.SiLU)
@@ -188,6 +193,11 @@ NORM, BIAS = ("LayerNorm2d",), ("RelPosMlp",)
 HEAD, PARTS = (*NORM, "NormMlpClassifierHead"), (*NORM, "PartitionAttentionCl")
 CONV = ("Attention", "AttentionDownsample", "LevitBlock", "LevitDownsample", "LevitMlp")
 MORE = {
+    "timm_deepseek": entry("deepseek_vit.DeepseekVitClassifier", 11, own=("RmsNormFp32",), **TIMM)._replace(
+        rounded=True
+    ),
+    "timm_eva_post_norm": entry(EVA, 7, **TIMM, qkv_fused=True, use_post_norm=True),
+    "timm_res_post_norm": entry(post_norms, 7, **TIMM),
     "timm_relpos": entry(relative, 13, left=BIAS, own=("Mlp",), hooked=("attn.qkv",)),
     "timm_relpos_cls": entry(
         relative, 12, left=BIAS, class_token=True, global_pool="token", rel_pos_type="mlp", shared_rel_pos=True

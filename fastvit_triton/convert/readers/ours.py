@@ -122,7 +122,7 @@ def attention_parts(self: Foreign) -> Body:
 
         between = self.attend if overridden else positioned
         return Body("attention", (self.qkv,), between, self.proj, self.num_heads, drops=drops)
-    norms = head_norms(self.q_norm, self.k_norm)
+    norms = head_norms(self)
     return attention_body((self.qkv,), self.proj, self.num_heads, self.scale, norms=norms, drops=drops)
 
 

@@ -19,6 +19,7 @@ from ...engine.leaves import (
     CONVOLUTIONS,
     DROPOUTS,
     LAYER_NORMS,
+    RMS_FORWARDS,
     RMS_NORMS,
     VOLUME_CONVOLUTIONS,
     Foreign,
@@ -203,6 +204,19 @@ def rms_norm_forward(self: Foreign, x: Tensor) -> Tensor:
     if self.weight is not None and self.weight.dtype != wide.dtype:
         return NotImplemented
     return rms_norm(wide, self.weight, self.eps)
+
+
+@fused_forward("RMSNorm", "timm.layers.norm.RmsNormFp32", reason=_rms_norm_reason, products=False)
+def float32_rms_norm(self: Foreign, x: Tensor) -> Tensor:
+    """RMSNorm over the last axis in float32, also under autocast in the dtype of x; [..., D] → [..., D]."""
+    weight = x if self.weight is None else self.weight
+    widened = _wide(x).dtype != x.dtype  # our op's result would stay float32
+    if widened or x.dtype == torch.float64 or weight.dtype not in (x.dtype, torch.float32):
+        return NotImplemented
+    return rms_norm(x, self.weight, self.eps)
+
+
+RMS_FORWARDS[float32_rms_norm] = "eps"
 
 
 @fused_forward(

@@ -16,21 +16,13 @@ ALIGNMENT = 256  # bytes, of tensors in a buffer
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Reference to a numbered tensor, or to a view of it.
+    """Reference to a numbered tensor, or to a view of it."""
 
-    Attributes:
-        slot: number of the tensor.
-        nbytes: offset from its start.
-        shape: sizes; None for the whole tensor.
-        stride: strides in elements.
-        dtype: of the view; a buffer of bytes holds tensors of any dtype.
-    """
-
-    slot: int
-    nbytes: int = 0
-    shape: tuple[int, ...] | None = None
-    stride: tuple[int, ...] = ()
-    dtype: torch.dtype = torch.uint8
+    slot: int  # number of the tensor
+    nbytes: int = 0  # offset from its start
+    shape: tuple[int, ...] | None = None  # sizes; None for the whole tensor
+    stride: tuple[int, ...] = ()  # strides in elements
+    dtype: torch.dtype = torch.uint8  # of the view; a buffer of bytes holds tensors of any dtype
 
 
 class Plan:

@@ -248,13 +248,7 @@ def call_plain(key: object, module: nn.Module, x: Tensor, *inputs: object, **nam
 
     A replay makes the same calls of PyTorch's operators, without the Python code of the modules. A call with other
     tensors, such as lengths, is not replayed: the code of the module may read their values by `tolist`, unseen.
-
-    Args:
-        key: of `ways.known_way`, which may be None.
-        module: the module.
-        x: its input.
-        *inputs: as in `call`.
-        **named: as in `call`.
+    `key` is that of `ways.known_way`, or None.
     """
     if x.is_cpu and not torch.is_grad_enabled() and torch._C._get_tracing_state() is None:
         others = (*inputs, *named.values())

@@ -100,19 +100,13 @@ class TensorNames:
 
 
 class Emitted(NamedTuple):
-    """A replay.
+    """A replay."""
 
-    Attributes:
-        run: from the given tensors and their addresses to what the call returned.
-        kernels: those whose binaries it launches.
-        operators: True if it calls operators of PyTorch.
-        launches: True if it launches kernels, with or without binaries.
-    """
-
+    # from the given tensors and their addresses to what the call returned
     run: Callable[[list[Tensor], list[int]], Any]
-    kernels: tuple[Callable, ...]
-    operators: bool
-    launches: bool
+    kernels: tuple[Callable, ...]  # those whose binaries it launches
+    operators: bool  # True if it calls operators of PyTorch
+    launches: bool  # True if it launches kernels, with or without binaries
 
 
 def emit(plan: Plan) -> Emitted:

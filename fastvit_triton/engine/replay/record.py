@@ -17,23 +17,15 @@ from .recorder import CallRecorder, ReplayRefusal, storage_of, tensors_in
 
 
 class CallRecord(NamedTuple):
-    """A replay and what it depends on.
+    """A replay and what it depends on."""
 
-    Attributes:
-        replay: the generated function.
-        guard: snapshot of the modules.
-        held: tensors passed to it after the inputs: those of the modules, and those that `freeze` keeps, by name.
-        folds: those cached by `freeze` that it reads.
-        sources: the tensors that these are computed from.
-        result: return value of the recorded call; None if it had gradients.
-    """
-
-    replay: Emitted
-    guard: Guard
+    replay: Emitted  # the generated function
+    guard: Guard  # snapshot of the modules
+    # tensors passed to it after the inputs: those of the modules, and those that `freeze` keeps, by name
     held: list[tuple[str, Tensor]]
-    folds: list[CachedFold]
-    sources: list[Tensor]
-    result: object
+    folds: list[CachedFold]  # those cached by `freeze` that it reads
+    sources: list[Tensor]  # the tensors that these are computed from
+    result: object  # return value of the recorded call; None if it had gradients
 
 
 def record(

@@ -21,39 +21,23 @@ class ReplayRefusal(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Location and layout of a tensor of the recorded call.
+    """Location and layout of a tensor of the recorded call."""
 
-    Attributes:
-        storage: identity of its storage.
-        address: address of its first element.
-        shape: sizes.
-        stride: strides in elements.
-        dtype: dtype.
-    """
-
-    storage: int
-    address: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    storage: int  # identity of its storage
+    address: int  # address of its first element
+    shape: tuple[int, ...]  # sizes
+    stride: tuple[int, ...]  # strides in elements
+    dtype: torch.dtype  # dtype
 
 
 class RecordedStep(NamedTuple):
-    """A launch, or a call of an operator.
+    """A launch, or a call of an operator."""
 
-    Attributes:
-        function: kernel or operator.
-        grid: grid of a launch; None for an operator.
-        arguments: positional arguments.
-        named: compile-time arguments and options of a launch, or keyword arguments of an operator.
-        results: (new tensor, its position among the results) of an operator.
-    """
-
-    function: Any
-    grid: tuple[int, ...] | None
-    arguments: tuple
-    named: dict[str, object]
-    results: tuple[tuple[Tensor, int], ...]
+    function: Any  # kernel or operator
+    grid: tuple[int, ...] | None  # grid of a launch; None for an operator
+    arguments: tuple  # positional arguments
+    named: dict[str, object]  # compile-time arguments and options of a launch, or keyword arguments of an operator
+    results: tuple[tuple[Tensor, int], ...]  # (new tensor, its position among the results) of an operator
 
 
 class CallRecorder(launch.LaunchRecorder):

@@ -1,7 +1,8 @@
 """Training and test batches: `Data`, of image files or in memory.
 
 Paths go in; batches of images [B, C, H, W] and labels [B] come out. `..sources` opens a data set by its name;
-`inspection` looks at it before training and refuses what would be wrong; an image file becomes a tensor in `transform`.
+`inspection` looks at it before training and refuses what would be wrong; an image file becomes a tensor in `transform`,
+or in the user's transform by `custom`.
 
 Begin with `folder`, then `transform`.
 """

@@ -87,11 +87,6 @@ def _reason(module: Foreign, mask: Tensor | None, is_causal: bool) -> str | None
     return dropped(module)
 
 
-def _norms(module: Foreign) -> tuple[nn.Module, nn.Module] | None:
-    """Norms of queries and keys; None in releases without them."""
-    return head_norms(module.q_norm, module.k_norm) if hasattr(module, "q_norm") else None
-
-
 @fused_body(
     "timm.layers.attention.Attention",
     "timm.models.vision_transformer.Attention",
@@ -106,7 +101,7 @@ def attention_parts(self: Foreign, attn_mask: Tensor | None = None, is_causal: b
         self.num_heads,
         scale_of(self),
         bias=four_axes(attn_mask),
-        norms=_norms(self),
+        norms=head_norms(self),
         last=_present(self),
         drops=(self.proj_drop,),
         causal=is_causal,
@@ -166,7 +161,7 @@ def rope_parts(
         scale_of(self),
         bias=four_axes(attn_mask),
         rope=table,
-        norms=_norms(self),
+        norms=head_norms(self),
         last=_present(self),
         drops=(self.proj_drop,),
         causal=is_causal,

@@ -54,8 +54,15 @@ def block_branches(block: Foreign, attn_mask: Tensor | None = None, is_causal: b
     return attn, Branch(block.mlp, block.norm2, scale2, drop2)
 
 
+EVA = TIMM._replace(takes="rope attn_mask is_causal")
 register_blocks(
-    {"timm.models.eva.EvaBlock": TIMM._replace(takes="rope attn_mask is_causal", scales=("gamma_1", "gamma_2"))}
+    {
+        "timm.models.eva.EvaBlock": EVA._replace(scales=("gamma_1", "gamma_2")),
+        "timm.models.eva.EvaBlockPostNorm": EVA._replace(post_norms=True),
+        "timm.models.deepseek_vit.DeepseekVitBlock": TIMM._replace(takes="rope"),
+        "timm.models.vision_transformer.ResPostBlock": TIMM._replace(takes="attn_mask is_causal", post_norms=True),
+        "timm.models.convit.Block": TIMM._replace(drop_paths=("drop_path", "drop_path")),
+    }
 )
 
 

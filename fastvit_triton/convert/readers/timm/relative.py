@@ -52,7 +52,7 @@ def rel_pos_parts(self: Foreign, shared_rel_pos: Tensor | None = None) -> Body |
     if (why := _reason(self)) is not None:
         return why
     bias = four_axes(shared_rel_pos) if self.rel_pos is None else module_bias(self.rel_pos)
-    norms = head_norms(self.q_norm, self.k_norm)
+    norms = head_norms(self)
     return attention_body(
         (self.qkv,), self.proj, self.num_heads, scale_of(self), bias, norms=norms, drops=(self.proj_drop,)
     )

@@ -129,7 +129,7 @@ def head_dim_parts(
         self.scaling if hasattr(self, "scaling") else self.scale,
         None if varlen is not None else four_axes(attention_mask),
         rope,
-        head_norms(self.q_norm, self.k_norm) if hasattr(self, "q_norm") else None,
+        head_norms(self),
         varlen=varlen,
     )
 

@@ -1,4 +1,7 @@
-"""Fused forwards for transformers: ViT, DeiT, ViT-MAE, DINOv2 (with registers), DINOv3, CLIP and SigLIP (1 and 2)."""
+"""Fused forwards for transformers: ViT, DeiT, ViT-MAE, DINOv2 (with registers), DINOv3, CLIP and SigLIP (1 and 2).
+
+The attention of these in transformers 4, which nests two modules, is in `blocks`.
+"""
 
 from typing import Any
 
