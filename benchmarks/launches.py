@@ -219,6 +219,8 @@ def main() -> None:
         at_least(1)("--batch", args.batch)
         if args.depth is not None:
             at_least(1)("--depth", args.depth)
+        if not hasattr(build(replace(setting, depth=None)), "blocks"):
+            raise ValueError(f"--model is {args.model}, which has stages; use a ViT, or fastvit-triton doctor --model")
         block, rest = parts(setting)
     except ValueError as error:
         parser.error(str(error))
