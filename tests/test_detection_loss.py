@@ -206,6 +206,12 @@ def test_average_precision_without_pycocotools(monkeypatch: pytest.MonkeyPatch):
         average_precision([], [])
 
 
+def test_average_precision_of_unequal_numbers():
+    one = dict(boxes=torch.tensor([[0.5, 0.5, 0.2, 0.2]]), labels=torch.tensor([0]), scores=torch.tensor([0.9]))
+    with pytest.raises(ValueError, match="detections are of 2 images, targets of 1; give both of each image"):
+        average_precision([one, one], [one])
+
+
 def test_average_precision_of_nothing():
     """Oracle: −1 without objects, 0 without detections, 1 if all are right."""
     target = dict(boxes=torch.tensor([[0.0, 0, 10, 10]]), labels=torch.tensor([1]))

@@ -520,6 +520,22 @@ def test_layers_of_detectors_are_read(name, mode):
         assert (result - truth).abs().max() <= 840 * torch.finfo(torch.float64).eps * telling(truth).abs().max()
 
 
+@pytest.mark.parametrize("name", ["DeformableDetr", "RTDetr"])
+def test_weights_of_deformable_attention_are_returned(name):
+    """Oracle: the shapes that the original returns with output_attentions; without them the output is the same."""
+    model = detector(name)
+    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+
+    def shapes(outputs):
+        return {key: [t.shape for t in value] for key, value in outputs.items() if key.endswith("_attentions")}
+
+    with using_backend("torch"), torch.no_grad():
+        want = shapes(model(x, output_attentions=True))
+        optimize(model)
+        assert shapes(model(x, output_attentions=True)) == want and any(want.values())
+        assert torch.isfinite(model(x)["pred_boxes"]).all()
+
+
 PARTS = dict.fromkeys(("Detr", "DeformableDetr", "TableTransformer"), "encoder_attn") | {"Mask2Former": "self_attn"}
 
 

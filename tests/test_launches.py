@@ -108,7 +108,7 @@ def test_rule_gives_inductors_kernels():
     called, counted = [], []
     for depth in (1, 3):
         setting = Setting(MODELS[0], 2, depth=depth)
-        model = build(setting).float()
+        model = build(setting).to_empty(device="cpu").float()
         for parameter in model.parameters():
             nn.init.zeros_(parameter)
         torch._dynamo.reset()
@@ -242,6 +242,7 @@ def test_the_command_takes_an_image_size(monkeypatch, capsys):
         (["--img-size", "0"], "--img-size is 0"),
         (["--batch", "0"], "--batch is 0; use an integer of at least 1"),
         (["--depth", "0"], "--depth is 0; use an integer of at least 1"),
+        (["--model", "timm:swin_tiny_patch4_window7_224"], "which has stages; use a ViT"),
         (["--model", "timm:no_such"], "timm has no model called 'no_such'"),
     ):
         with pytest.raises(SystemExit, match="2"):

@@ -193,6 +193,16 @@ def test_ipt_equals_the_authors_code(tmp_path):
     assert torch.equal(skipping(images, "x2"), F.interpolate(images, scale_factor=2, mode="bicubic"))
 
 
+def test_weights_may_be_given_to_a_call():
+    """Oracle: the model with these weights, which are no parameters in torch.func.functional_call."""
+    model = ipt(("x2",), depth=1)
+    images = torch.rand(1, 3, 12, 9, dtype=torch.float64)
+    doubled = {name: 2 * p.detach() for name, p in model.named_parameters() if "position_encoding" in name}
+    y = torch.func.functional_call(model, doubled, (images,))
+    model.load_state_dict(doubled, strict=False)
+    assert torch.equal(y, model(images))
+
+
 @pytest.mark.full
 def test_kernels_give_the_same():
     """Oracle: the model in float64; kernels in the interpreter err at most twice as much as PyTorch in float32, and a

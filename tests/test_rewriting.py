@@ -68,6 +68,22 @@ def test_rows_of_one_weight_are_not_copied(form):
     assert captured.same(captured.outputs(graph, tensors), captured.outputs(three, tensors), torch.float32)
 
 
+def test_parts_of_other_places_are_not_taken_for_thirds():
+    """Oracle: the function itself; a part of a third's length that begins elsewhere is no third."""
+
+    def mixed(x, w):
+        h = F.linear(x, w)
+        parts = h[..., :6], torch.split(h, [9, 6, 3], -1)[1], h[..., 12:]
+        q, k, v = (t.unflatten(-1, (2, 3)).transpose(1, 2) for t in parts)
+        gated = F.silu(h[..., :9]) * torch.split(h, [5, 9, 4], -1)[1]
+        o = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return F.linear(o, w[:, :6]), F.linear(gated, w.new_ones(4, 9))
+
+    tensors = captured.make(((2, 3, captured.D), (18, captured.D)))
+    graph, _ = captured.rewritten(captured.captured(mixed, tensors))
+    assert captured.same(captured.outputs(graph, tensors), captured.outputs(mixed, tensors), torch.float32)
+
+
 OTHERS = [  # arguments to try after the tensor that is written to
     *(lambda x, given=given: given for given in ((2.5,), (), (0.25, 0.75), (0, 2.5), (0, 1), (1, 0, 2.5))),
     lambda x: (x,),

@@ -50,7 +50,7 @@ def fill_counts(target: State, state: State) -> None:
 
 
 def fit_head(heads: tuple[str, ...], target: State, state: State) -> list[str]:
-    """Removes from `state` heads of another size and layers used only by a head; adds missing biases of zero."""
+    """Removes from `state` heads of another size and layers of heads that the model lacks; adds biases of zero."""
     useless = []
     for root in dict.fromkeys(f"{head.partition('.')[0]}." for head in heads):
         if not any(key.startswith(root) for key in target):

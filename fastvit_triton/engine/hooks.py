@@ -5,11 +5,13 @@ code patched on the instance, on the class, or in what it calls (see `source`). 
 that no package is imported to recognise its modules; a LoRA, quantised or parametrised layer has another type.
 """
 
+import sys
 from collections.abc import Callable, Collection
 from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
@@ -19,7 +21,7 @@ from .source import methods_of
 
 __all__ = [
     "Foreign", "can_fuse", "has_global_hooks", "has_hooks", "has_type", "has_watched_child", "is_our_forward",
-    "is_plain_module", "is_repeatable", "replaces", "runs_known_code", "runs_other_code", "type_name",
+    "is_plain_module", "is_recorded", "is_repeatable", "replaces", "runs_known_code", "runs_other_code", "type_name",
 ]  # fmt: skip
 
 PACKAGE = __package__.partition(".")[0]
@@ -127,6 +129,14 @@ def has_watched_child(module: nn.Module) -> bool:
             if child.__dict__["_forward_pre_hooks"] or not _are_passive(child.__dict__["_forward_hooks"]):
                 return True
     return False
+
+
+def is_recorded(module: nn.Module) -> bool:
+    """True if transformers collects outputs of this module in this call, so that it must be called."""
+    if not module._forward_hooks or torch.compiler.is_compiling():
+        return bool(module._forward_hooks)
+    capturing = sys.modules.get(PASSIVE)
+    return capturing is not None and capturing._active_collector.get() is not None
 
 
 def _are_passive(hooks: dict[int, Callable]) -> bool:

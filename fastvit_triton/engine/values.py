@@ -34,7 +34,10 @@ def reserved(t: Tensor) -> Tensor:
     nbytes = t.element_size() * (1 + sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True)))
     if nbytes < LARGE or sys.platform != "linux" or not t.numel():
         return mark(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu"), False)
-    addresses = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    try:
+        addresses = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    except OSError as error:  # a limit of the process
+        raise RuntimeError(f"{nbytes:,} bytes of addresses for a tensor {list(t.shape)} are refused") from error
     return mark(torch.frombuffer(addresses, dtype=t.dtype).as_strided(t.shape, t.stride()), False)
 
 
@@ -50,7 +53,9 @@ def given(t: Tensor) -> Tensor:
 
 def is_known(function: OpOverload, name: str, tensors: list[Tensor]) -> bool:
     """True if the results of this operator are computed from values that are known."""
-    if torch.Tag.nondeterministic_seeded in function.tags or any(t.nbytes >= LARGE for t in tensors):
+    if torch.Tag.nondeterministic_seeded in function.tags or any(
+        t.untyped_storage().nbytes() >= LARGE for t in tensors
+    ):
         return False
     if name in OVERWRITES:
         storage = tensors[0].untyped_storage()

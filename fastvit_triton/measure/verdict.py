@@ -49,7 +49,8 @@ class Expected(NamedTuple):
         over, best = self.speedup
         error = "not tested against measurements" if self.error is None else f"± {100 * self.error:.0f} %"
         whole = ""
-        if 1.02 * self.backend_ms < self.ours_ms:  # small batches, and models of which much is not converted
+        # small batches, and models of which much is not converted
+        if 1.02 * self.backend_ms < self.ours_ms and self.backend_ms < self.compile_ms[0]:
             gain = self.compile_ms[0] / self.backend_ms
             whole = f'; torch.compile(model, backend="fastvit_triton") {gain:.2f} ×'
         return (

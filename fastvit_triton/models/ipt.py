@@ -114,7 +114,8 @@ class RestorationTransformer(nn.Module):
         x = F.unfold(x, self.patch_size, stride=self.patch_size).mT  # [B, N, D]
         x = self.dropout_layer1(self.linear_encoding(x)) + x
         query = self.query_embed.weight[task].view(-1, x.shape[2])
-        x = x + self.position_encoding.get_parameter("pe.weight")
+        positions: Any = self.position_encoding["pe"]
+        x = x + positions.weight
         for layer in self.encoder["layers"].children():
             x = recomputed(layer, x) if recompute else layer(x)
         memory = x
@@ -191,7 +192,7 @@ class IPT(Prepared):
 
     def __init__(self, config: IPTConfig) -> None:
         super().__init__(config, config.embed_dim)
-        self.selected = 0
+        self.selected = 0  # the task that runs if a call names none
         C = config.in_chans
         channels = config.features
         self.sub_mean = MeanShift(C, -1)

@@ -271,7 +271,7 @@ class Levit(Distilled, PyramidTransformer):
         return self.stages[i](x if i else self.stem(x).permute(0, 2, 3, 1), self.recomputes)
 
     def build_head(self) -> None:
-        """Creates the classifier, which has the dropout within it, and initialises all weights."""
+        """Creates the classifiers, which have the dropout within them, and initialises all weights."""
         super().build_head()
         self.head_drop = nn.Dropout(0.0)
 

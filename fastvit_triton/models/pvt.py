@@ -25,7 +25,10 @@ from .pyramid import PyramidTransformer, ReducedConfig, patch_embeds
 
 @dataclass(frozen=True, kw_only=True)
 class PvtConfig(ReducedConfig):
-    """Options of PVT, in addition to those of `ReducedConfig`; the class token is in the last stage."""
+    """Options of PVT, in addition to those of `ReducedConfig`.
+
+    The class token is in the last stage, whose `sr_ratios` must be 1.
+    """
 
     class_token: bool = True
     qkv_bias: bool = True

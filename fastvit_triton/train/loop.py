@@ -315,7 +315,8 @@ def evaluate_objective(
     device = next(model.parameters()).device
     world = world or World()
     total, count = 0.0, 0
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), evaluating(model):
+    seeded = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(seeded), evaluating(model):
         torch.manual_seed(0)
         for images, targets, _ in local_batches(batches, world, per_rank_batches):
             labels = targets if len(targets) else blank_target(targets)

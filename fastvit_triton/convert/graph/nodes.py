@@ -251,7 +251,8 @@ def part_of(node: Argument, count: int) -> tuple[fx.Node, int, int, bool, list[f
         if not sizes or index not in range(count):
             return None
         dim %= len(sizes)
-        fits = known(sizes[dim] == count * (1 if alone else shape(node)[dim]))
+        lengths = [1] * sizes[dim] if alone else [part.shape[dim] for part in source.meta["example_value"]]
+        fits = len(lengths) == count and all(known(length * count == sizes[dim]) for length in lengths)
         return (tensor, dim, index, alone, [source]) if fits else None
     items, sizes = list(index) if isinstance(index, tuple) else [index], shape(source)
     if Ellipsis in items:

@@ -29,14 +29,13 @@ def scan_cifar(
     data_classes = tuple(name.decode() for name in _unpickle(root / META)[b"label_names"])
     if classes is not None and classes != data_classes:
         raise ValueError(f"data {str(root)!r} has the classes of CIFAR-10, but the model has {', '.join(classes[:10])}")
-    images: dict[Path, np.ndarray] = {}
+    arrays: dict[Path, np.ndarray] = {}
     targets: list[int] = []
     for file in FILES[split]:
         batch = _unpickle(root / file)
         targets += batch[b"labels"]
-        pixels = np.ascontiguousarray(batch[b"data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
-        images |= {root / file / str(i): image for i, image in enumerate(pixels)}
-    return array_files(images, targets, data_classes)
+        arrays[root / file] = np.ascontiguousarray(batch[b"data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+    return array_files(arrays, targets, data_classes)
 
 
 class _Unpickler(pickle.Unpickler):

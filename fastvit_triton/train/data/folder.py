@@ -84,17 +84,23 @@ class ImageFiles(NamedTuple):
         return self if levels is None else self._replace(decode=partial(self.decode, levels=levels))
 
 
-def array_files(images: dict[Path, np.ndarray], targets: list[int], classes: tuple[str, ...]) -> ImageFiles:
-    """Images in memory, bytes [H, W] or [H, W, 3], as files under names that do not exist."""
+def array_files(arrays: dict[Path, np.ndarray], targets: list[int], classes: tuple[str, ...]) -> ImageFiles:
+    """Images in memory, bytes [N, H, W] or [N, H, W, 3] by file, under names <file>/<number>, which do not exist."""
 
     def content(name: Path) -> Content:
-        return Content(lambda: io.BytesIO(images[name].tobytes()), 0, images[name].nbytes)
+        pixels = _pixels(arrays, name)
+        return Content(lambda: io.BytesIO(pixels.tobytes()), 0, pixels.nbytes)
 
-    return ImageFiles([*images], targets, classes, partial(_decode_array, images), check=None, content=content)
+    names = [path / str(i) for path, array in arrays.items() for i in range(len(array))]
+    return ImageFiles(names, targets, classes, partial(_decode_array, arrays), check=None, content=content)
 
 
-def _decode_array(images: dict[Path, np.ndarray], name: Path) -> Image.Image:
-    return Image.fromarray(images[name])
+def _pixels(arrays: dict[Path, np.ndarray], name: Path) -> np.ndarray:
+    return arrays[name.parent][int(name.name)]
+
+
+def _decode_array(arrays: dict[Path, np.ndarray], name: Path) -> Image.Image:
+    return Image.fromarray(_pixels(arrays, name))
 
 
 def scan_folder(

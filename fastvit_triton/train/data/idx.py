@@ -41,7 +41,7 @@ def scan_idx(
     classes = class_names(root, int(labels.max()) + 1, classes)
     if labels.max() >= len(classes):
         raise ValueError(f"{labels_path} has class number {labels.max()}, but there are only {len(classes)} classes")
-    return array_files({path / str(i): image for i, image in enumerate(pixels)}, labels.tolist(), classes)
+    return array_files({path: pixels}, labels.tolist(), classes)
 
 
 def read_idx(path: Path, axes: int) -> np.ndarray:

@@ -24,6 +24,10 @@ def average_precision(
     detections: Sequence[Mapping[str, Tensor]], targets: Sequence[Mapping[str, Tensor]], draws: int = 0
 ) -> dict[str, float]:
     """COCO's twelve numbers, by the names of `NAMES`; −1 where there is no object."""
+    if len(detections) != len(targets):
+        raise ValueError(
+            f"detections are of {len(detections)} images, targets of {len(targets)}; give both of each image"
+        )
     COCO, COCOeval = pycocotools_classes()
     labels = sorted({label for part in (*detections, *targets) for label in part["labels"].tolist()})
     tables = []

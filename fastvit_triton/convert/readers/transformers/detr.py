@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ....engine.body import finish, normalize, project
 from ....engine.freeze import derived, keeps
-from ....engine.hooks import are_plain_tensors, can_fuse, has_hooks, has_type
+from ....engine.hooks import are_plain_tensors, can_fuse, has_hooks, has_type, is_recorded
 from ....engine.leaves import Foreign, activation_of, is_readable
 from ....engine.mlp import MlpBody
 from ....kernels.attention import attention
@@ -96,7 +96,8 @@ def _attend_itself(
 def _sample(self: Foreign, name: str, x: Tensor, call: dict[str, Any]) -> Tensor:
     """x + dropout(deformable attention of x), by the attention of that name in a layer."""
     inner = getattr(self, name)
-    y = sampled(inner, x, call) if has_type(inner, WHOLE) and not has_hooks(inner) else None
+    read = has_type(inner, WHOLE) and not has_hooks(inner) and not is_recorded(inner)
+    y = sampled(inner, x, call) if read else None
     if y is None:
         found, _ = inner(hidden_states=x, **call)
         return x + F.dropout(found, self.dropout, self.training)
