@@ -2,8 +2,9 @@
 
 A model goes in; its modules get fused forwards, and a `Report` says what each became or why not. `conversion.optimize`
 goes through the modules: for a type that one of `readers` has registered in `forwards`, `bind` sets the instance's
-forward, which asks `third_party.is_fusable` in each call. Blocks that no reader knows are captured from an example
-(`capture`, `captured`) and rewritten by the patterns of `graph`, as the backend's graphs are.
+forward, which repeats a recorded call (`engine.replay`), or asks `third_party.is_fusable` and runs fused or as written.
+Blocks that no reader knows are captured from an example (`capture`, `captured`) and rewritten by the patterns of
+`graph`, as the backend's graphs are.
 
 Begin with `conversion`; then `forwards` and `readers`, or `backend` and `graph`.
 """

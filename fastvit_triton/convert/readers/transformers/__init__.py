@@ -1,7 +1,8 @@
 """Fused forwards for transformers' models, which register on import, and our attention as functions of transformers.
 
-`vit` has ViT, DeiT, DINOv2, DINOv3, CLIP and SigLIP, `blocks` their blocks; `plain`, `towers`, `rotary` and `packed`
-have vision towers of multimodal models; the others are named after what they hold.
+`vit` has attention of ViT, DeiT, DINOv2, DINOv3, CLIP and SigLIP, `blocks` their blocks, and their attention in
+transformers 4; `plain`, `towers`, `rotary` and `packed` have vision towers of multimodal models; the others are named
+after what they hold.
 """
 
 from . import (  # noqa: F401
